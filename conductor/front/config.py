@@ -1,0 +1,23 @@
+"""The front's configuration.
+
+Owns: names, defaults and bounds of the values. Does not know: where they come from.
+"""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class FrontConfig(BaseModel):
+    """`control_endpoint` is the Conductor's; `reply_endpoint` is bound here, and workers connect to it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
+    control_endpoint: str
+    reply_endpoint: str
+    served_model_name: str = Field(min_length=1)
+    max_request_bytes: int = Field(default=8 << 20, ge=1)
+    max_choices: int = Field(default=128, ge=1, description="most choices (prompts x n) of one HTTP request")
+    shutdown_grace_s: int = Field(
+        default=2, ge=0, description="how long running answers may go on at the end"
+    )

@@ -1,0 +1,49 @@
+"""Errors as clients see them: OpenAI's body, a status, and when to come back.
+
+Owns: the error body and its types. Does not know: what went wrong.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from mooncake.errors import OverloadedError, RequestError
+
+RETRY_AFTER_S = 1.0
+
+
+class UnavailableError(RequestError):
+    """The cluster cannot serve anybody now; `retry_after_s` says when to come back."""
+
+    def __init__(self, message: str, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__(message, status=503, code="unavailable")
+        self.retry_after_s = retry_after_s
+
+
+class GenerationFailedError(RequestError):
+    """An accepted request could not be finished. Not the client's fault."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=500, code="generation_failed")
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    if error.status == 429:
+        kind = "rate_limit_error"
+    elif error.status >= 500:
+        kind = "server_error"
+    else:
+        kind = "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """`error` as a whole HTTP response."""
+    headers = dict(headers or {})
+    if isinstance(error, OverloadedError | UnavailableError):
+        # Whole seconds, rounded up: the header knows no fractions, and early clients are refused again.
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")

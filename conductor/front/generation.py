@@ -1,0 +1,140 @@
+"""One HTTP request's way through the cluster: its choices, from submission to the last token.
+
+Owns: the choices' texts, counts and ends, and that nothing goes on when nobody wants it any more.
+Does not know: HTTP, the answer's format, where the tokens come from.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.front.link import Inbox, Link, Lost, Received
+from conductor.front.metrics import Metrics
+from conductor.front.model import ServedModel
+from conductor.front.text import TextStream
+from conductor.front.validation import Job
+from mooncake.messages import FinishReason, Request
+
+
+class Delta(NamedTuple):
+    """What one choice has gained. `text` may be empty."""
+
+    choice_index: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Usage(NamedTuple):
+    """Tokens of a whole HTTP request; each prompt counts once, however many choices it has."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    """`last_s` is the time of its latest tokens; None: none yet."""
+
+    index: int
+    request: Request
+    text: TextStream
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    last_s: float | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Generation:
+    """The choices of one job. `arrived_s` is the loop's time at which its HTTP request came."""
+
+    def __init__(self, job: Job, model: ServedModel, link: Link, metrics: Metrics, arrived_s: float) -> None:
+        self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
+        self._choices = {
+            request.request_id: _Choice(index, request, TextStream(model.new_detokenizer(), job.stops))
+            for index, request in enumerate(job.requests(link.reply_to))
+        }
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Submit all choices and yield what they gain until each has ended. Raises RequestError.
+
+        Closing it early (`aclosing`) cancels the choices that still run.
+        """
+        inbox: Inbox = asyncio.Queue()
+        running: dict[str, _Choice] = {}
+        try:
+            for request_id, choice in self._choices.items():
+                await self._link.submit(choice.request, inbox)
+                running[request_id] = choice
+                self._metrics.choice_submitted()
+            while running:
+                event = await inbox.get()
+                if event.request_id not in running:
+                    continue  # ended by a stop string; this was on its way
+                choice = running[event.request_id]
+                if isinstance(event, Lost):
+                    raise event.error
+                delta = self._advance(choice, event)
+                if delta.finish_reason is not None:
+                    del running[event.request_id]
+                    await self._link.cancel(event.request_id)
+                    self._metrics.choice_ended(started=True)
+                    self._metrics.choice_finished(delta.finish_reason, _now() - self._arrived_s)
+                yield delta
+        finally:
+            for request_id, choice in running.items():
+                await self._link.cancel(request_id)
+                self._metrics.choice_ended(started=choice.last_s is not None)
+            for prompt_index, prompt in enumerate(self._job.prompts):
+                if any(choice.last_s is not None for choice in self._choices_of(prompt_index)):
+                    self._metrics.prompt_received(len(prompt.token_ids), self._num_cached(prompt_index))
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            self._job.num_prompt_tokens,
+            sum(self._num_cached(index) for index in range(len(self._job.prompts))),
+            sum(choice.num_tokens for choice in self._choices.values()),
+        )
+
+    def _advance(self, choice: _Choice, event: Received) -> Delta:
+        token_ids = event.token_ids
+        ended_by_token = (
+            event.finish_reason is FinishReason.STOP
+            and bool(token_ids)
+            and token_ids[-1] in choice.request.sampling.stop_token_ids
+        )
+        decoded = choice.text.push(token_ids[:-1] if ended_by_token else token_ids)
+        text, stopped = decoded.text, decoded.stopped
+        num_tokens = decoded.num_tokens if stopped else len(token_ids)
+        if event.finish_reason is not None and not stopped:
+            rest = choice.text.flush()
+            text, stopped = text + rest.text, rest.stopped
+        choice.finish_reason = FinishReason.STOP if stopped else event.finish_reason
+        self._count(choice, num_tokens, event.num_cached_tokens)
+        return Delta(choice.index, text, choice.finish_reason)
+
+    def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
+        now_s = _now()
+        if choice.last_s is None:
+            # A later attempt finds what the first one computed; the client is told of the first.
+            choice.num_cached_tokens = num_cached_tokens
+            self._metrics.choice_started(now_s - self._arrived_s)
+        self._metrics.tokens_received(num_tokens, None if choice.last_s is None else now_s - choice.last_s)
+        choice.num_tokens += num_tokens
+        choice.last_s = now_s
+
+    def _choices_of(self, prompt_index: int) -> list[_Choice]:
+        num = self._job.num_choices_per_prompt
+        return list(self._choices.values())[prompt_index * num : (prompt_index + 1) * num]
+
+    def _num_cached(self, prompt_index: int) -> int:
+        """The least of the prompt's choices: the others may have found what that one computed."""
+        return min(
+            (c.num_cached_tokens for c in self._choices_of(prompt_index) if c.last_s is not None), default=0
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

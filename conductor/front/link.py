@@ -1,0 +1,239 @@
+"""The front's two sockets: one to the Conductor, one where workers send tokens.
+
+Owns: the heartbeat with the Conductor, the requests in flight, and the fencing of what arrives for them.
+Does not know: HTTP, text.
+
+The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
+knows nothing of the requests in flight: they fail, and their clients may try again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.front.errors import GenerationFailedError, UnavailableError
+from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
+from mooncake.errors import OverloadedError, RequestError
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    ClusterState,
+    Failed,
+    FinishReason,
+    FrontHello,
+    Rejected,
+    Request,
+    Submit,
+    TokenOutput,
+    Tokens,
+)
+
+HEARTBEAT_S = 1.0
+CONDUCTOR_TIMEOUT_S = 5.0
+STREAM_TIMEOUT_S = (
+    30.0  # without a token while the Conductor is gone, which alone could place the request again
+)
+
+log = logging.getLogger(__name__)
+
+
+class Received(NamedTuple):
+    """New tokens of one request, in order and without repetition."""
+
+    request_id: str
+    token_ids: list[int]
+    num_cached_tokens: int
+    finish_reason: FinishReason | None
+
+
+class Lost(NamedTuple):
+    """A request that gets no more tokens, and why."""
+
+    request_id: str
+    error: RequestError
+
+
+Event = Received | Lost
+Inbox = asyncio.Queue[Event]
+
+
+@dataclass(slots=True)
+class Reception:
+    """How far one request's tokens have arrived. Every attempt gives the same token at the same position."""
+
+    inbox: Inbox
+    last_s: float
+    attempt: int = 0
+    num_received: int = 0
+
+    def accept(self, output: TokenOutput) -> list[int] | None:
+        """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
+
+        Raises GenerationFailedError when tokens before these are missing.
+        """
+        if output.ref.attempt < self.attempt:
+            return None
+        self.attempt = output.ref.attempt
+        if output.position > self.num_received:
+            raise GenerationFailedError(
+                f"internal error: tokens {self.num_received} to {output.position - 1} "
+                f"of attempt {self.attempt} did not arrive"
+            )
+        new = output.token_ids[self.num_received - output.position :]
+        self.num_received += len(new)
+        return new
+
+
+class Link:
+    """A front's connection to the cluster. `run` must run for anything to arrive."""
+
+    def __init__(
+        self,
+        control_endpoint: str,
+        reply_endpoint: str,
+        fingerprint: str,
+        on_dropped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises ConfigError for unusable endpoints. `on_dropped` is called for each stale output."""
+        identity = peer_identity("front", secrets.randbits(64))
+        self._replies: Router[Tokens] = Router(reply_endpoint, Tokens)
+        try:
+            self._conductor: Dealer[ClusterState | Rejected | Failed] = Dealer(
+                control_endpoint, identity, ClusterState | Rejected | Failed
+            )
+        except BaseException:
+            self._replies.close()
+            raise
+        self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
+        self._on_dropped = on_dropped
+        self._in_flight: dict[str, Reception] = {}
+        self._cluster: ClusterState | None = None
+        self._cluster_s = 0.0
+
+    @property
+    def reply_to(self) -> str:
+        """The endpoint where workers send this front's tokens."""
+        return self._replies.endpoint
+
+    @property
+    def cluster(self) -> ClusterState | None:
+        """What the Conductor said last, or None if it has said nothing for `CONDUCTOR_TIMEOUT_S`."""
+        if self._cluster is None or _now() - self._cluster_s > CONDUCTOR_TIMEOUT_S:
+            return None
+        return self._cluster
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._in_flight)
+
+    async def run(self) -> None:
+        """Receive until cancelled, then close both sockets."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._receive_from_conductor())
+                group.create_task(self._receive_tokens())
+                group.create_task(self._beat())
+        finally:
+            self._conductor.close()
+            self._replies.close()
+
+    async def submit(self, request: Request, inbox: Inbox) -> None:
+        """Send `request`; its tokens, or the reason why none follow, go to `inbox`.
+
+        Raises UnavailableError.
+        """
+        try:
+            await self._conductor.send(Submit(request))
+        except PeerGoneError as error:
+            raise UnavailableError(f"the conductor does not answer: {error}") from None
+        self._in_flight[request.request_id] = Reception(inbox, _now())
+
+    async def cancel(self, request_id: str) -> None:
+        """Forget the request, and tell the Conductor unless it has ended by itself."""
+        if self._in_flight.pop(request_id, None) is not None:
+            # Without a Conductor there is nobody to tell; it forgets the request when it restarts.
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(Cancel(request_id))
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(self._hello)
+            await asyncio.sleep(HEARTBEAT_S)
+            if self.cluster is None:
+                oldest_s = _now() - STREAM_TIMEOUT_S
+                for request_id in [key for key, value in self._in_flight.items() if value.last_s < oldest_s]:
+                    self._end(request_id, GenerationFailedError("the conductor is gone and no tokens arrive"))
+
+    async def _receive_from_conductor(self) -> None:
+        while True:
+            match await self._conductor.recv():
+                case ClusterState() as cluster:
+                    await self._adopt(cluster)
+                case Rejected(request_id, status, message, retry_after_s):
+                    self._end(request_id, _rejection(status, message, retry_after_s))
+                case Failed(request_id, message):
+                    self._end(request_id, GenerationFailedError(message))
+
+    async def _adopt(self, cluster: ClusterState) -> None:
+        restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch
+        self._cluster, self._cluster_s = cluster, _now()
+        if restarted:
+            log.warning("the conductor has restarted; %d requests fail", len(self._in_flight))
+            for request_id, reception in list(self._in_flight.items()):
+                reception.inbox.put_nowait(
+                    Lost(request_id, GenerationFailedError("the conductor has restarted; try again"))
+                )
+                await self.cancel(request_id)  # it may have reached the new one already
+
+    async def _receive_tokens(self) -> None:
+        while True:
+            _, message = await self._replies.recv()
+            now_s = _now()
+            for output in message.outputs:
+                await self._deliver(output, now_s)
+
+    async def _deliver(self, output: TokenOutput, now_s: float) -> None:
+        request_id = output.ref.request_id
+        reception = self._in_flight.get(request_id)
+        if reception is None:
+            self._on_dropped()
+            return
+        try:
+            new = reception.accept(output)
+        except GenerationFailedError as error:
+            reception.inbox.put_nowait(Lost(request_id, error))
+            await self.cancel(request_id)
+            return
+        if new is None:
+            self._on_dropped()
+            return
+        reception.last_s = now_s
+        if new or output.finish_reason is not None:
+            reception.inbox.put_nowait(
+                Received(request_id, new, output.num_cached_tokens, output.finish_reason)
+            )
+        if output.finish_reason is not None:
+            del self._in_flight[request_id]
+
+    def _end(self, request_id: str, error: RequestError) -> None:
+        reception = self._in_flight.pop(request_id, None)
+        if reception is not None:  # else the client has gone in the meantime
+            reception.inbox.put_nowait(Lost(request_id, error))
+
+
+def _rejection(status: int, message: str, retry_after_s: float | None) -> RequestError:
+    if status == 429:
+        return OverloadedError(message, 1.0 if retry_after_s is None else retry_after_s)
+    if status == 503:
+        return UnavailableError(message, 1.0 if retry_after_s is None else retry_after_s)
+    return RequestError(message, status=status)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,58 @@
+"""The model as the front sees it: a tokenizer and a few numbers.
+
+Owns: what the front needs of a model. Does not know: weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mooncake.blocks import KVDtype
+from mooncake.checkpoint import Checkpoint
+from mooncake.tokenizer import IncrementalDetokenizer, load_tokenizer
+
+
+class Tokenizer(Protocol):
+    """What the front needs of a tokenizer; `mooncake.tokenizer.Tokenizer` has it. Called from threads."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises RequestError."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Raises RequestError."""
+
+
+class Detokenizer(Protocol):
+    """Text of one growing token sequence; never gives out a part of a character."""
+
+    def push(self, ids: Sequence[int], /) -> str:
+        """The text that these tokens complete."""
+
+    def flush(self) -> str:
+        """The text that is still held back, at the end; U+FFFD for a character that was never completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice."""
+
+    tokenizer: Tokenizer
+    new_detokenizer: Callable[[], Detokenizer]
+    context_len: int
+    fingerprint: str
+    block_size: int
+
+
+def load_served_model(checkpoint: Checkpoint, dtype: KVDtype, block_size: int) -> ServedModel:
+    """Load the checkpoint's tokenizer. Raises ModelError."""
+    tokenizer = load_tokenizer(checkpoint)
+    return ServedModel(
+        tokenizer=tokenizer,
+        new_detokenizer=lambda: IncrementalDetokenizer(tokenizer),
+        context_len=checkpoint.context_len,
+        fingerprint=checkpoint.fingerprint(dtype, block_size),
+        block_size=block_size,
+    )

@@ -1,0 +1,106 @@
+"""Prompts: from messages, text or token ids to the token ids that the model gets.
+
+Owns: content parts, the forms of `prompt`, and that a prompt leaves room for an answer.
+Does not know: other fields.
+"""
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from conductor.front.model import ServedModel
+from conductor.front.schema import Message, shortened
+from mooncake.errors import RequestError
+
+
+def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
+    """The conversation through the model's chat template. Raises RequestError."""
+    rendered = []
+    for index, message in enumerate(messages):
+        # OpenAI renamed "system" for its own models; templates know the old name.
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {
+            "role": role,
+            "content": _text(message.content, f"messages[{index}].content"),
+        }
+        if message.name is not None:
+            entry["name"] = message.name
+        rendered.append(entry)
+    prompt = model.tokenizer.render_chat(rendered)
+    _check_room(prompt, model.context_len, "messages")
+    return prompt
+
+
+def _text(content: object, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{path}: expected a string or a list of text parts", param=path, code="invalid_value"
+        )
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        where = f"{path}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(f"{where}: expected an object with a type", param=where, code="invalid_value")
+        if kind != "text":
+            raise RequestError(
+                f"{where}: parts of type {shortened(kind)!r} are not supported by this server, only 'text'",
+                param=where,
+                code="unsupported_content",
+            )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where}.text: expected a string", param=f"{where}.text", code="invalid_value"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
+    """`prompt` is a string, token ids, or a list of either. Raises RequestError."""
+    many = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
+    given = [prompt] if many is None else many
+    prompts = []
+    for index, item in enumerate(given):
+        path = "prompt" if many is None else f"prompt[{index}]"
+        if isinstance(item, str):
+            token_ids = model.tokenizer.encode(item, add_special_tokens=True)
+        elif isinstance(item, list):
+            token_ids = item
+            check_token_ids(token_ids, model, path)
+        else:
+            raise RequestError(
+                f"{path}: expected a string, token ids, or a list of either", param=path, code="invalid_value"
+            )
+        if not token_ids:
+            raise RequestError(f"{path} is empty", param=path, code="invalid_value")
+        _check_room(token_ids, model.context_len, path)
+        prompts.append(token_ids)
+    return prompts
+
+
+def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:
+    """Raises RequestError, naming the place, for what is no token of the model."""
+    vocab_size = model.tokenizer.vocab_size
+    for index, token_id in enumerate(token_ids):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            where = f"{path}[{index}]"
+            raise RequestError(
+                f"{where}: expected a token id from 0 to {vocab_size - 1}, "
+                f"got {shortened(reprlib.repr(token_id))}",
+                param=where,
+                code="invalid_value",
+            )
+
+
+def _check_room(prompt: Sequence[int], context_len: int, path: str) -> None:
+    if len(prompt) >= context_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, but the model's context is {context_len} tokens, "
+            "the answer included; shorten it",
+            param=path,
+            code="context_length_exceeded",
+        )

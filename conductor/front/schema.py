@@ -1,0 +1,179 @@
+"""The fields of OpenAI's requests: those that are served, and those that are refused by name.
+
+A field that would change the answer is never dropped in silence: it is served, or it has its neutral value,
+or the request is refused. Null means "not given" everywhere, as at OpenAI.
+
+Owns: field names, types, bounds and neutral values. Does not know: prompts and tokens (`validation`).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+
+from mooncake.errors import RequestError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 512
+REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
+"""What may go into a header and a log line."""
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Fields that are not served, with the values under which they ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains besides the answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationFields(BaseModel):
+    """What chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 or -1: all tokens")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: SkipValidation[str | list[str] | None] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
+    user: str | None = None
+    metadata: dict[str, SkipValidation[Any]] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation; `content` is text or a list of text parts."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: SkipValidation[str | list[dict[str, Any]]]
+    name: str | None = None
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `/v1/completions`."""
+
+    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
+
+
+_UNSERVED: Neutral = {
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+_UNSERVED_IN_CHAT: Neutral = {
+    **_UNSERVED,
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (False, True),
+    "prediction": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSERVED_IN_COMPLETIONS: Neutral = {
+    **_UNSERVED,
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": ("",),
+}
+_UNSERVED_IN_MESSAGE: Neutral = {
+    # What OpenAI's own client puts into an assistant's message when it is sent back.
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+_UNSERVED_IN_STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+
+
+def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
+    """Raises RequestError, naming the field, for fields that are unknown or ask for what is not served."""
+    if isinstance(request, ChatCompletionRequest):
+        _check(request, _UNSERVED_IN_CHAT, "")
+        for index, message in enumerate(request.messages):
+            _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
+    else:
+        _check(request, _UNSERVED_IN_COMPLETIONS, "")
+    if request.stream_options is not None:
+        _check(request.stream_options, _UNSERVED_IN_STREAM_OPTIONS, "stream_options.")
+
+
+def _check(fields: BaseModel, unserved: Neutral, path: str) -> None:
+    for name, value in (fields.model_extra or {}).items():
+        if name not in unserved:
+            raise RequestError(
+                f"unknown field {path + shortened(name)!r}", param=path + name, code="unknown_parameter"
+            )
+        if value is not None and not any(_same(value, neutral) for neutral in unserved[name]):
+            raise RequestError(
+                f"{path}{name} is not supported by this server; leave it out",
+                param=path + name,
+                code="unsupported_parameter",
+            )
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # False == 0 in Python, but `logprobs: 0` asks for something and `logprobs: false` does not.
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def shortened(text: str, num_chars: int = 80) -> str:
+    """`text` for an error message: a client's mistake must not come back in megabytes."""
+    return text if len(text) <= num_chars else text[:num_chars] + "..."

@@ -1,0 +1,92 @@
+"""Starting and stopping the front inside an event loop that others share.
+
+Owns: the listening socket, the HTTP server's and the link's lives. Does not know: routes, signals.
+"""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Generator
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from conductor.front.app import Front, create_app
+from conductor.front.config import FrontConfig
+from conductor.front.model import ServedModel
+from mooncake.errors import ConfigError
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: they belong to the process that embeds it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be resolved ({error}); choose another with --host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # two sockets can be bound to one port as long as neither listens
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(
+    config: FrontConfig,
+    model: ServedModel,
+    registry: CollectorRegistry,
+    listener: socket.socket | None = None,
+    on_listening: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Serve until cancelled; running answers then have `config.shutdown_grace_s` to end.
+
+    `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
+    `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
+    Raises ConfigError for a port or endpoint that cannot be used.
+    """
+    listener = listener or listen(config.host, config.port)
+    with contextlib.closing(listener):
+        front = Front(config, model, registry)
+        server = _Server(
+            uvicorn.Config(
+                create_app(front),
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=config.shutdown_grace_s,
+            )
+        )
+        async with asyncio.TaskGroup() as group:
+            link = group.create_task(front.link.run())
+            http = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                host, port = listener.getsockname()[:2]
+                on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+                await asyncio.shield(http)
+            finally:
+                server.should_exit = True
+                await http
+                link.cancel()

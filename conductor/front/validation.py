@@ -1,0 +1,261 @@
+"""From a request's bytes to what the cluster understands: token ids, block keys and sampling parameters.
+
+Owns: parsing, defaults, and checks against the model's limits. Does not know: HTTP, sockets, the cluster.
+Everything here is a plain function of its input and may run in a thread.
+"""
+
+import hashlib
+import reprlib
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+from pydantic import ValidationError
+
+from conductor.front.model import ServedModel
+from conductor.front.prompt import chat_prompt, check_token_ids, prompts_of
+from conductor.front.schema import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    check_extra_fields,
+    shortened,
+)
+from mooncake.blocks import block_keys, root_key
+from mooncake.errors import RequestError
+from mooncake.messages import ClusterState, Request, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
+_SEED_BITS = 63
+
+
+class Endpoint(Enum):
+    """The two shapes of requests and answers."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+    @property
+    def id_prefix(self) -> str:
+        """How the ids of its answers begin."""
+        return "chatcmpl" if self is Endpoint.CHAT else "cmpl"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, keys included; `keys` name its full blocks."""
+
+    token_ids: list[int]
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A valid HTTP request. Choice `i` answers prompt `i // num_choices_per_prompt`."""
+
+    endpoint: Endpoint
+    id: str
+    prompts: list[Prompt]
+    num_choices_per_prompt: int
+    sampling: list[SamplingParams]
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    client_request_id: str | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def requests(self, reply_to: str) -> list[Request]:
+        """One Request per choice, in the order of the choices."""
+        return [
+            Request(
+                request_id=f"{self.id}-{index}",
+                token_ids=self.prompts[index // self.num_choices_per_prompt].token_ids,
+                block_keys=self.prompts[index // self.num_choices_per_prompt].keys,
+                sampling=sampling,
+                reply_to=reply_to,
+            )
+            for index, sampling in enumerate(self.sampling)
+        ]
+
+
+def read_job(
+    endpoint: Endpoint, body: bytes, model: ServedModel, served_model_name: str, max_choices: int
+) -> Job:
+    """Parse, check and tokenize a request's body. Raises RequestError that names the field."""
+    request = _parse(endpoint, body)
+    check_extra_fields(request)
+    if request.model != served_model_name:
+        raise unknown_model(request.model, served_model_name)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
+    stops = _stops(request.stop)
+    if isinstance(request, ChatCompletionRequest):
+        prompts = [chat_prompt(request.messages, model)]
+    else:
+        prompts = prompts_of(request.prompt, model)
+    num_choices_per_prompt = request.n or 1
+    if len(prompts) * num_choices_per_prompt > max_choices:
+        raise RequestError(
+            f"{len(prompts)} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
+            "send several requests",
+            param="prompt" if len(prompts) > 1 else "n",
+        )
+    stop_token_ids = _stop_token_ids(request, model)
+    sampling = [
+        SamplingParams(
+            max_tokens=_max_tokens(request, len(prompt), model.context_len),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            seed=_choice_seed(request.seed, index),
+            stop_token_ids=stop_token_ids,
+        )
+        for prompt in prompts
+        for index in range(num_choices_per_prompt)
+    ]
+    root = root_key(model.fingerprint, request.cache_salt or "")
+    return Job(
+        endpoint=endpoint,
+        id=f"{endpoint.id_prefix}-{secrets.token_hex(16)}",
+        prompts=[Prompt(prompt, block_keys(prompt, model.block_size, root)) for prompt in prompts],
+        num_choices_per_prompt=num_choices_per_prompt,
+        sampling=sampling,
+        stops=stops,
+        stream=bool(request.stream),
+        include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        client_request_id=request.request_id,
+    )
+
+
+def check_fits_pool(job: Job, cluster: ClusterState, block_size: int) -> None:
+    """Raises RequestError when no pair of instances could ever hold one of the prompts."""
+    num_tokens = max(len(prompt.token_ids) for prompt in job.prompts)
+    max_tokens = cluster.max_prompt_blocks * block_size
+    if num_tokens > max_tokens:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, but the instances' KVCache can hold at most {max_tokens}; "
+            "shorten it or start the server with larger pools",
+            param=_prompt_field(job.endpoint),
+            code="prompt_exceeds_pool",
+        )
+
+
+def unknown_model(name: str, served_model_name: str) -> RequestError:
+    """The error for a model that is not the one served."""
+    return RequestError(
+        f"the model {shortened(name)!r} does not exist; this server serves {served_model_name!r}",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _parse(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the request body must be a JSON object", code="invalid_json")
+    schema = ChatCompletionRequest if endpoint is Endpoint.CHAT else CompletionRequest
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def _first_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
+    path = shortened(path)
+    if first["type"] == "missing":
+        return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    reason = first["msg"].removeprefix("Input should ").replace("be valid", "be a valid")
+    return RequestError(
+        f"{path}: expected to {reason}, got {shortened(reprlib.repr(first['input']))}"
+        if reason != first["msg"]
+        else f"{path}: {reason}",
+        param=path,
+        code="invalid_value",
+    )
+
+
+def _prompt_field(endpoint: Endpoint) -> str:
+    return "messages" if endpoint is Endpoint.CHAT else "prompt"
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        raise RequestError("stop: expected a string or a list of strings", param="stop", code="invalid_value")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(
+            f"stop: at most {MAX_STOPS} strings, got {len(stops)}", param="stop", code="invalid_value"
+        )
+    if not all(0 < len(item) <= MAX_STOP_CHARS for item in stops):
+        raise RequestError(
+            f"stop: each string must have 1 to {MAX_STOP_CHARS} characters",
+            param="stop",
+            code="invalid_value",
+        )
+    return tuple(dict.fromkeys(stops))
+
+
+def _stop_token_ids(
+    request: ChatCompletionRequest | CompletionRequest, model: ServedModel
+) -> tuple[int, ...]:
+    given = request.stop_token_ids or []
+    check_token_ids(given, model, "stop_token_ids")
+    eos = () if request.ignore_eos else model.tokenizer.eos_token_ids
+    return tuple(dict.fromkeys([*eos, *given]))
+
+
+def _max_tokens(
+    request: ChatCompletionRequest | CompletionRequest, num_prompt_tokens: int, context_len: int
+) -> int:
+    field, given = "max_tokens", request.max_tokens
+    room = context_len - num_prompt_tokens
+    if isinstance(request, ChatCompletionRequest):
+        newer = request.max_completion_tokens
+        if newer is not None:
+            if given is not None and given != newer:
+                raise RequestError(
+                    f"max_tokens is {given} and max_completion_tokens is {newer}; give one of them",
+                    param="max_tokens",
+                    code="invalid_value",
+                )
+            field, given = "max_completion_tokens", newer
+        default = room
+    else:
+        default = DEFAULT_COMPLETION_TOKENS
+    if given is None:
+        return min(default, room)
+    if given > room:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and {field} is {given}, together "
+            f"{num_prompt_tokens + given}, but the model's context is {context_len} tokens; "
+            f"reduce {field} to {room} or less, or shorten the prompt",
+            param=field,
+            code="context_length_exceeded",
+        )
+    return given
+
+
+def _choice_seed(seed: int | None, index: int) -> int:
+    """The seed of a prompt's `index`-th choice. The first has the given one, so it does not depend on n."""
+    if seed is None:
+        return secrets.randbits(_SEED_BITS)
+    if index == 0:
+        return seed & ((1 << _SEED_BITS) - 1)
+    digest = hashlib.sha256(f"mooncake-seed\0{seed}\0{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> (64 - _SEED_BITS)

@@ -1,0 +1,81 @@
+"""The instances of the cluster: who is registered, alive, and how much is assigned to whom.
+
+Load is the Conductor's own count of what it assigned and has not seen end, not what heartbeats claim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mooncake.messages import Heartbeat, Register, Role
+
+
+@dataclass(slots=True)
+class Instance:
+    """One life of one instance. `requests` are the ids assigned to it, as prefill or as decode."""
+
+    registration: Register
+    identity: bytes
+    last_seen_s: float
+    heartbeat: Heartbeat | None = None
+    requests: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
+
+    @property
+    def name(self) -> str:
+        """Stays the same over restarts; the identity does not."""
+        return self.registration.instance
+
+    @property
+    def num_assigned_tokens(self) -> int:
+        """Prompt tokens of everything assigned."""
+        return sum(self.requests.values())
+
+    @property
+    def max_prompt_blocks(self) -> int:
+        """The longest prompt that fits into an otherwise empty instance, in blocks.
+
+        One device page is left for the tokens that follow the prompt.
+        """
+        capacity = self.registration.capacity
+        return min(capacity.num_pool_pages, capacity.num_device_pages - 1)
+
+
+class Instances:
+    """All registered instances by name. At most one life of a name is registered."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Instance] = {}
+
+    def add(self, instance: Instance) -> None:
+        """The name must be free: remove an earlier life first."""
+        assert instance.name not in self._by_name
+        self._by_name[instance.name] = instance
+
+    def remove(self, name: str) -> Instance:
+        """Forget this life."""
+        return self._by_name.pop(name)
+
+    def get(self, name: str | None) -> Instance | None:
+        """By name; None when it is not registered."""
+        return self._by_name.get(name) if name is not None else None
+
+    def by_identity(self, identity: bytes) -> Instance | None:
+        """The instance that speaks from this socket, if that life is the registered one."""
+        instance = self._by_name.get(identity.decode(errors="replace").rpartition("#")[0])
+        return instance if instance is not None and instance.identity == identity else None
+
+    def of_role(self, role: Role) -> list[Instance]:
+        """All instances that have this role now."""
+        return [instance for instance in self._by_name.values() if instance.registration.role is role]
+
+    def silent_since(self, deadline_s: float) -> list[Instance]:
+        """Those not heard of since `deadline_s`."""
+        return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
+
+    def max_prompt_blocks(self) -> int:
+        """The longest prompt that some pair can hold, in blocks; 0 without a pair."""
+        return min(
+            max((instance.max_prompt_blocks for instance in self.of_role(role)), default=0) for role in Role
+        )
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._by_name.values())

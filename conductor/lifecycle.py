@@ -1,0 +1,66 @@
+"""A request's life as the Conductor sees it: its states and the ways between them.
+
+    WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
+       ^            │             │             │
+       └────────────┴─ (again) ───┴─────────────┘          ABORTED, FAILED from any state that is not an end
+
+Invariant: every accepted request reaches exactly one of the three ends, once.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from mooncake.messages import Ref, Request
+
+
+class RequestState(Enum):
+    """Where a request is. The last three are ends."""
+
+    WAITING = auto()  # for a pair of instances
+    RESERVING = auto()  # decode was asked for pages
+    PREFILLING = auto()  # prefill computes, KVCache streams to decode
+    DECODING = auto()  # tokens leave
+    FINISHED = auto()
+    ABORTED = auto()
+    FAILED = auto()
+
+
+_ENDS = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
+RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
+_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RESERVING}),
+    RequestState.RESERVING: frozenset({RequestState.PREFILLING, RequestState.WAITING}),
+    RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.WAITING}),
+    RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.WAITING}),
+}
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """An accepted request. `prefill` and `decode` name its pair from RESERVING on.
+
+    `attempt` counts placements; a message about another attempt is late and is dropped.
+    """
+
+    request: Request
+    front: bytes
+    epoch: int
+    accepted_at_s: float
+    waiting_since_s: float
+    state: RequestState = RequestState.WAITING
+    attempt: int = 0
+    prefill: str | None = None
+    decode: str | None = None
+    last_failure: str = field(default="")
+
+    @property
+    def ref(self) -> Ref:
+        """Names the current attempt."""
+        return Ref(self.epoch, self.request.request_id, self.attempt)
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state along the table above."""
+        allowed = _NEXT.get(self.state, frozenset())
+        is_end = state in _ENDS - {RequestState.FINISHED} and self.state not in _ENDS
+        assert state in allowed or is_end, f"{self.request.request_id}: {self.state.name} -> {state.name}"
+        self.state = state

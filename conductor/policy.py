@@ -1,0 +1,314 @@
+"""The Conductor: takes a message and the time, returns the messages to send (Mooncake, section 3).
+
+Same state and same input give the same output. No IO, no clock, no torch: the live service and a
+simulator drive the very same object.
+
+Owns: instances, the life of every accepted request, placement. Does not know: sockets, tokens' text.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from conductor.instances import Instance, Instances
+from conductor.lifecycle import RequestState, TrackedRequest
+from conductor.placement import Placement, num_prompt_blocks, place
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Cancel,
+    ClusterState,
+    Decode,
+    Failed,
+    Finished,
+    FromWorker,
+    FrontHello,
+    Heartbeat,
+    HeartbeatAck,
+    Prefill,
+    Prefilled,
+    Ref,
+    Register,
+    Registered,
+    RegisterRefused,
+    Rejected,
+    Reserve,
+    Reserved,
+    Role,
+    Submit,
+    ToConductor,
+    ToFront,
+    ToWorker,
+    WorkFailed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Send `message` to the peer with this socket identity."""
+
+    peer: bytes
+    message: ToWorker | ToFront
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the Conductor may keep and how long it waits. Times in seconds."""
+
+    max_running_requests: int = 256
+    max_attempts: int = 3
+    peer_timeout_s: float = 5.0
+    placement_timeout_s: float = 60.0
+    retry_after_s: float = 1.0
+
+
+class Conductor:
+    """Policy state of the active Conductor. `epoch` is larger than that of any Conductor before it."""
+
+    def __init__(self, epoch: int, fingerprint: str, limits: Limits) -> None:
+        self.epoch = epoch
+        self.fingerprint = fingerprint
+        self.limits = limits
+        self.instances = Instances()
+        self.requests: dict[str, TrackedRequest] = {}
+        self._fronts: dict[bytes, float] = {}  # identity -> last seen
+
+    @property
+    def num_running(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self.requests)
+
+    def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
+        """React to one message."""
+        match message:
+            case FrontHello():
+                return self._on_front_hello(sender, message, now_s)
+            case Submit():
+                return self._on_submit(sender, message, now_s)
+            case Cancel():
+                return self._on_cancel(sender, message)
+            case Register():
+                return self._on_register(sender, message, now_s)
+            case _:
+                return self._on_worker(sender, message, now_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Let time pass: peers that fell silent, requests that waited too long. Call about once a second."""
+        effects: list[Effect] = []
+        deadline_s = now_s - self.limits.peer_timeout_s
+        for front in [identity for identity, seen_s in self._fronts.items() if seen_s < deadline_s]:
+            effects += self._drop_front(front)
+        for instance in self.instances.silent_since(deadline_s):
+            effects += self._drop_instance(instance, f"{instance.name} stopped answering", now_s)
+        for tracked in list(self.requests.values()):
+            if tracked.state is RequestState.WAITING:
+                effects += self._place_or_wait(tracked, now_s)
+        return effects
+
+    def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
+        """A send failed: the peer is not connected."""
+        if peer in self._fronts:
+            return self._drop_front(peer)
+        instance = self.instances.by_identity(peer)
+        if instance is None:
+            return []
+        return self._drop_instance(instance, f"{instance.name} is not connected", now_s)
+
+    # -- fronts -------------------------------------------------------------------------------------
+
+    def _on_front_hello(self, sender: bytes, hello: FrontHello, now_s: float) -> list[Effect]:
+        if (hello.protocol_version, hello.fingerprint) != (PROTOCOL_VERSION, self.fingerprint):
+            return []
+        self._fronts[sender] = now_s
+        return [Effect(sender, self._cluster_state())]
+
+    def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
+        request = submit.request
+        rejection = self._reason_to_reject(request.request_id, submit)
+        if rejection is not None:
+            return [Effect(sender, rejection)]
+        self._fronts[sender] = now_s
+        tracked = TrackedRequest(request, sender, self.epoch, accepted_at_s=now_s, waiting_since_s=now_s)
+        self.requests[request.request_id] = tracked
+        return self._place_or_wait(tracked, now_s)
+
+    def _reason_to_reject(self, request_id: str, submit: Submit) -> Rejected | None:
+        retry_after_s = self.limits.retry_after_s
+        if request_id in self.requests:
+            return Rejected(request_id, 409, f"request id {request_id!r} is already running")
+        for role in Role:
+            if not self.instances.of_role(role):
+                return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
+        if place(submit.request, self.instances) is None:
+            block_size = next(iter(self.instances)).registration.layout.block_size
+            num_blocks = num_prompt_blocks(submit.request, block_size)
+            return Rejected(
+                request_id,
+                400,
+                f"the prompt has {len(submit.request.token_ids)} tokens, {num_blocks} blocks; the KVCache "
+                f"pool holds at most {self.instances.max_prompt_blocks()} blocks of {block_size} tokens",
+            )
+        if self.num_running >= self.limits.max_running_requests:
+            message = (
+                f"{self.num_running} requests are running, the limit is {self.limits.max_running_requests}"
+            )
+            return Rejected(request_id, 429, message, retry_after_s)
+        return None
+
+    def _on_cancel(self, sender: bytes, cancel: Cancel) -> list[Effect]:
+        tracked = self.requests.get(cancel.request_id)
+        if tracked is None or tracked.front != sender:
+            return []
+        return self._abort(tracked)
+
+    def _abort(self, tracked: TrackedRequest) -> list[Effect]:
+        effects = self._release_pair(tracked)
+        self._end(tracked, RequestState.ABORTED)
+        return effects
+
+    def _drop_front(self, front: bytes) -> list[Effect]:
+        self._fronts.pop(front, None)
+        orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
+        return [effect for tracked in orphans for effect in self._abort(tracked)]
+
+    # -- instances ----------------------------------------------------------------------------------
+
+    def _on_register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
+        refusal = self._reason_to_refuse(register)
+        if refusal is not None:
+            return [Effect(sender, RegisterRefused(refusal))]
+        effects: list[Effect] = []
+        earlier = self.instances.get(register.instance)
+        if earlier is not None:
+            effects += self._drop_instance(earlier, f"{earlier.name} has restarted", now_s)
+        self.instances.add(Instance(register, sender, last_seen_s=now_s))
+        effects.append(Effect(sender, Registered(self.epoch)))
+        for tracked in list(self.requests.values()):
+            if tracked.state is RequestState.WAITING:
+                effects += self._place_or_wait(tracked, now_s)
+        return effects + self._tell_fronts()
+
+    def _reason_to_refuse(self, register: Register) -> str | None:
+        earlier = self.instances.get(register.instance)
+        if register.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"protocol version differs: the conductor speaks {PROTOCOL_VERSION}, "
+                f"{register.instance} speaks {register.protocol_version}; run the same release everywhere"
+            )
+        if register.fingerprint != self.fingerprint:
+            return (
+                f"model fingerprint differs: the conductor has {self.fingerprint}, {register.instance} has "
+                f"{register.fingerprint}; give both the same --model, --dtype and --kvcache-block-size"
+            )
+        if earlier is not None and earlier.registration.incarnation > register.incarnation:
+            return f"a newer life of {register.instance} is already registered"
+        return None
+
+    def _on_worker(self, sender: bytes, message: FromWorker, now_s: float) -> list[Effect]:
+        instance = self.instances.by_identity(sender)
+        if isinstance(message, Heartbeat):
+            if instance is not None:
+                instance.last_seen_s, instance.heartbeat = now_s, message
+            return [Effect(sender, HeartbeatAck(self.epoch, known=instance is not None))]
+        if instance is None or isinstance(message, Register):
+            return []  # an earlier life; its next heartbeat is told so
+        instance.last_seen_s = now_s
+        tracked = self._current(message.ref)
+        if tracked is None:
+            return [] if isinstance(message, Finished) else [Effect(sender, Abort(message.ref))]
+        match message:
+            case Reserved(grant=grant) if tracked.state is RequestState.RESERVING:
+                tracked.move_to(RequestState.PREFILLING)
+                prefill = self.instances.get(tracked.prefill)
+                assert prefill is not None
+                return [Effect(prefill.identity, Prefill(tracked.ref, tracked.request, grant))]
+            case Prefilled() if tracked.state is RequestState.PREFILLING:
+                tracked.move_to(RequestState.DECODING)
+                instance.requests.pop(message.ref.request_id, None)  # what is left is the messenger's
+                decode = self.instances.get(tracked.decode)
+                assert decode is not None
+                order = Decode(tracked.ref, message.first_token, message.num_cached_tokens)
+                return [Effect(decode.identity, order)]
+            case Finished() if tracked.state is RequestState.DECODING:
+                self._end(tracked, RequestState.FINISHED)
+                return []
+            case WorkFailed():
+                return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
+        return []  # a duplicate of a step already taken
+
+    def _drop_instance(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
+        self.instances.remove(instance.name)
+        effects = self._tell_fronts()
+        for request_id in list(instance.requests):
+            effects += self._on_work_failed(self.requests[request_id], reason, True, now_s)
+        return effects
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def _current(self, ref: Ref) -> TrackedRequest | None:
+        tracked = self.requests.get(ref.request_id)
+        return tracked if tracked is not None and tracked.ref == ref else None
+
+    def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        placement = place(tracked.request, self.instances)
+        if placement is not None:
+            return self._assign(tracked, placement)
+        if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
+            return self._fail(tracked, f"no pair of instances came back in time ({tracked.last_failure})")
+        return []
+
+    def _assign(self, tracked: TrackedRequest, placement: Placement) -> list[Effect]:
+        tracked.attempt += 1
+        tracked.prefill, tracked.decode = placement.prefill.name, placement.decode.name
+        for instance in (placement.prefill, placement.decode):
+            instance.requests[tracked.request.request_id] = len(tracked.request.token_ids)
+        tracked.move_to(RequestState.RESERVING)
+        return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request))]
+
+    def _on_work_failed(
+        self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
+    ) -> list[Effect]:
+        """Run it again elsewhere. Tokens that have left are drawn again, equal, and the front drops them."""
+        if not retryable or tracked.attempt >= self.limits.max_attempts:
+            return self._fail(tracked, reason)
+        effects = self._release_pair(tracked)
+        tracked.last_failure, tracked.waiting_since_s = reason, now_s
+        tracked.move_to(RequestState.WAITING)
+        return effects + self._place_or_wait(tracked, now_s)
+
+    def _fail(self, tracked: TrackedRequest, reason: str) -> list[Effect]:
+        effects = self._release_pair(tracked)
+        self._end(tracked, RequestState.FAILED)
+        return [*effects, Effect(tracked.front, Failed(tracked.request.request_id, reason))]
+
+    def _release_pair(self, tracked: TrackedRequest) -> list[Effect]:
+        """Take the request off its instances and tell those that are alive to stop."""
+        effects = []
+        for instance in self._pair(tracked):
+            instance.requests.pop(tracked.request.request_id, None)
+            effects.append(Effect(instance.identity, Abort(tracked.ref)))
+        tracked.prefill = tracked.decode = None
+        return effects
+
+    def _end(self, tracked: TrackedRequest, state: RequestState) -> None:
+        for instance in self._pair(tracked):
+            instance.requests.pop(tracked.request.request_id, None)
+        tracked.move_to(state)
+        del self.requests[tracked.request.request_id]
+
+    def _pair(self, tracked: TrackedRequest) -> Iterable[Instance]:
+        candidates = {tracked.prefill, tracked.decode}
+        return [
+            instance for name in sorted(filter(None, candidates)) if (instance := self.instances.get(name))
+        ]
+
+    def _cluster_state(self) -> ClusterState:
+        return ClusterState(
+            self.epoch,
+            len(self.instances.of_role(Role.PREFILL)),
+            len(self.instances.of_role(Role.DECODE)),
+            self.instances.max_prompt_blocks(),
+        )
+
+    def _tell_fronts(self) -> list[Effect]:
+        state = self._cluster_state()
+        return [Effect(front, state) for front in self._fronts]

@@ -1,0 +1,97 @@
+"""The conductor process: `python -m conductor.service`, started by the supervisor.
+
+It carries the messages of the pure policy (`conductor.policy`) and embeds one front.
+
+Owns: the control socket, the clock, the epoch. Does not know: why a message is sent.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from prometheus_client import CollectorRegistry
+
+from conductor.front.config import FrontConfig
+from conductor.front.model import load_served_model
+from conductor.front.server import listen
+from conductor.front.server import serve as serve_front
+from conductor.metrics import ConductorMetrics
+from conductor.policy import Conductor, Effect, Limits
+from mooncake.bus import PeerGoneError, Router
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import ConductorProcess
+from mooncake.messages import ToConductor
+from mooncake.process import Ready, child_main, report
+
+TICK_S = 0.5
+log = logging.getLogger(__name__)
+
+
+class ConductorService:
+    """Receives, decides, sends."""
+
+    def __init__(self, conductor: Conductor, router: Router[ToConductor]) -> None:
+        self._conductor = conductor
+        self._router = router
+
+    async def run(self) -> None:
+        """The loop."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tick())
+            while True:
+                sender, message = await self._router.recv()
+                await self._carry_out(self._conductor.handle(sender, message, time.monotonic()))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._carry_out(self._conductor.tick(time.monotonic()))
+
+    async def _carry_out(self, effects: list[Effect]) -> None:
+        """Send; a peer that is gone has effects of its own."""
+        pending = list(effects)
+        while pending:
+            effect = pending.pop(0)
+            try:
+                await self._router.send(effect.peer, effect.message)
+            except PeerGoneError as error:
+                log.warning("%s", error)
+                pending += self._conductor.peer_gone(effect.peer, time.monotonic())
+
+
+async def serve(process: ConductorProcess) -> None:
+    """Open the model's description, listen, serve until cancelled."""
+    config = process.config
+    listener = listen(config.http.host, config.http.port)
+    with contextlib.closing(listener):
+        checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
+        dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+        model = await asyncio.to_thread(load_served_model, checkpoint, dtype, config.kvcache.block_size)
+        limits = Limits(
+            max_running_requests=config.conductor.max_running_requests,
+            peer_timeout_s=config.conductor.peer_timeout_s,
+            placement_timeout_s=config.conductor.placement_timeout_s,
+        )
+        registry = CollectorRegistry()
+        conductor = Conductor(time.time_ns(), model.fingerprint, limits)
+        ConductorMetrics(conductor, registry)
+        front = FrontConfig(
+            host=config.http.host,
+            port=config.http.port,
+            control_endpoint=config.conductor.endpoint,
+            reply_endpoint=config.conductor.reply_endpoint,
+            served_model_name=config.served_model_name or checkpoint.name,
+            max_request_bytes=int(config.http.max_request_bytes),
+        )
+        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ConductorService(conductor, router).run())
+                await serve_front(front, model, registry, listener, lambda address: report(Ready(address)))
+        finally:
+            router.close()
+
+
+if __name__ == "__main__":
+    child_main(ConductorProcess, serve)

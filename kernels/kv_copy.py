@@ -1,0 +1,41 @@
+"""Copies between tokens, device pages and blocks: the only code that knows both layouts.
+
+A layer of the device's KVCache is `[num_pages, num_kv_heads, 2, page_size, head_dim]` (index 0 is K,
+1 is V), so one page is byte for byte one layer of a KVCache block.
+
+Owns: the copies. Does not know: which page belongs to whom.
+"""
+
+import torch
+
+
+def write_kv(
+    kv_layer: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_of_token: torch.Tensor,
+    offset_of_token: torch.Tensor,
+) -> None:
+    """Writes new tokens into their pages: `kv_layer[page, :, 0, offset] = keys`, `[..., 1, ...] = values`.
+
+    `keys`, `values`: `[T, num_kv_heads, head_dim]`; `page_of_token`, `offset_of_token`: int64 `[T]`, no slot
+    twice. Reads and writes `2 * T * num_kv_heads * head_dim` elements each.
+    """
+    kv_layer[page_of_token, :, 0, offset_of_token] = keys
+    kv_layer[page_of_token, :, 1, offset_of_token] = values
+
+
+def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Copies pages out: `kv_layer[pages]`, contiguous `[n, num_kv_heads, 2, page_size, head_dim]`.
+
+    `pages`: int64 `[n]`. Reads and writes n pages each.
+    """
+    return kv_layer.index_select(0, pages)
+
+
+def scatter_pages(kv_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Copies `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 [n], no page twice).
+
+    Reads and writes n pages each.
+    """
+    kv_layer.index_copy_(0, pages, blocks)

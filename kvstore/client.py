@@ -1,0 +1,276 @@
+"""The worker's end of its messenger: the pool as an asyncio client, and the segment mapped beside it.
+
+A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, and the worker connects
+again with a new client. Before that it must have stopped writing to pages it had reserved through the
+old one: the new messenger has freed them.
+
+Owns: the connection of one worker. Does not know: what the worker computes.
+"""
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvstore.channel import Channel
+from kvstore.messages import (
+    Answer,
+    Attach,
+    Attached,
+    AwaitArrived,
+    AwaitSent,
+    AwaitSpace,
+    Call,
+    CallFailed,
+    Commit,
+    Detached,
+    ErrorKind,
+    GetStats,
+    Granted,
+    OpenGrant,
+    PoolStats,
+    Release,
+    Reservation,
+    Reserve,
+    StartSend,
+    Stats,
+    ToWorker,
+)
+from kvstore.segment import Segment
+from messenger.protocol import CHECKSUM_BYTES
+from mooncake.blocks import BlockKey, KVLayout
+from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.messages import Grant, MessengerAddress
+
+_DECODER = msgspec.msgpack.Decoder(ToWorker)
+_RETRY_S = 0.02
+_COMMIT_BYTES = 1 << 17
+"""checksums in one commit message; larger commits are split"""
+
+
+class PoolClient:
+    """One attached worker. Made by `connect`, ended by `close` or by the messenger's end."""
+
+    def __init__(
+        self, channel: "Channel[ToWorker]", instance: str, address: MessengerAddress, segment: Segment
+    ) -> None:
+        self.address = address
+        self.segment = segment
+        self.closed = asyncio.Event()
+        """set when the messenger is gone or has ended the session"""
+        self._channel = channel
+        self._instance = instance
+        self._gone_reason = f"messenger of {instance} gone"
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._space_epoch = 0
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(
+        cls,
+        socket_path: str,
+        *,
+        instance: str,
+        incarnation: int,
+        fingerprint: str,
+        layout: KVLayout,
+        timeout_s: float = 10.0,
+    ) -> "PoolClient":
+        """Attaches to the messenger at `socket_path`, waiting until it listens.
+
+        Raises MismatchError if its pool belongs to another model or layout, PoolError if it does not
+        answer within `timeout_s` or serves a live worker already.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                sock = await _connect(socket_path)
+                channel = Channel(sock, _DECODER)
+                try:
+                    await channel.send(Attach(0, instance, incarnation, fingerprint, layout))
+                    answer, fd = await channel.receive_with_fd()
+                    if isinstance(answer, CallFailed):
+                        raise _error(answer)
+                    if not isinstance(answer, Attached) or fd is None:
+                        raise PoolError(f"messenger of {instance} gone before it answered")
+                    segment = _open_segment(fd)
+                except BaseException:
+                    channel.close()
+                    raise
+        except TimeoutError:
+            raise PoolError(f"no messenger of {instance} at {socket_path} within {timeout_s} s") from None
+        except ConnectionError as error:
+            raise PoolError(f"messenger of {instance} gone before it answered: {error}") from error
+        return cls(channel, instance, answer.address, segment)
+
+    @property
+    def num_pages(self) -> int:
+        return self.segment.num_pages
+
+    # -- pages ------------------------------------------------------------------------------------
+
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+        """Leases the sealed blocks among `keys` and reserves pages for the others and `num_private` more.
+
+        All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError
+        if there never will be.
+        """
+        answer = await self._call(Reserve(next(self._call_ids), list(keys), num_private))
+        assert isinstance(answer, Reservation)
+        return answer
+
+    async def wait_for_space(self) -> None:
+        """Returns when pages have become free or evictable since the last PoolFullError."""
+        await self._call(AwaitSpace(next(self._call_ids), self._space_epoch))
+
+    async def commit(
+        self, reservation_id: int, layers: range, pages: Sequence[int], checksums: Sequence[Sequence[int]]
+    ) -> None:
+        """The worker has written `layers` of `pages`: `checksums[i][j]` is the xxh3-64 of layer `layers[j]`
+        of `pages[i]` (`xxhash.xxh3_64_intdigest`). Each layer of a page is committed once.
+
+        Returns when the message has left. A wrong commit ends the session (`closed`); one for a released
+        reservation is ignored.
+        """
+        pages_per_message = max(1, _COMMIT_BYTES // (CHECKSUM_BYTES * max(1, len(layers))))
+        for start in range(0, len(pages), pages_per_message):
+            part = slice(start, start + pages_per_message)
+            packed = np.asarray(checksums[part], dtype="<u8").tobytes()
+            await self._send(Commit(reservation_id, layers.start, layers.stop, list(pages[part]), packed))
+
+    async def release(self, reservation_id: int) -> None:
+        """Gives everything of a reservation back: cancels its send, revokes its grant. Idempotent."""
+        await self._call(Release(next(self._call_ids), reservation_id))
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    async def grant(self, reservation_id: int) -> Grant:
+        """Decode: opens the unsealed pages of this reservation to remote writes."""
+        answer = await self._call(OpenGrant(next(self._call_ids), reservation_id))
+        assert isinstance(answer, Granted)
+        return answer.grant
+
+    async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
+        """Prefill: starts to stream the granted blocks of this reservation to `grant.messenger`.
+
+        Blocks that are sealed go at once, other layers as they are committed. `ref_text` names the
+        request in logs.
+        """
+        await self._call(StartSend(next(self._call_ids), reservation_id, grant, ref_text))
+
+    async def wait_sent(self, reservation_id: int) -> None:
+        """Returns when the receiver has verified and acknowledged everything; TransferError otherwise."""
+        await self._call(AwaitSent(next(self._call_ids), reservation_id))
+
+    async def wait_arrived(self, reservation_id: int) -> None:
+        """Decode: returns when all granted pages are complete and verified.
+
+        Raises TransferError if a sender's connection was lost, sent damaged bytes or gave up before.
+        A sender that never connects is not noticed here: the caller has a deadline.
+        """
+        await self._call(AwaitArrived(next(self._call_ids), reservation_id))
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    async def stats(self) -> PoolStats:
+        answer = await self._call(GetStats(next(self._call_ids)))
+        assert isinstance(answer, Stats)
+        return answer.stats
+
+    async def close(self) -> None:
+        """Detaches: the messenger releases all that this worker had reserved."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._end(f"client of {self._instance} closed")
+        self.segment.close()
+
+    async def _send(self, message: Call | Commit) -> None:
+        if self.closed.is_set():
+            raise PoolError(self._gone_reason)
+        try:
+            await self._channel.send(message)
+        except ConnectionError as error:
+            raise PoolError(self._gone_reason) from error
+
+    async def _call(self, call: Call) -> Answer:
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = answered
+        try:
+            await self._send(call)
+            answer = await answered
+        finally:
+            del self._calls[call.call_id]
+        if isinstance(answer, CallFailed):
+            if answer.kind is ErrorKind.POOL_FULL:
+                self._space_epoch = answer.space_epoch
+            raise _error(answer)
+        return answer
+
+    async def _read(self) -> None:
+        reason = self._gone_reason
+        try:
+            while (message := await self._channel.receive()) is not None:
+                if isinstance(message, Detached):
+                    reason = f"messenger of {self._instance} ended the session: {message.reason}"
+                    break
+                answered = self._calls.get(message.call_id)
+                if answered is not None and not answered.done():  # else its caller was cancelled
+                    answered.set_result(message)
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self.closed.is_set():
+            return
+        self._gone_reason = reason
+        self.closed.set()
+        self._channel.close()
+        for answered in self._calls.values():
+            if not answered.done():
+                answered.set_exception(PoolError(reason))
+                answered.exception()  # retrieved, should its caller be gone
+
+
+async def _connect(socket_path: str) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, socket_path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            await asyncio.sleep(_RETRY_S)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+def _open_segment(fd: int) -> Segment:
+    try:
+        segment = Segment.open(fd)
+    finally:
+        os.close(fd)  # the mapping stays
+    assert segment is not None, "a messenger formats before it answers"
+    return segment
+
+
+def _error(failed: CallFailed) -> MooncakeError:
+    match failed.kind:
+        case ErrorKind.POOL_FULL:
+            return PoolFullError(failed.message)
+        case ErrorKind.TRANSFER:
+            return TransferError(failed.message)
+        case ErrorKind.CONFIG:
+            return ConfigError(failed.message)
+        case ErrorKind.MISMATCH if failed.mismatch is not None:
+            what, theirs, ours = failed.mismatch
+            return MismatchError(what, ours, theirs, "this worker and its messenger's pool must agree")
+        case _:
+            return PoolError(failed.message)

@@ -1,0 +1,165 @@
+"""Grants: pages of a reservation that other messengers may write to.
+
+The receiving half of a transfer. Every remote write names grant, page and generation, and is refused
+before a byte is placed unless all of them are current and its layers have not arrived yet: a sealed
+page is never written. A grant may have several writers (each with other layers or blocks); the loss of
+any of them before the grant is complete fails it.
+
+Owns: open grants. Does not know: sockets.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+from kvstore.pool import Pool, Reservation, layer_mask
+from kvstore.segment import Segment
+from messenger.protocol import CHECKSUM_BYTES, WriteEntry
+from messenger.receiver import Writer, WriteRefused
+from mooncake.errors import PoolError, TransferError
+from mooncake.messages import Grant, GrantedPage, MessengerAddress
+
+
+@dataclass(slots=True, eq=False)
+class _OpenGrant:
+    grant_id: int
+    reservation: Reservation
+    incomplete: dict[int, int]
+    """layers being received right now, as a mask, by page that is not complete yet"""
+    arrived: asyncio.Future[None]
+    """done with success, or with the reason why nothing more will come"""
+    writers: list[Writer] = field(default_factory=list)
+
+
+class Grants:
+    """The `messenger.receiver.WriteTarget` over a pool and its segment."""
+
+    def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress) -> None:
+        self._pool = pool
+        self._segment = segment
+        self._address = address
+        self._open: dict[int, _OpenGrant] = {}
+        self._by_reservation: dict[int, _OpenGrant] = {}
+
+    # -- the worker's side ------------------------------------------------------------------------
+
+    def grant(self, reservation: Reservation) -> Grant:
+        """Opens the incomplete blocks of `reservation`. Raises PoolError if that was done before."""
+        if reservation.reservation_id in self._by_reservation:
+            raise PoolError(f"reservation {reservation.reservation_id} has a grant already")
+        missing = [(i, b) for i, b in enumerate(reservation.blocks) if not self._pool.is_complete(b)]
+        if any(block.arrived for _, block in missing):
+            raise PoolError("a block that the worker has begun to write cannot be granted")
+        grant = _OpenGrant(
+            # Random, so that an id of an earlier life of this messenger means nothing.
+            grant_id=secrets.randbits(63),
+            reservation=reservation,
+            incomplete={block.page: 0 for _, block in missing},
+            arrived=asyncio.get_running_loop().create_future(),
+        )
+        self._by_reservation[reservation.reservation_id] = grant
+        self._open[grant.grant_id] = grant
+        self._finish_if_complete(grant)
+        pages = [GrantedPage(index, block.page, block.generation) for index, block in missing]
+        return Grant(grant.grant_id, self._address, pages)
+
+    def is_granted(self, reservation: Reservation, page: int) -> bool:
+        """Whether `page` is or was open to remote writes, so that the worker must not write it."""
+        return reservation.reservation_id in self._by_reservation and not reservation.by_page[page].found
+
+    async def wait_arrived(self, reservation: Reservation) -> None:
+        """Raises TransferError if the granted pages will never be complete."""
+        grant = self._by_reservation.get(reservation.reservation_id)
+        if grant is None:
+            raise PoolError(f"reservation {reservation.reservation_id} has no grant")
+        await asyncio.shield(grant.arrived)
+
+    def revoke(self, reservation_id: int, reason: str) -> None:
+        """The reservation ends: nothing may be written any more. Idempotent."""
+        grant = self._by_reservation.pop(reservation_id, None)
+        if grant is not None and grant.grant_id in self._open:
+            for writer in grant.writers:
+                writer.revoke(grant.grant_id, reason)
+            self._fail(grant, reason)
+
+    # -- the messenger's side (WriteTarget) -------------------------------------------------------
+
+    def open(self, grant_id: int, writer: Writer) -> None:
+        self._find(grant_id).writers.append(writer)
+
+    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview:
+        grant = self._find(grant_id)
+        receiving = grant.incomplete.get(entry.page)
+        block = grant.reservation.by_page.get(entry.page)
+        if receiving is None or block is None:
+            raise WriteRefused(f"page {entry.page} is complete or was never part of grant {grant_id}")
+        if entry.generation != block.generation:
+            raise WriteRefused(
+                f"page {entry.page} has generation {block.generation}, the write names {entry.generation}"
+            )
+        num_layers = self._segment.layout.num_layers
+        if not 0 <= entry.layer_begin < entry.layer_end <= num_layers:
+            raise WriteRefused(
+                f"layers [{entry.layer_begin}, {entry.layer_end}) are no part of {num_layers} layers"
+            )
+        if len(entry.checksums) != entry.num_layers * CHECKSUM_BYTES:
+            raise WriteRefused(
+                f"{entry.num_layers} layers came with {len(entry.checksums)} bytes of checksums"
+            )
+        layers = range(entry.layer_begin, entry.layer_end)
+        if (receiving | block.arrived) & layer_mask(layers):
+            raise WriteRefused(
+                f"layers [{layers.start}, {layers.stop}) of page {entry.page} were written before"
+            )
+        grant.incomplete[entry.page] = receiving | layer_mask(layers)
+        self._pool.hold(entry.page)
+        return self._segment.layers_view(entry.page, layers)
+
+    def complete(self, grant_id: int, entry: WriteEntry) -> None:
+        grant = self._open.get(grant_id)
+        if grant is None:
+            self._pool.unhold(entry.page)
+            raise WriteRefused("the grant was revoked while this write was being received")
+        layers = range(entry.layer_begin, entry.layer_end)
+        block = grant.reservation.by_page[entry.page]
+        self._pool.arrived(grant.reservation, block, layers, entry.checksums)
+        self._pool.unhold(entry.page)
+        grant.incomplete[entry.page] &= ~layer_mask(layers)
+        if self._pool.is_complete(block):
+            del grant.incomplete[entry.page]
+            self._finish_if_complete(grant)
+
+    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+        grant = self._open.get(grant_id)
+        if grant is not None:
+            grant.incomplete[entry.page] &= ~layer_mask(range(entry.layer_begin, entry.layer_end))
+        self._pool.unhold(entry.page)
+
+    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+        grant = self._open.get(grant_id)
+        if grant is None or writer not in grant.writers:
+            return
+        grant.writers.remove(writer)
+        if reason is not None:
+            for other in grant.writers:
+                other.revoke(grant_id, reason)
+            self._fail(grant, reason)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _find(self, grant_id: int) -> _OpenGrant:
+        grant = self._open.get(grant_id)
+        if grant is None:
+            raise WriteRefused(f"grant {grant_id} is unknown here: complete, revoked or of an earlier life")
+        return grant
+
+    def _finish_if_complete(self, grant: _OpenGrant) -> None:
+        if not grant.incomplete:
+            del self._open[grant.grant_id]
+            grant.arrived.set_result(None)
+
+    def _fail(self, grant: _OpenGrant, reason: str) -> None:
+        self._open.pop(grant.grant_id, None)
+        if not grant.arrived.done():
+            grant.arrived.set_exception(TransferError(reason))
+            grant.arrived.exception()  # retrieved, should nobody wait for it

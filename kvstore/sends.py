@@ -1,0 +1,165 @@
+"""Sends: one reservation's blocks on their way to a grant, each layer as soon as it is there.
+
+The sending half of a transfer (Mooncake, section 3, step 3: streamed layer by layer, overlapped with
+the prefill). A page that is being sent is held until its frame is acknowledged or its connection gone.
+
+Owns: what has been sent of one reservation. Does not know: connections.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from kvstore.pool import Block, Pool, Reservation, layer_mask
+from kvstore.segment import Segment
+from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, WriteEntry
+from messenger.sender import Links, Outcome, Transfer
+from mooncake.errors import PoolError, TransferError
+from mooncake.messages import Grant, GrantedPage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Target:
+    """A local block and the remote page it goes to. `submitted` is a mask of layers."""
+
+    block: Block
+    page: GrantedPage
+    submitted: int = 0
+
+
+@dataclass(slots=True)
+class _Range:
+    """Consecutive layers of one block, in one frame."""
+
+    target: _Target
+    layers: range
+
+
+class Send:
+    """`run` is the transfer; `outcome` is done when it has ended, whichever way."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        segment: Segment,
+        links: Links,
+        reservation: Reservation,
+        grant: Grant,
+        ref_text: str,
+    ) -> None:
+        self._pool = pool
+        self._segment = segment
+        self._links = links
+        self._grant = grant
+        self._ref_text = ref_text
+        self._targets = [
+            _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
+        ]
+        self._num_unsubmitted = len(self._targets) * segment.layout.num_layers
+        self._num_unacknowledged = self._num_unsubmitted
+        self._changed = asyncio.Event()
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(self) -> None:
+        """Layers have been committed, or the transfer has changed."""
+        self._changed.set()
+
+    def finish(self, error: TransferError | None) -> None:
+        if not self.outcome.done():
+            if error is None:
+                self.outcome.set_result(None)
+            else:
+                self.outcome.set_exception(error)
+                self.outcome.exception()  # retrieved, should nobody wait for it
+
+    async def run(self) -> None:
+        try:
+            if self._targets:
+                link = await self._links.link(self._grant.messenger)
+                with link.transfer(self._grant.grant_id, self._ref_text, self.wake) as transfer:
+                    await self._stream(transfer)
+        except TransferError as error:
+            log.warning("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
+            self.finish(error)
+        else:
+            self.finish(None)
+
+    async def _stream(self, transfer: Transfer) -> None:
+        while self._num_unacknowledged:
+            transfer.check()
+            self._changed.clear()
+            ranges = self._take_ready()
+            if not ranges:
+                await self._changed.wait()
+                continue
+            entries = [self._entry(r) for r in ranges]
+            num_bytes = sum(len(r.layers) for r in ranges) * self._segment.layout.layer_bytes
+            for r in ranges:
+                self._pool.hold(r.target.block.page)
+            await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
+
+    def _take_ready(self) -> list[_Range]:
+        """The next frame: layers that are there and were not submitted, up to the limits of a frame."""
+        ranges: list[_Range] = []
+        if not self._num_unsubmitted:
+            return ranges
+        num_layers_left = max(1, MAX_FRAME_BYTES // self._segment.layout.layer_bytes)
+        for target in self._targets:
+            while ready := target.block.arrived & ~target.submitted:
+                if not num_layers_left or len(ranges) == MAX_FRAME_ENTRIES:
+                    return ranges
+                layers = _lowest_run(ready, num_layers_left)
+                target.submitted |= layer_mask(layers)
+                num_layers_left -= len(layers)
+                self._num_unsubmitted -= len(layers)
+                ranges.append(_Range(target, layers))
+        return ranges
+
+    def _entry(self, r: _Range) -> WriteEntry:
+        block, granted = r.target.block, r.target.page
+        return WriteEntry(
+            granted.page,
+            granted.generation,
+            r.layers.start,
+            r.layers.stop,
+            self._pool.table.checksums(block.page, r.layers),
+            self._segment.layers_offset(block.page, r.layers.start),
+        )
+
+    def _frame_done(self, ranges: list[_Range], outcome: Outcome) -> None:
+        for r in ranges:
+            page = r.target.block.page
+            if outcome is Outcome.PLACED:
+                self._num_unacknowledged -= len(r.layers)
+            if outcome is Outcome.CORRUPT and self._is_damaged(page, r.layers):
+                log.error("page %d is damaged, its block is dropped", page)
+                self._pool.drop(page)
+            self._pool.unhold(page)
+
+    def _is_damaged(self, page: int, layers: range) -> bool:
+        expected: list[int] = np.frombuffer(self._pool.table.checksums(page, layers), "<u8").tolist()
+        actual = [xxhash.xxh3_64_intdigest(self._segment.layer_view(page, layer)) for layer in layers]
+        return actual != expected
+
+
+def _block_at(reservation: Reservation, index: int) -> Block:
+    if not 0 <= index < len(reservation.blocks):
+        raise PoolError(
+            f"the grant names block {index}, reservation {reservation.reservation_id} has"
+            f" {len(reservation.blocks)} blocks; both sides must name the same prompt"
+        )
+    return reservation.blocks[index]
+
+
+def _lowest_run(mask: int, max_len: int) -> range:
+    """The lowest consecutive set bits of `mask`, at most `max_len` of them."""
+    start = (mask & -mask).bit_length() - 1
+    run = mask >> start
+    length = (~run & (run + 1)).bit_length() - 1
+    return range(start, start + min(length, max_len))

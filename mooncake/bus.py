@@ -1,0 +1,117 @@
+"""Typed messages over ZeroMQ: one socket class for each end.
+
+`Router` binds and talks to many peers by identity; `Dealer` connects to one. A peer's identity is
+`instance#incarnation`, so a restarted process is a new peer, and a message to the old one fails
+instead of reaching the new one.
+
+Owns: sockets, encoding, peer identities. Does not know: what the messages mean.
+"""
+
+import logging
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from mooncake.errors import ConfigError, TransferError
+
+Incoming = TypeVar("Incoming")
+_encode = msgspec.msgpack.Encoder().encode
+log = logging.getLogger(__name__)
+
+
+class PeerGoneError(TransferError):
+    """The addressed peer is not connected (`ROUTER_MANDATORY`)."""
+
+
+def peer_identity(instance: str, incarnation: int) -> bytes:
+    """The socket identity of one life of one instance."""
+    return f"{instance}#{incarnation}".encode()
+
+
+class _Socket(Generic[Incoming]):
+    def __init__(self, kind: int, incoming: Any) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(kind)
+        self._socket.linger = 0
+        self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self.num_malformed = 0
+
+    def _parse(self, sender: bytes, payload: bytes) -> Incoming | None:
+        try:
+            message: Incoming = self._decode(payload)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            self.num_malformed += 1
+            log.warning("dropped a malformed message of %d bytes from %r: %s", len(payload), sender, error)
+            return None
+        return message
+
+    def close(self) -> None:
+        """Close at once; what was not sent is dropped."""
+        self._socket.close(linger=0)
+
+
+class Router(_Socket[Incoming]):
+    """Binds `endpoint`; `incoming` is the union of message types that may arrive."""
+
+    def __init__(self, endpoint: str, incoming: Any) -> None:
+        super().__init__(zmq.ROUTER, incoming)
+        self._socket.router_mandatory = True
+        self._socket.router_handover = True
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from None
+        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    async def recv(self) -> tuple[bytes, Incoming]:
+        """The next well-formed message and its sender's identity."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 2:
+                self.num_malformed += 1
+                continue
+            message = self._parse(frames[0], frames[1])
+            if message is not None:
+                return frames[0], message
+
+    async def send(self, peer: bytes, message: msgspec.Struct) -> None:
+        """Raises `PeerGoneError` when `peer` is not connected or does not read."""
+        try:
+            await self._socket.send_multipart([peer, _encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerGoneError(
+                f"cannot send {type(message).__name__} to {peer!r}: {error.strerror}"
+            ) from None
+
+
+class Dealer(_Socket[Incoming]):
+    """Connects to a `Router` at `endpoint`, now or when it appears, under `identity`."""
+
+    def __init__(self, endpoint: str, identity: bytes, incoming: Any) -> None:
+        super().__init__(zmq.DEALER, incoming)
+        self._socket.identity = identity
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
+        self.endpoint = endpoint
+
+    async def recv(self) -> Incoming:
+        """The next well-formed message."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            message = self._parse(self.endpoint.encode(), frames[-1])
+            if message is not None:
+                return message
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Queued while the other side is away, up to ZeroMQ's high-water mark; then `PeerGoneError`."""
+        try:
+            await self._socket.send(_encode(message), flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerGoneError(
+                f"cannot send {type(message).__name__} to {self.endpoint}: {error.strerror}"
+            ) from None

@@ -1,0 +1,67 @@
+"""`mooncake-serve`: reads the configuration and runs this node's processes.
+
+Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from mooncake.config import Config, describe, leaf_keys, load_config
+from mooncake.errors import ConfigError, MooncakeError
+from mooncake.supervisor import supervise
+
+SHORT_NAMES = {
+    ("http", "host"): "--host",
+    ("http", "port"): "--port",
+}
+CONFIG_EXIT_CODE = 2
+
+
+def main() -> None:
+    """Entry point of the `mooncake-serve` command."""
+    arguments = _parser().parse_args()
+    flags = {path: value for path in leaf_keys() if (value := getattr(arguments, "_".join(path))) is not None}
+    try:
+        config = load_config(arguments.config, os.environ, flags)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(CONFIG_EXIT_CODE)
+    if arguments.print_config:
+        print(render(config), end="")
+        return
+    try:
+        sys.exit(asyncio.run(supervise(config)))
+    except MooncakeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(CONFIG_EXIT_CODE)
+
+
+def render(config: Config) -> str:
+    """The configuration as YAML that `--config` accepts."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mooncake-serve",
+        description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
+        epilog="Each flag is also a key in the YAML file and an environment variable: "
+        "--http-port, http.port, MOONCAKE_HTTP_PORT.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with configuration keys")
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the resulting configuration and exit"
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    for path in leaf_keys():
+        names = ["--" + "-".join(path).replace("_", "-")]
+        if path in SHORT_NAMES:
+            names.append(SHORT_NAMES[path])
+        parser.add_argument(*names, dest="_".join(path), metavar="VALUE", help=describe(path))
+    return parser

@@ -1,0 +1,201 @@
+"""Configuration: one typed model, read once from YAML, environment and flags (later wins).
+
+Owns: keys, types, defaults, and the errors that name them. Does not know: who uses a value.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+
+from mooncake.blocks import KVDtype
+from mooncake.errors import ConfigError
+from mooncake.messages import Role
+
+ENV_PREFIX = "MOONCAKE_"
+RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
+Port = Annotated[int, Field(ge=0, le=65535)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class HttpConfig(_Section):
+    """The OpenAI-compatible API."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Port = Field(8000, description="port to listen on")
+    max_request_bytes: ByteSize = Field(ByteSize(8 << 20), description="largest request body")
+
+
+class KVCacheConfig(_Section):
+    """Blocks, and the memory that each instance gives to them."""
+
+    block_size: int = Field(32, ge=1, le=4096, description="tokens of a block; equal in the whole cluster")
+    pool_bytes: ByteSize = Field(ByteSize(1 << 30), description="DRAM of an instance's part of the pool")
+    device_bytes: ByteSize = Field(ByteSize(1 << 30), description="device memory for KVCache of an instance")
+
+
+class ConductorConfig(_Section):
+    """The conductor's listeners and limits."""
+
+    endpoint: str = Field("tcp://127.0.0.1:7800", description="where workers find the conductor (ZeroMQ)")
+    reply_endpoint: str = Field("tcp://127.0.0.1:7801", description="where workers send tokens to (ZeroMQ)")
+    max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
+    peer_timeout_s: PositiveSeconds = Field(5.0, description="silence after which a peer counts as dead")
+    placement_timeout_s: PositiveSeconds = Field(
+        60.0, description="how long a request waits for a lost instance to come back"
+    )
+
+
+class WorkerConfig(_Section):
+    """How an instance computes."""
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    num_threads: int | Literal["auto"] = Field("auto", description="CPU threads of a worker")
+    prefill_chunk: int = Field(512, ge=1, description="most tokens of one prefill pass")
+    max_batch: int = Field(32, ge=1, description="most requests decoded together")
+
+
+class MessengerConfig(_Section):
+    """The data plane between instances."""
+
+    host: str = Field("127.0.0.1", description="address for KVCache transfers over TCP")
+    port: Port = Field(0, description="port for KVCache transfers over TCP; 0 takes a free one")
+    transport: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on one host, else tcp")
+    connect_timeout_s: PositiveSeconds = Field(5.0, description="deadline of a connection and its handshake")
+    ack_timeout_s: PositiveSeconds = Field(30.0, description="deadline of a transfer's acknowledgement")
+
+
+class Config(_Section):
+    """Everything that `mooncake-serve` can be told."""
+
+    role: Literal["all", "conductor", "prefill", "decode"] = Field("all", description="what to run here")
+    model: str | None = Field(
+        None, description="Hugging Face directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights")
+    dtype: KVDtype | Literal["auto"] = Field("auto", description="arithmetic; auto: the checkpoint's own")
+    served_model_name: str | None = Field(None, description="the name that clients ask for")
+    instance: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="name of this instance (--role prefill, decode)"
+    )
+    num_prefill: int = Field(1, ge=1, description="prefill instances (--role all)")
+    num_decode: int = Field(1, ge=1, description="decode instances (--role all)")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    kvcache: KVCacheConfig = Field(default_factory=KVCacheConfig)
+    conductor: ConductorConfig = Field(default_factory=ConductorConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    messenger: MessengerConfig = Field(default_factory=MessengerConfig)
+
+
+class ConductorProcess(_Section):
+    """What the conductor process is started with."""
+
+    config: Config
+
+
+class WorkerProcess(_Section):
+    """What a worker process is started with. `incarnation` grows with every start."""
+
+    config: Config
+    role: Role
+    instance: str
+    incarnation: int
+    messenger_socket: str
+    num_local_workers: int
+
+
+def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of all keys that hold a value, in order of declaration: `("http", "port")`."""
+    keys: list[tuple[str, ...]] = []
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += leaf_keys(annotation, (*prefix, name))
+        else:
+            keys.append((*prefix, name))
+    return keys
+
+
+def describe(path: tuple[str, ...]) -> str:
+    """The description of a key."""
+    model: Any = Config
+    for name in path[:-1]:
+        model = model.model_fields[name].annotation
+    return model.model_fields[path[-1]].description or ""
+
+
+def env_name(path: tuple[str, ...]) -> str:
+    """The environment variable of a key: `MOONCAKE_HTTP_PORT`."""
+    return ENV_PREFIX + "_".join(path).upper()
+
+
+def load_config(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[tuple[str, ...], str]
+) -> Config:
+    """Merge YAML < environment < flags and validate. Raises `ConfigError` naming key and source."""
+    origins: dict[tuple[str, ...], str] = {}
+    merged: dict[str, Any] = _read_yaml(file) if file is not None else {}
+    by_variable = {env_name(path): path for path in leaf_keys()}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in RESERVED_ENV:
+            continue
+        if variable not in by_variable:
+            raise ConfigError(
+                f"{variable}: unknown variable; known ones are {', '.join(sorted(by_variable))}"
+            )
+        _put(merged, by_variable[variable], value)
+        origins[by_variable[variable]] = variable
+    for path, value in flags.items():
+        _put(merged, path, value)
+        origins[path] = "--" + "-".join(path).replace("_", "-")
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origins, file)) from None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
+    return content
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: str) -> None:
+    for name in path[:-1]:
+        branch = tree.setdefault(name, {})
+        if not isinstance(branch, dict):
+            return  # the file has a scalar where a section belongs; validation names it
+        tree = branch
+    tree[path[-1]] = value
+
+
+def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str], file: Path | None) -> str:
+    lines = []
+    for problem in error.errors():
+        path = tuple(
+            str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "constrained"))
+        )
+        path = next((key for key in leaf_keys() if path[: len(key)] == key), path)
+        origin = origins.get(path, str(file) if file is not None else "default")
+        if problem["type"] == "extra_forbidden":
+            section = path[:-1]
+            known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
+            lines.append(f"{'.'.join(path)}: unknown key ({origin}); known keys here are {', '.join(known)}")
+        else:
+            lines.append(f"{'.'.join(path)}: {problem['msg']}, found {problem['input']!r} ({origin})")
+    return "; ".join(dict.fromkeys(lines))

@@ -1,0 +1,69 @@
+"""Every error that crosses a boundary of this system, in one small tree.
+
+    MooncakeError
+    ├── ConfigError        a key or value in YAML, flags or environment      -> exit code 2
+    ├── ModelError         a checkpoint that cannot be found, read or served -> exit code 3
+    ├── MismatchError      two sides that must agree and do not (fingerprint, layout, version)
+    ├── RequestError       the client's request is wrong                     -> HTTP 4xx
+    │   └── OverloadedError    no room for it now                            -> HTTP 429 + Retry-After
+    ├── PoolError          the KVCache pool refuses an operation
+    │   └── PoolFullError      no page is free and none can be evicted
+    └── TransferError      bytes did not reach the other side
+
+A message says what was expected, what came, and what to do about it.
+"""
+
+
+class MooncakeError(Exception):
+    """Base of all errors that are not programming mistakes."""
+
+
+class ConfigError(MooncakeError):
+    """A configuration key is unknown or its value is not acceptable."""
+
+
+class ModelError(MooncakeError):
+    """A model path, file or architecture that cannot be served."""
+
+
+class MismatchError(MooncakeError):
+    """Two peers disagree on something that both must share. Names both values."""
+
+    def __init__(self, what: str, ours: object, theirs: object, advice: str = "") -> None:
+        super().__init__(
+            f"{what} differs: ours is {ours}, theirs is {theirs}" + (f"; {advice}" if advice else "")
+        )
+        self.what, self.ours, self.theirs = what, ours, theirs
+
+
+class RequestError(MooncakeError):
+    """A request that can never succeed as it was sent.
+
+    `status` is the HTTP status, `param` the offending field, `code` OpenAI's machine-readable word.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+class OverloadedError(RequestError):
+    """The cluster cannot take this request now; `retry_after_s` says when to come back."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, status=429, code="overloaded")
+        self.retry_after_s = retry_after_s
+
+
+class PoolError(MooncakeError):
+    """The KVCache pool refused an operation."""
+
+
+class PoolFullError(PoolError):
+    """No page is free, and every page that is in use is leased."""
+
+
+class TransferError(MooncakeError):
+    """A transfer between two messengers failed."""

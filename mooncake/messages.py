@@ -1,0 +1,287 @@
+"""Every message that crosses a process over ZeroMQ, and the values inside them.
+
+All are msgspec structs, sent as one msgpack frame each; the struct's name is its tag. Work is named by
+a `Ref` (the Conductor's epoch, the request, the attempt), and a worker's socket identity carries its
+incarnation, so whoever is late can be told from whoever is current. `docs/request-path.md` shows the
+order in which a request sends them.
+
+Owns: the wire vocabulary. Does not know: sockets.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from mooncake.blocks import BlockKey, KVLayout
+
+PROTOCOL_VERSION = 1
+
+
+class Role(StrEnum):
+    """What an instance does now. A state, not a kind: every worker can do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Ref(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt at one request under one Conductor. Work of another epoch or attempt is not ours."""
+
+    epoch: int
+    request_id: str
+    attempt: int
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 do not filter.
+
+    `seed` together with the token's position decides every draw, so a token depends neither on the
+    worker that draws it nor on its batch.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A prompt on its way through the cluster.
+
+    `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
+    `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    block_keys: list[BlockKey]
+    sampling: SamplingParams
+    reply_to: str
+
+
+class MessengerAddress(msgspec.Struct, frozen=True):
+    """Where an instance's messenger listens. `host_id` tells whether two messengers share memory."""
+
+    instance: str
+    incarnation: int
+    host_id: str
+    unix_path: str
+    tcp_host: str
+    tcp_port: int
+
+
+class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
+    """One page of the granting pool that the prompt's block `block_index` may be written to."""
+
+    block_index: int
+    page: int
+    generation: int
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The decode side's answer to a reservation: the blocks it lacks, and where they may be written.
+
+    Only these travel. A grant ends when all of its pages have arrived or it is revoked.
+    """
+
+    grant_id: int
+    messenger: MessengerAddress
+    pages: list[GrantedPage]
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What an instance can hold at all, in pages of one block."""
+
+    num_pool_pages: int
+    num_device_pages: int
+
+
+# -- worker -> Conductor ----------------------------------------------------------------------------
+
+
+class Register(msgspec.Struct, tag=True, frozen=True):
+    """First message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
+
+    protocol_version: int
+    instance: str
+    incarnation: int
+    role: Role
+    fingerprint: str
+    layout: KVLayout
+    messenger: MessengerAddress
+    capacity: Capacity
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """I am alive, and this is my load. Answered by `HeartbeatAck`."""
+
+    num_running: int
+    num_waiting: int
+    num_free_device_pages: int
+
+
+class Reserved(msgspec.Struct, tag=True, frozen=True):
+    """Decode: the pages are there; prefill may start and write to `grant`."""
+
+    ref: Ref
+    grant: Grant
+
+
+class Prefilled(msgspec.Struct, tag=True, frozen=True):
+    """Prefill: all layers are stored and on their way; this is the first token."""
+
+    ref: Ref
+    first_token: int
+    num_cached_tokens: int
+
+
+class Finished(msgspec.Struct, tag=True, frozen=True):
+    """Decode: the last token has left for the front."""
+
+    ref: Ref
+    finish_reason: FinishReason
+    num_output_tokens: int
+
+
+class WorkFailed(msgspec.Struct, tag=True, frozen=True):
+    """This attempt cannot go on here. `retryable`: another attempt may succeed."""
+
+    ref: Ref
+    reason: str
+    retryable: bool
+
+
+# -- Conductor -> worker ----------------------------------------------------------------------------
+
+
+class Registered(msgspec.Struct, tag=True, frozen=True):
+    """The instance is part of the cluster. Work of earlier epochs is void."""
+
+    epoch: int
+
+
+class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
+    """The instance must not serve; it ends with this message."""
+
+    message: str
+
+
+class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
+    """The Conductor is alive. `known` is false when it has restarted: register again."""
+
+    epoch: int
+    known: bool
+
+
+class Reserve(msgspec.Struct, tag=True, frozen=True):
+    """To decode: reserve pages for this prompt and say which blocks you lack."""
+
+    ref: Ref
+    request: Request
+
+
+class Prefill(msgspec.Struct, tag=True, frozen=True):
+    """To prefill: compute what no pool holds and stream the granted blocks to the decode side."""
+
+    ref: Ref
+    request: Request
+    grant: Grant
+
+
+class Decode(msgspec.Struct, tag=True, frozen=True):
+    """To decode: prefill is done. Check once more, send the first token, go on when the KVCache is there."""
+
+    ref: Ref
+    first_token: int
+    num_cached_tokens: int
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Stop this work, whatever its step, and give everything back. Needs no answer."""
+
+    ref: Ref
+
+
+# -- front <-> Conductor ----------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """A client's request. Answered by tokens from a worker, or by `Rejected`, or by `Failed`."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """The client has gone, or has all that it wants. Nothing more is sent for this request."""
+
+    request_id: str
+
+
+class FrontHello(msgspec.Struct, tag=True, frozen=True):
+    """First message of a front. Answered by `ClusterState`, again after each change."""
+
+    protocol_version: int
+    fingerprint: str
+
+
+class ClusterState(msgspec.Struct, tag=True, frozen=True):
+    """What a front must know to answer /ready and to size requests.
+
+    `max_prompt_blocks` is the largest prompt that some (prefill, decode) pair can hold, in blocks.
+    """
+
+    epoch: int
+    num_prefill: int
+    num_decode: int
+    max_prompt_blocks: int
+
+
+class Rejected(msgspec.Struct, tag=True, frozen=True):
+    """Refused before any token. `status` is the HTTP status; `retry_after_s` is set for 429 and 503."""
+
+    request_id: str
+    status: int
+    message: str
+    retry_after_s: float | None = None
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """An accepted request could not be finished."""
+
+    request_id: str
+    message: str
+
+
+# -- worker -> front --------------------------------------------------------------------------------
+
+
+class TokenOutput(msgspec.Struct, frozen=True):
+    """Tokens of one request from one step. `position` is the index of the first one in the output."""
+
+    ref: Ref
+    position: int
+    token_ids: list[int]
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+
+
+class Tokens(msgspec.Struct, tag=True, frozen=True):
+    """One message per step for all requests of a front."""
+
+    outputs: list[TokenOutput]
+
+
+FromWorker = Register | Heartbeat | Reserved | Prefilled | Finished | WorkFailed
+FromFront = FrontHello | Submit | Cancel
+ToConductor = FromWorker | FromFront
+ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort
+ToFront = ClusterState | Rejected | Failed | Tokens

@@ -1,0 +1,112 @@
+"""What runs on this node: one `ChildSpec` a process, derived from the configuration.
+
+--role all        conductor, and for each instance a messenger and a worker
+--role conductor  conductor
+--role prefill    one messenger and one worker
+--role decode     one messenger and one worker
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mooncake.config import ConductorProcess, Config, WorkerProcess
+from mooncake.errors import ConfigError
+from mooncake.messages import Role
+from mooncake.rundir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A process to supervise. `config` makes its JSON from the incarnation of the life that starts."""
+
+    name: str
+    module: str
+    config: Callable[[int], str]
+    pass_fds: tuple[int, ...] = ()
+
+
+def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
+    """The processes of this node, in the order in which they are started.
+
+    Creates the pool segments: their memory is taken here, all at once, so that a node which does not
+    have it fails at start and not under load.
+    """
+    if config.role == "all":
+        local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
+        conductor = config.conductor.model_copy(
+            update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
+        )
+        config = config.model_copy(update={"conductor": conductor})
+    instances = _instances(config)
+    specs = [_conductor(config)] if config.role in ("all", "conductor") else []
+    for name, role in instances:
+        specs += _instance(config, run_dir, name, role, len(instances))
+    return specs
+
+
+def _instances(config: Config) -> list[tuple[str, Role]]:
+    if config.role == "all":
+        counts = {Role.PREFILL: config.num_prefill, Role.DECODE: config.num_decode}
+        return [(f"{role.value}-{index}", role) for role, count in counts.items() for index in range(count)]
+    if config.role == "conductor":
+        return []
+    return [(config.instance or f"{config.role}-{socket.gethostname()}", Role(config.role))]
+
+
+def _conductor(config: Config) -> ChildSpec:
+    process = ConductorProcess(config=config)
+    return ChildSpec("conductor", "conductor.service", lambda _: process.model_dump_json())
+
+
+def _instance(
+    config: Config, run_dir: RunDirectory, name: str, role: Role, num_local_workers: int
+) -> list[ChildSpec]:
+    segment_fd = create_segment(name, int(config.kvcache.pool_bytes))
+    worker_socket = run_dir.socket(name)
+
+    def messenger(incarnation: int) -> str:
+        return json.dumps(
+            {
+                "instance": name,
+                "incarnation": incarnation,
+                "socket_path": worker_socket,
+                "peer_socket_path": run_dir.socket(f"{name}-peers"),
+                "tcp_host": config.messenger.host,
+                "tcp_port": config.messenger.port,
+                "segment_fd": segment_fd,
+                "transport": config.messenger.transport,
+                "ack_timeout_s": config.messenger.ack_timeout_s,
+                "connect_timeout_s": config.messenger.connect_timeout_s,
+            }
+        )
+
+    def worker(incarnation: int) -> str:
+        return WorkerProcess(
+            config=config,
+            role=role,
+            instance=name,
+            incarnation=incarnation,
+            messenger_socket=worker_socket,
+            num_local_workers=num_local_workers,
+        ).model_dump_json()
+
+    return [
+        ChildSpec(f"{name}/messenger", "kvstore.service", messenger, pass_fds=(segment_fd,)),
+        ChildSpec(name, "workers.service", worker),
+    ]
+
+
+def create_segment(name: str, size_bytes: int) -> int:
+    """An anonymous shared-memory file of `size_bytes`, all of it allocated. Gone with its last user."""
+    descriptor = os.memfd_create(f"mooncake-{name}")
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"kvcache.pool_bytes: no {size_bytes} bytes of shared memory for {name}: {error.strerror}"
+        ) from None
+    return descriptor

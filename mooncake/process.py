@@ -1,0 +1,115 @@
+"""The child's side of supervision: configuration in, progress and errors out, an end that is certain.
+
+A child process gets its configuration as one JSON line on stdin. The pipe stays open as long as the
+supervisor lives: its end, like SIGTERM, stops the child. Progress and the reason of a fatal error go
+back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has none
+and only logs.
+
+Owns: start and end of a child process. Does not know: what the child does.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel
+
+from mooncake.errors import MooncakeError
+
+STATUS_FD_VARIABLE = "MOONCAKE_STATUS_FD"
+LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
+FATAL_EXIT_CODE = 3
+STOP_DEADLINE_S = 3.0
+
+Config = TypeVar("Config", bound=BaseModel)
+log = logging.getLogger(__name__)
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """`done` of `total` units of `phase` (loading weights: bytes)."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The child serves. `detail` is shown to the user: an address, a size."""
+
+    detail: str = ""
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """The child cannot serve and a restart would not help: the supervisor ends with this message."""
+
+    message: str
+
+
+Status = Progress | Ready | Fatal
+
+
+def report(status: Status) -> None:
+    """Tell the supervisor. Without one the status is only logged."""
+    fd = os.environ.get(STATUS_FD_VARIABLE)
+    if fd is None:
+        log.info("%s", status)
+        return
+    with contextlib.suppress(BrokenPipeError):
+        os.write(int(fd), msgspec.json.encode(status) + b"\n")
+
+
+def child_main(config_type: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
+    """Run `serve(config)` until it returns, SIGTERM or SIGINT arrives, or the supervisor is gone.
+
+    `serve` is cancelled to stop it and cleans up in `finally`. A `MooncakeError` ends the process with
+    code 3 and one line; any other exception is a bug, ends it with a traceback, and is restarted.
+    """
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "warning").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    config = config_type.model_validate_json(sys.stdin.readline())
+    try:
+        asyncio.run(_run(serve(config)))
+    except* MooncakeError as errors:
+        message = _first_message(errors)
+        report(Fatal(message))
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(FATAL_EXIT_CODE)
+
+
+def _first_message(errors: BaseExceptionGroup[BaseException]) -> str:
+    """The message of the first error, out of all task groups around it."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+async def _run(serve: Awaitable[None]) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(serve)
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            task.cancel()
+            # Device work cannot be cancelled; the end must not wait for it.
+            loop.call_later(STOP_DEADLINE_S, os._exit, 0)
+
+    def on_stdin() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):  # the supervisor is gone
+            loop.remove_reader(sys.stdin.fileno())
+            stop()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
+    loop.add_reader(sys.stdin.fileno(), on_stdin)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,209 @@
+"""The supervisor: starts this node's processes, reports on them, restarts them, ends them all.
+
+It holds the descriptors of the pool segments, so sealed KVCache outlives the processes that map it.
+
+Owns: child processes and the run directory (sockets). Does not know: what the children do.
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from mooncake.config import Config
+from mooncake.console import Console
+from mooncake.node import ChildSpec, plan_node
+from mooncake.process import (
+    FATAL_EXIT_CODE,
+    LOG_LEVEL_VARIABLE,
+    STATUS_FD_VARIABLE,
+    Fatal,
+    Progress,
+    Ready,
+    Status,
+)
+from mooncake.rundir import RunDirectory
+
+STOP_GRACE_S = 4.0
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+STEADY_AFTER_S = 60.0
+NUM_LAST_LINES = 20
+
+_status_decoder = msgspec.json.Decoder(Status)
+
+
+async def supervise(config: Config) -> int:
+    """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
+    with RunDirectory() as run_dir:
+        children = [Child(spec, config.log_level) for spec in plan_node(config, run_dir)]
+        return await Supervisor(config, children).run()
+
+
+class Child:
+    """One supervised process, over all its lives."""
+
+    def __init__(self, spec: ChildSpec, log_level: str) -> None:
+        self.spec = spec
+        self.process: asyncio.subprocess.Process | None = None
+        self.is_ready = False
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._log_level = log_level
+
+    async def start(self) -> AsyncIterator[Status | str]:
+        """Start one life; yields its status messages and its output lines until it has ended."""
+        self.is_ready = False
+        self.last_lines.clear()
+        status_read, status_write = os.pipe()
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self.spec.module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=(status_write, *self.spec.pass_fds),
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which ends all in order
+            env={**os.environ, STATUS_FD_VARIABLE: str(status_write), LOG_LEVEL_VARIABLE: self._log_level},
+        )
+        os.close(status_write)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        # stdin stays open: its end tells the child that the supervisor is gone.
+        self.process.stdin.write(self.spec.config(time.time_ns()).encode() + b"\n")
+        queue: asyncio.Queue[Status | str | None] = asyncio.Queue()
+        status_reader = await _pipe_reader(status_read)
+        readers = [
+            asyncio.create_task(
+                _forward(self.process.stdout, queue, lambda line: line.decode(errors="replace"))
+            ),
+            asyncio.create_task(_forward(status_reader, queue, _status_decoder.decode)),
+        ]
+        for _ in readers:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Ready):
+                    self.is_ready = True
+                elif isinstance(item, str):
+                    self.last_lines.append(item)
+                yield item
+        await self.process.wait()
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the current life, if there is one."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signum)
+
+
+class Supervisor:
+    """Keeps a set of children running."""
+
+    def __init__(self, config: Config, children: list[Child]) -> None:
+        self._config = config
+        self._children = children
+        self._console = Console([child.spec.name for child in children])
+        self._stop = asyncio.Event()
+        self._fatal: str | None = None
+        self._announced = False
+        self._started_at_s = time.monotonic()
+
+    async def run(self) -> int:
+        """Start all, wait for the end, stop all. 0 after a signal, 1 after a fatal error."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._stop.set)
+        with self._console:
+            keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
+            await self._stop.wait()
+            await self._stop_children(keepers)
+        if self._fatal is not None:
+            print(f"error: {self._fatal}", file=sys.stderr)
+            return 1
+        return 0
+
+    async def _keep(self, child: Child) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._stop.is_set():
+            started_at_s = time.monotonic()
+            async for item in child.start():
+                self._on_output(child, item)
+            if self._stop.is_set():
+                return
+            assert child.process is not None
+            if child.process.returncode == FATAL_EXIT_CODE:
+                self._fatal = self._fatal or f"{child.spec.name} cannot serve"
+                self._stop.set()
+                return
+            if time.monotonic() - started_at_s > STEADY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._console.died(child.spec.name, child.process.returncode, child.last_lines, backoff_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    def _on_output(self, child: Child, item: Status | str) -> None:
+        name = child.spec.name
+        match item:
+            case str():
+                if not self._stop.is_set():  # what processes say of one another's end is noise
+                    self._console.line(name, item)
+            case Progress():
+                self._console.progress(name, item)
+            case Ready():
+                self._console.ready(name, item.detail)
+                self._announce_when_all_are_ready()
+            case Fatal():
+                self._fatal = self._fatal or item.message
+                self._stop.set()
+
+    def _announce_when_all_are_ready(self) -> None:
+        if self._announced or not all(child.is_ready for child in self._children):
+            return
+        self._announced = True
+        self._console.announce(time.monotonic() - self._started_at_s, self._hint())
+
+    def _hint(self) -> str:
+        """A command that shows that it works."""
+        if self._config.role not in ("all", "conductor"):
+            return ""
+        http = self._config.http
+        host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
+        body = (
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
+        )
+        url = f"http://{host}:{http.port}/v1/chat/completions"
+        return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+    async def _stop_children(self, keepers: list[asyncio.Task[None]]) -> None:
+        for child in self._children:
+            child.signal(signal.SIGTERM)
+        _, pending = await asyncio.wait(keepers, timeout=STOP_GRACE_S)
+        if pending:
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+            await asyncio.wait(pending)
+
+
+async def _pipe_reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb"))
+    return reader
+
+
+async def _forward(
+    reader: asyncio.StreamReader,
+    queue: asyncio.Queue[Status | str | None],
+    parse: Callable[[bytes], Status | str],
+) -> None:
+    """Put every parsed line into `queue`, then None."""
+    while line := await reader.readline():
+        queue.put_nowait(parse(line.rstrip(b"\n")))
+    queue.put_nowait(None)

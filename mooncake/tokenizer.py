@@ -1,0 +1,228 @@
+"""Text to token ids and back, the way the model's publisher meant it.
+
+Owns: a checkpoint's tokenizer and chat template behind a few calls, and when a streamed piece of text is
+certain. Does not know: HTTP, stop strings. transformers is imported with the first tokenizer, torch never.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from mooncake.checkpoint import Checkpoint
+from mooncake.errors import ModelError, RequestError
+from mooncake.gguf_file import read_gguf_header
+from mooncake.gguf_tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character is at most four bytes, so the one in flight shows as at most three replacement characters.
+_MAX_CHARS_IN_FLIGHT = 3
+_CONTEXT_TOKENS = 8
+_MAX_WINDOW_TOKENS = 16  # while text flows
+_MAX_BROKEN_TOKENS = 32  # when so many tokens end in replacement characters, the bytes are not UTF-8 at all
+
+# Arguments of transformers' `apply_chat_template` that are not the template's variables. A request that could
+# set them would choose the template, or another type of answer.
+_RESERVED_KWARGS = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Safe to use from several threads at once: no call changes it."""
+
+    __slots__ = ("_backend", "_wrapped", "bos_token_id", "eos_token_ids", "special_token_ids", "vocab_size")
+
+    def __init__(self, wrapped: "PreTrainedTokenizerFast", eos_token_ids: tuple[int, ...]) -> None:
+        self._wrapped = wrapped
+        self._backend = wrapped.backend_tokenizer
+        # A tokenizer.json may carry its training set-up; a prompt must never be cut or filled up silently.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_token_ids: tuple[int, ...] = eos_token_ids
+        self.bos_token_id: int | None = wrapped.bos_token_id
+        # One more than the largest id: some vocabularies have holes, so their count is too small.
+        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work at all."""
+        return self._wrapped.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written out in the text become those tokens.
+
+        `add_special_tokens`: put the model's own bos (or what it wants) around the text.
+        Raises RequestError for text that is no valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"text is no valid Unicode: {error.reason} at character {error.start}"
+            ) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation through the model's chat template, ready for the assistant's answer.
+
+        `template_kwargs` are the template's variables: `tools`, `enable_thinking`, `add_generation_prompt`...
+        Raises RequestError (param "messages") with what the template refused, or if there is no template.
+        """
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        if reserved := _RESERVED_KWARGS & template_kwargs.keys():
+            raise RequestError(
+                f"{', '.join(sorted(reserved))} cannot be set by a request", param="chat_template_kwargs"
+            )
+        try:
+            text = self._wrapped.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                **{"add_generation_prompt": True, **template_kwargs},
+            )
+        # Templates are programs: beside their own refusals they add None to text or index what is not there.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestError(f"the model's chat template refused: {error}", param="messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of token ids into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
+
+    Text leaves as soon as later tokens cannot change it: the start of a multi-byte character is held back. A
+    window of recent tokens is decoded each time, with some whose text has left already, as a token's text may
+    depend on its neighbours; so a token costs the same however long the stream is.
+
+    One exception: with SentencePiece's byte fallback, bytes that never become a character also spoil, in
+    `decode`, the whole characters right before them, which have left by then.
+
+    Invariant: `_num_emitted <= len(decode(_window))`; the first `_num_emitted` characters of it have left.
+    """
+
+    __slots__ = ("_hidden_ids", "_num_emitted", "_skip_special_tokens", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._hidden_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._window: list[int] = []
+        self._num_emitted = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens; return the text that is certain now, possibly none."""
+        vocab_size = self._tokenizer.vocab_size
+        # Tokens without text must not push those that have some out of the window.
+        visible = [i for i in token_ids if i < vocab_size and i not in self._hidden_ids]
+        if not visible:
+            return ""
+        self._window += visible
+        text = self._decode(self._window)
+        num_certain, max_tokens = len(text), _MAX_WINDOW_TOKENS
+        if text.endswith(_REPLACEMENT):
+            max_tokens = _MAX_BROKEN_TOKENS
+            if len(self._window) <= max_tokens:
+                # All of the run, as byte fallback shows whole characters before the one in flight so, too.
+                num_certain = len(text.rstrip(_REPLACEMENT))
+            else:
+                num_certain -= _MAX_CHARS_IN_FLIGHT
+        piece = text[self._num_emitted : num_certain]
+        self._num_emitted = max(self._num_emitted, num_certain)
+        if len(self._window) > max_tokens:
+            self._shorten_window(text)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, at the stream's end: what was held back, broken characters as U+FFFD."""
+        rest = self._decode(self._window)[self._num_emitted :]
+        self._window, self._num_emitted = [], 0
+        return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _shorten_window(self, text: str) -> None:
+        """Forget old tokens, at a place where the others decode to the same text without them.
+
+        More characters than can be in flight must remain: then the one in flight is wholly inside.
+        """
+        for num_kept in range(_CONTEXT_TOKENS, _MAX_WINDOW_TOKENS):
+            tail = self._decode(self._window[-num_kept:])
+            if len(tail) > _MAX_CHARS_IN_FLIGHT and text.endswith(tail):
+                self._window = self._window[-num_kept:]
+                self._num_emitted -= len(text) - len(tail)
+                return
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that comes with `checkpoint`. Raises ModelError if there is none or it is damaged."""
+    if checkpoint.path.suffix == ".gguf" and checkpoint.path.is_file():
+        wrapped = _from_gguf(checkpoint)
+    else:
+        wrapped = _from_directory(checkpoint)
+    eos_token_ids = checkpoint.eos_token_ids
+    if not eos_token_ids and wrapped.eos_token_id is not None:
+        eos_token_ids = (wrapped.eos_token_id,)
+    return Tokenizer(wrapped, eos_token_ids)
+
+
+def _from_gguf(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    header = read_gguf_header(checkpoint.path)
+    backend = build_tokenizer(header)
+
+    def token(kind: str) -> str | None:
+        token_id = header.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        return None if token_id is None else backend.id_to_token(token_id)
+
+    # Not pad and unknown: transformers makes special tokens of them, and some files name an ordinary token.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=token("bos"),
+        eos_token=token("eos"),
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _from_directory(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = checkpoint.path
+    try:
+        if (path / "tokenizer.json").is_file():
+            # The published file as it is; AutoTokenizer rebuilds some families' from its own idea of them.
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        wrapped = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # `tokenizers` raises bare Exception for a damaged file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{path} has no tokenizer that can be loaded: {reason}") from error
+    if not isinstance(wrapped, PreTrainedTokenizerFast):
+        raise ModelError(
+            f"{path}: its tokenizer has no tokenizer.json form; convert it with transformers first"
+        )
+    return wrapped

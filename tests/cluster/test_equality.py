@@ -1,0 +1,117 @@
+"""Greedy float32 tokens equal those of `transformers`, through every process of a real cluster."""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+import transformers
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.tokenizer import load_tokenizer
+from tests.cluster.harness import Server
+from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+from workers.weights import iter_weights
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+NUM_OUTPUT_TOKENS = 24
+PROMPT_LENGTHS = [5, 8, 13, 21, 31, 32, 33, 48, 64, 65, 90, 128, 150, 200, 256, 400, 511, 600, 1000, 1500]
+
+
+def reference(model: transformers.PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What `generate` answers, without the prompt."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def complete(client: openai.OpenAI, prompt: Sequence[int], num_tokens: int, stream: bool) -> list[int]:
+    """The same from the server, as token ids."""
+    options = {"ignore_eos": True, "return_token_ids": True}
+    model = client.models.list().data[0].id
+    if not stream:
+        answer = client.completions.create(
+            model=model, prompt=list(prompt), max_tokens=num_tokens, temperature=0, extra_body=options
+        )
+        return list(answer.choices[0].token_ids)  # type: ignore[attr-defined]
+    tokens: list[int] = []
+    for chunk in client.completions.create(
+        model=model,
+        prompt=list(prompt),
+        max_tokens=num_tokens,
+        temperature=0,
+        extra_body=options,
+        stream=True,
+    ):
+        for choice in chunk.choices:
+            tokens += choice.token_ids  # type: ignore[attr-defined]
+    return tokens
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_models_of_every_family(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, tmp_path / "model")
+    write_tiny_tokenizer(tmp_path / "model")
+    rng = random.Random(family)
+    prompts = [[rng.randrange(512) for _ in range(length)] for length in (1, 7, 8, 9, 40, 41, 120)]
+    expected = [reference(model, prompt, 16) for prompt in prompts]
+    arguments = [f"--model={tmp_path / 'model'}", "--kvcache-block-size=8", "--worker-prefill-chunk=20"]
+    sizes = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"]
+    with Server(*arguments, *sizes, run_dir=tmp_path) as server, ThreadPoolExecutor(8) as threads:
+        client = client_of(server)
+        assert [complete(client, prompt, 16, stream=False) for prompt in prompts] == expected
+        assert (
+            list(threads.map(lambda prompt: complete(client, prompt, 16, stream=True), prompts)) == expected
+        )
+
+
+@pytest.fixture(scope="module")
+def smollm2_cases() -> list[tuple[list[int], list[int]]]:
+    """(prompt, expected output) of real text in many lengths."""
+    checkpoint = open_checkpoint(None)
+    config = transformers.LlamaConfig(**checkpoint.config)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    weights = dict(iter_weights(checkpoint, range(config.num_hidden_layers), lambda done, total: None))
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+    # Buffers made on the meta device have no values.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    text = (Path(__file__).parent.parent.parent / "LICENSE").read_text()
+    tokens = load_tokenizer(checkpoint).encode(text, add_special_tokens=False)
+    prompts = [tokens[7 * index : 7 * index + length] for index, length in enumerate(PROMPT_LENGTHS)]
+    return [(prompt, reference(model.eval(), prompt, NUM_OUTPUT_TOKENS)) for prompt in prompts]
+
+
+def test_smollm2_one_at_a_time(
+    default_server: Server, smollm2_cases: list[tuple[list[int], list[int]]]
+) -> None:
+    client = client_of(default_server)
+    for prompt, expected in smollm2_cases:
+        assert complete(client, prompt, NUM_OUTPUT_TOKENS, stream=False) == expected, len(prompt)
+
+
+def test_smollm2_eight_at_once(
+    default_server: Server, smollm2_cases: list[tuple[list[int], list[int]]]
+) -> None:
+    client = client_of(default_server)
+    with ThreadPoolExecutor(8) as threads:
+        answers = threads.map(
+            lambda case: complete(client, case[0], NUM_OUTPUT_TOKENS, stream=True), smollm2_cases
+        )
+        assert list(answers) == [expected for _, expected in smollm2_cases]

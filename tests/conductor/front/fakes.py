@@ -1,0 +1,254 @@
+"""A tokenizer whose tokens are bytes, and a cluster that does what a test tells it.
+
+The front under test runs with its fake cluster in an event loop of its own, in a thread; the test is a plain
+client.
+"""
+
+import asyncio
+import codecs
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from conductor.front import server
+from conductor.front.config import FrontConfig
+from conductor.front.model import ServedModel
+from mooncake.errors import RequestError
+from mooncake.messages import (
+    Cancel,
+    ClusterState,
+    Failed,
+    FinishReason,
+    FrontHello,
+    Ref,
+    Rejected,
+    Request,
+    Submit,
+    TokenOutput,
+    Tokens,
+)
+
+EOS = 256
+DEADLINE_S = 5.0
+MODEL_NAME = "test/model"
+
+
+class ByteTokenizer:
+    """Token `i` below 256 is byte `i`; 256 ends a text."""
+
+    def __init__(self) -> None:
+        self.vocab_size = 257
+        self.eos_token_ids: tuple[int, ...] = (EOS,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /) -> list[int]:
+        if messages[0]["role"] == "assistant":
+            raise RequestError("the model's chat template refused: user must begin", param="messages")
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
+
+
+class ByteDetokenizer:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int], /) -> str:
+        return self._decoder.decode(bytes(token_id for token_id in ids if token_id != EOS))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def byte_model(context_len: int = 1000, block_size: int = 16) -> ServedModel:
+    return ServedModel(ByteTokenizer(), ByteDetokenizer, context_len, "f" * 32, block_size)
+
+
+Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]
+
+
+async def answer_hello(cluster: "FakeCluster", request: Request) -> None:
+    await cluster.say(request, "Hello!", end=True)
+
+
+class FakeCluster:
+    """Conductor and worker in one. `behaviour` handles each request; `submitted` and `cancelled` record."""
+
+    def __init__(self, control_endpoint: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._control = self._context.socket(zmq.ROUTER)
+        self._control.bind(control_endpoint)
+        self._front = b""
+        self._workers: dict[str, zmq.asyncio.Socket] = {}
+        self._changed = threading.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.loop = asyncio.get_running_loop()
+        self.reset()
+
+    def reset(self) -> None:
+        self.behaviour: Behaviour = answer_hello
+        self.state = ClusterState(epoch=1, num_prefill=1, num_decode=1, max_prompt_blocks=1000)
+        self.silent = False
+        self.num_hellos = 0
+        self.submitted: list[Request] = []
+        self.cancelled: list[str] = []
+
+    async def run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FrontHello | Submit | Cancel)
+        try:
+            while True:
+                self._front, payload = await self._control.recv_multipart()
+                message = decoder.decode(payload)
+                match message:
+                    case FrontHello():
+                        self.num_hellos += 1
+                        if not self.silent:
+                            await self.to_front(self.state)
+                    case Submit(request):
+                        self.submitted.append(request)
+                        task = asyncio.create_task(self._behave(request))
+                        self._tasks.add(task)
+                        task.add_done_callback(self._tasks.discard)
+                    case Cancel(request_id):
+                        self.cancelled.append(request_id)
+                with self._changed:
+                    self._changed.notify_all()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._context.destroy(linger=0)
+
+    async def _behave(self, request: Request) -> None:
+        await self.behaviour(self, request)
+
+    async def to_front(self, message: msgspec.Struct) -> None:
+        await self._control.send_multipart([self._front, msgspec.msgpack.encode(message)])
+
+    async def reject(self, request: Request, status: int, message: str, retry_after_s: float | None) -> None:
+        await self.to_front(Rejected(request.request_id, status, message, retry_after_s))
+
+    async def fail(self, request: Request, message: str) -> None:
+        await self.to_front(Failed(request.request_id, message))
+
+    async def send_tokens(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        position: int = 0,
+        finish: FinishReason | None = None,
+        *,
+        attempt: int = 1,
+        num_cached_tokens: int = 16,
+    ) -> None:
+        """One Tokens message, as a worker sends it."""
+        worker = self._workers.get(request.reply_to)
+        if worker is None:
+            worker = self._workers[request.reply_to] = self._context.socket(zmq.DEALER)
+            worker.connect(request.reply_to)
+        ref = Ref(epoch=1, request_id=request.request_id, attempt=attempt)
+        output = TokenOutput(ref, position, list(token_ids), num_cached_tokens, finish)
+        await worker.send(msgspec.msgpack.encode(Tokens([output])))
+
+    async def say(self, request: Request, text: str, *, end: bool = False, step: int = 1) -> None:
+        """`text` in messages of `step` tokens, then the end token or, without `end`, LENGTH with the last."""
+        token_ids = [*text.encode(), EOS] if end else list(text.encode())
+        last = FinishReason.STOP if end else FinishReason.LENGTH
+        for start in range(0, len(token_ids), step):
+            finish = last if start + step >= len(token_ids) else None
+            await self.send_tokens(request, token_ids[start : start + step], start, finish)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """From the test's thread. The condition is looked at after each message to the cluster."""
+        with self._changed:
+            assert self._changed.wait_for(condition, DEADLINE_S), "it did not happen within the deadline"
+
+
+class Running:
+    """A front that serves, and its cluster."""
+
+    def __init__(
+        self, cluster: FakeCluster, url: str, registry: CollectorRegistry, model: ServedModel
+    ) -> None:
+        self.cluster, self.url, self.registry, self.model = cluster, url, registry, model
+        self.address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+
+    def publish(self, state: ClusterState) -> None:
+        """The cluster changes, and the front shows it. Sizes alone are not shown: change a number as well."""
+        expected = (state.num_prefill, state.num_decode)
+        cluster = self.cluster
+        cluster.state = state
+        asyncio.run_coroutine_threadsafe(cluster.to_front(state), cluster.loop).result(DEADLINE_S)
+        deadline_s = time.monotonic() + DEADLINE_S
+        with httpx.Client(base_url=self.url, timeout=DEADLINE_S) as client:
+            while time.monotonic() < deadline_s:
+                ready = client.get("/ready").json()
+                if "error" in ready and 0 in expected:
+                    return
+                if (ready.get("num_prefill"), ready.get("num_decode")) == expected:
+                    return
+        raise AssertionError(f"the front does not show {state}, but {ready}")
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@contextmanager
+def running_front(directory: Path, model: ServedModel, **config: Any) -> Iterator[Running]:
+    """A front on a free port of the loopback, until the block ends."""
+    listener = server.listen("127.0.0.1", 0)
+    started: list[Running] = []
+    stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
+    is_up = threading.Event()
+
+    async def main() -> None:
+        front_config = FrontConfig(
+            control_endpoint=f"ipc://{directory}/control",
+            reply_endpoint=f"ipc://{directory}/reply",
+            served_model_name=MODEL_NAME,
+            shutdown_grace_s=0,
+            **config,
+        )
+        cluster = FakeCluster(front_config.control_endpoint)
+        registry = CollectorRegistry()
+
+        def on_listening(url: str) -> None:
+            started.append(Running(cluster, url, registry, model))
+            is_up.set()
+
+        serving = asyncio.create_task(server.serve(front_config, model, registry, listener, on_listening))
+        faking = asyncio.create_task(cluster.run())
+        loop = asyncio.get_running_loop()
+        stop.append((loop, serving))
+        await asyncio.wait([serving])
+        faking.cancel()
+        await asyncio.wait([faking])
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    thread.start()
+    try:
+        assert is_up.wait(DEADLINE_S)
+        started[0].cluster.wait_until(lambda: started[0].cluster.num_hellos > 0)
+        yield started[0]
+    finally:
+        for loop, serving in stop:
+            loop.call_soon_threadsafe(serving.cancel)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), "the front did not stop"
+
+
+def raw_request(address: tuple[str, int], path: str, body: bytes) -> socket.socket:
+    """A connection with a POST sent on it."""
+    connection = socket.create_connection(address, timeout=DEADLINE_S)
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection

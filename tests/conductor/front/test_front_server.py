@@ -1,0 +1,93 @@
+"""Starting and stopping."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from conductor.front import server
+from conductor.front.config import FrontConfig
+from conductor.front.model import load_served_model
+from mooncake.checkpoint import open_checkpoint
+from mooncake.errors import ConfigError, ModelError
+from mooncake.messages import FinishReason, Request
+from tests.conductor.front.fakes import (
+    DEADLINE_S,
+    MODEL_NAME,
+    FakeCluster,
+    byte_model,
+    raw_request,
+    running_front,
+)
+
+
+def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
+    with server.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        config = FrontConfig(
+            port=port,
+            control_endpoint=f"ipc://{tmp_path}/control",
+            reply_endpoint=f"ipc://{tmp_path}/reply",
+            served_model_name=MODEL_NAME,
+        )
+        with pytest.raises(ConfigError) as caught:
+            asyncio.run(server.serve(config, byte_model(), CollectorRegistry()))
+    assert str(caught.value) == f"port {port} on 127.0.0.1 is in use; choose another with --port"
+
+
+def test_unusable_host_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="address"):
+        server.listen("203.0.113.1", 0)
+
+
+def test_unknown_config_key_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="prot"):
+        FrontConfig.model_validate({"prot": 1})
+
+
+def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
+    async def stall(cluster: FakeCluster, request: Request) -> None:
+        await cluster.send_tokens(request, b"a")
+
+    with running_front(tmp_path, byte_model()) as front:
+        front.cluster.behaviour = stall
+        body = json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": True}).encode()
+        connection = raw_request(front.address, "/v1/completions", body)
+        assert connection.recv(100)
+    with connection:
+        connection.settimeout(DEADLINE_S)
+        while connection.recv(1000):
+            pass
+    server.listen(*front.address).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(front.address)
+
+
+def test_default_model_speaks(tmp_path: Path) -> None:
+    try:
+        model = load_served_model(open_checkpoint(None), "bfloat16", block_size=16)
+    except ModelError as error:
+        pytest.skip(str(error))
+    text = "naïve 🎉 answer"
+
+    async def speak(cluster: FakeCluster, request: Request) -> None:
+        ids = [*model.tokenizer.encode(text, add_special_tokens=False), model.tokenizer.eos_token_ids[0]]
+        for position, token_id in enumerate(ids):
+            end = position == len(ids) - 1
+            await cluster.send_tokens(request, [token_id], position, FinishReason.STOP if end else None)
+
+    with running_front(tmp_path, model) as front:
+        front.cluster.behaviour = speak
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(
+            model=MODEL_NAME, messages=[{"role": "user", "content": "hi"}]
+        )
+        assert answer.choices[0].message.content == text
+        assert answer.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(model=MODEL_NAME, prompt="word " * model.context_len)

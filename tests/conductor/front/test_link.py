@@ -1,0 +1,186 @@
+"""What arrives late, twice or with a gap never reaches a client as text; a lost Conductor is noticed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from conductor.front import link as link_module
+from conductor.front.errors import GenerationFailedError
+from conductor.front.link import Inbox, Link, Lost, Received, Reception
+from mooncake.errors import ConfigError, OverloadedError
+from mooncake.messages import (
+    ClusterState,
+    FinishReason,
+    Ref,
+    Request,
+    SamplingParams,
+    TokenOutput,
+)
+from tests.conductor.front.fakes import DEADLINE_S, FakeCluster
+
+
+def output(position: int, token_ids: list[int], attempt: int = 1) -> TokenOutput:
+    return TokenOutput(Ref(1, "r", attempt), position, token_ids, 0)
+
+
+def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
+    reception = Reception(asyncio.Queue(), 0.0)
+    assert reception.accept(output(0, [1, 2])) == [1, 2]
+    assert reception.accept(output(2, [3])) == [3]
+    assert reception.accept(output(0, [1], attempt=2)) == []
+    assert reception.accept(output(3, [9], attempt=1)) is None
+    assert reception.accept(output(1, [2, 3, 4], attempt=2)) == [4]
+    assert reception.accept(output(4, [], attempt=2)) == []
+
+
+def test_missing_tokens_fail_the_request() -> None:
+    reception = Reception(asyncio.Queue(), 0.0)
+    reception.accept(output(0, [1, 2]))
+    with pytest.raises(GenerationFailedError, match="tokens 2 to 3 of attempt 1"):
+        reception.accept(output(4, [5]))
+
+
+def request_to(link: Link, request_id: str = "r") -> Request:
+    return Request(request_id, [1, 2], [], SamplingParams(max_tokens=9), link.reply_to)
+
+
+async def no_answer(cluster: FakeCluster, request: Request) -> None:
+    pass
+
+
+@asynccontextmanager
+async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, list[int]]]:
+    """A link to a fake cluster that answers no request; the list has one entry for each dropped output."""
+    cluster = FakeCluster(f"ipc://{directory}/control")
+    cluster.behaviour = no_answer
+    dropped: list[int] = []
+    link = Link(f"ipc://{directory}/control", f"ipc://{directory}/reply", "f", lambda: dropped.append(1))
+    tasks = [asyncio.create_task(cluster.run()), asyncio.create_task(link.run())]
+    try:
+        yield link, cluster, dropped
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 (the link has no event to wait for)
+            await asyncio.sleep(0.005)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * DEADLINE_S):
+            await test()
+
+    asyncio.run(main())
+
+
+def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, dropped):
+            await until(lambda: link.cluster is not None)
+            inbox: Inbox = asyncio.Queue()
+            request = request_to(link)
+            await link.submit(request, inbox)
+            await cluster.send_tokens(request_to(link, "another"), [1])
+            await cluster.send_tokens(request, [1, 2], 0)
+            await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
+            await cluster.send_tokens(request, [4], 3)
+            assert await inbox.get() == Received("r", [1, 2], 16, None)
+            assert await inbox.get() == Received("r", [3], 16, FinishReason.LENGTH)
+            await until(lambda: len(dropped) == 2)
+            assert inbox.empty()
+            assert link.num_in_flight == 0
+            await link.cancel("r")
+            assert cluster.cancelled == []
+
+    run(test)
+
+
+def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox: Inbox = asyncio.Queue()
+            await link.submit(request := request_to(link), inbox)
+            await cluster.send_tokens(request, [1], 5)
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert event.error.status == 500
+            await until(lambda: cluster.cancelled == ["r"])
+
+    run(test)
+
+
+def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox: Inbox = asyncio.Queue()
+            await until(lambda: link.cluster is not None)
+            await link.submit(request_to(link), inbox)
+            await until(lambda: len(cluster.submitted) == 1)
+            await cluster.to_front(ClusterState(1, 2, 1, 10))
+            await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
+            assert inbox.empty()
+            await cluster.to_front(ClusterState(2, 1, 1, 10))
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert "restarted" in str(event.error)
+            assert link.num_in_flight == 0
+
+    run(test)
+
+
+def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(link_module, "CONDUCTOR_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(link_module, "STREAM_TIMEOUT_S", 0.5)
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox: Inbox = asyncio.Queue()
+            assert link.cluster is None
+            await until(lambda: link.cluster is not None)
+            await link.submit(request_to(link), inbox)
+            cluster.silent = True
+            await until(lambda: link.cluster is None)
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            cluster.silent = False
+            await until(lambda: link.cluster is not None)
+
+    run(test)
+
+
+def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
+    async def reject(cluster: FakeCluster, request: Request) -> None:
+        await cluster.reject(request, 429, "full", 2.5)
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            cluster.behaviour = reject
+            inbox: Inbox = asyncio.Queue()
+            await link.submit(request_to(link), inbox)
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert isinstance(event.error, OverloadedError)
+            assert event.error.retry_after_s == 2.5
+
+    run(test)
+
+
+def test_unusable_endpoint_is_a_config_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="nonsense"):
+            Link(f"ipc://{tmp_path}/control", "nonsense", "f")
+        with pytest.raises(ConfigError, match="nonsense"):
+            Link("nonsense", f"ipc://{tmp_path}/reply", "f")
+
+    run(test)

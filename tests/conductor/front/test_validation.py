@@ -1,0 +1,234 @@
+"""Requests become what OpenAI's reference says, or errors that name the field."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from conductor.front.validation import Endpoint, Job, check_fits_pool, read_job
+from mooncake.blocks import block_keys, root_key
+from mooncake.errors import RequestError
+from mooncake.messages import ClusterState
+from tests.conductor.front.fakes import EOS, MODEL_NAME, byte_model
+
+MODEL = byte_model(context_len=100)
+USER = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> Job:
+    body = {"model": MODEL_NAME, "messages": USER, **fields}
+    return read_job(Endpoint.CHAT, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
+
+
+def completion(**fields: Any) -> Job:
+    body = {"model": MODEL_NAME, "prompt": "hi", **fields}
+    return read_job(Endpoint.COMPLETION, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"max_completion_tokens": 1000}, "max_completion_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop": [3]}, "stop"),
+        ({"stop_token_ids": [EOS + 1]}, "stop_token_ids[0]"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
+        ({"request_id": "two\nlines"}, "request_id"),
+        ({"cache_salt": 7}, "cache_salt"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"store": True}, "store"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"no_such_field": None}, "no_such_field"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_bad_chat_request_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert param.rsplit(".")[-1].split("[")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a", [1]], "n": 5}, "prompt"),
+        ({"prompt": ["a", 3]}, "prompt[1]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1, EOS + 1]}, "prompt[1]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [[1], [2, 2.5]]}, "prompt[1][1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"messages": USER}, "messages"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 0}, "logprobs"),  # asks for the chosen token's
+    ],
+)
+def test_bad_completion_request_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[1]", b"nonsense", b'{"model": NaN}', b'"\xff"', b"[" * 50_000, b'{"a":' * 50_000),
+        b'{"model": "m", "metadata": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    ],
+)
+def test_bad_json_is_the_clients_mistake(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_job(Endpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)
+    assert caught.value.status == 400
+    assert len(str(caught.value)) < 300
+
+
+def test_lone_surrogate_is_refused() -> None:
+    with pytest.raises(RequestError):
+        completion(prompt="\ud800")
+
+
+def test_error_never_repeats_a_large_input() -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(temperature="9" * 10_000)
+    assert len(str(caught.value)) < 300
+    with pytest.raises(RequestError) as caught:
+        chat(**{"x" * 10_000: 1})
+    assert len(str(caught.value)) < 300
+
+
+def test_refusal_of_the_chat_template_is_the_clients_mistake() -> None:
+    with pytest.raises(RequestError, match="user must begin") as caught:
+        chat(messages=[{"role": "assistant", "content": "x"}])
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_unknown_model_is_404_and_names_the_served_one() -> None:
+    with pytest.raises(RequestError, match=MODEL_NAME) as caught:
+        chat(model="gpt-9")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+def test_neutral_and_harmless_fields_are_accepted() -> None:
+    job = chat(
+        logprobs=False, top_logprobs=None, tools=[], tool_choice="none", presence_penalty=0, n=1, store=False,
+        frequency_penalty=0.0, response_format={"type": "text"}, logit_bias={}, user="me", seed=None,
+        metadata={"a": "b"}, stream_options=None, parallel_tool_calls=True, service_tier="auto",
+        messages=[*USER, {"role": "assistant", "content": "x", "refusal": None, "tool_calls": []}, *USER],
+    )  # fmt: skip
+    assert len(job.sampling) == 1
+    assert completion(best_of=1, echo=False, suffix=None, logprobs=None).sampling[0].max_tokens == 16
+
+
+def test_content_parts_and_developer_role_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    job = chat(messages=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts}])
+    assert bytes(job.prompts[0].token_ids) == b"system: s\nuser: a\nb\nassistant: "
+
+
+def test_sampling_parameters() -> None:
+    sampling = chat(temperature=0, top_p=0.5, top_k=-1, seed=7, stop_token_ids=[5], max_tokens=3).sampling[0]
+    assert msgspec.to_builtins(sampling) == {
+        "max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 0, "seed": 7, "stop_token_ids": (EOS, 5),
+    }  # fmt: skip
+    assert chat(ignore_eos=True).sampling[0].stop_token_ids == ()
+    assert chat().sampling[0].temperature == 1
+
+
+def test_each_choice_has_a_seed_of_its_own_and_the_first_does_not_depend_on_n() -> None:
+    seeds = [sampling.seed for sampling in chat(seed=7, n=3).sampling]
+    assert len(set(seeds)) == 3
+    assert seeds == [sampling.seed for sampling in chat(seed=7, n=3).sampling]
+    assert seeds[0] == chat(seed=7).sampling[0].seed
+    assert chat().sampling[0].seed != chat().sampling[0].seed
+    same = completion(prompt=["a", "a"], seed=7).sampling
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("ab", [b"ab"]), (["ab", "c"], [b"ab", b"c"]), ([97, 98], [b"ab"]), ([[97], [98, 99]], [b"a", b"bc"])],
+)
+def test_prompt_forms(prompt: Any, expected: list[bytes]) -> None:
+    job = completion(prompt=prompt, n=2)
+    assert [bytes(prompt.token_ids) for prompt in job.prompts] == expected
+    requests = job.requests("ipc://reply")
+    assert [bytes(request.token_ids) for request in requests] == [text for text in expected for _ in "xy"]
+    assert [request.request_id for request in requests] == [f"{job.id}-{i}" for i in range(2 * len(expected))]
+
+
+def test_block_keys_depend_on_model_and_salt() -> None:
+    text = "x" * 40
+    plain, salted = completion(prompt=text), completion(prompt=text, cache_salt="tenant")
+    ids = list(text.encode())
+    assert plain.prompts[0].keys == block_keys(ids, MODEL.block_size, root_key(MODEL.fingerprint))
+    assert len(plain.prompts[0].keys) == 2
+    assert not set(plain.prompts[0].keys) & set(salted.prompts[0].keys)
+
+
+def test_max_tokens_defaults_fit_the_context() -> None:
+    used = len(chat().prompts[0].token_ids)
+    assert chat().sampling[0].max_tokens == 100 - used
+    assert completion(prompt="x" * 90).sampling[0].max_tokens == 10
+    assert completion(prompt="x" * 99, max_tokens=1).sampling[0].max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "numbers"),
+    [("x" * 100, {}, ["100 tokens"]), ("x" * 90, {"max_tokens": 11}, ["90", "11", "101", "100"])],
+)
+def test_context_length_exceeded_names_the_numbers(
+    prompt: str, fields: dict[str, Any], numbers: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(prompt=prompt, **fields)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_prompt_that_no_pool_can_hold_is_refused_with_both_sizes() -> None:
+    job = completion(prompt=["x", "x" * 33])
+    check_fits_pool(job, ClusterState(1, 1, 1, max_prompt_blocks=3), MODEL.block_size)
+    with pytest.raises(RequestError, match=r"33 tokens.*at most 32") as caught:
+        check_fits_pool(job, ClusterState(1, 1, 1, max_prompt_blocks=2), MODEL.block_size)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")

@@ -1,0 +1,334 @@
+"""The Conductor as commands in and effects out; `docs/request-path.md` is the order checked here."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from conductor.policy import Conductor, Effect, Limits
+from mooncake.blocks import KVLayout
+from mooncake.bus import peer_identity
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Cancel,
+    Capacity,
+    ClusterState,
+    Decode,
+    Failed,
+    Finished,
+    FinishReason,
+    FrontHello,
+    Grant,
+    Heartbeat,
+    HeartbeatAck,
+    MessengerAddress,
+    Prefill,
+    Prefilled,
+    Ref,
+    Register,
+    Registered,
+    RegisterRefused,
+    Rejected,
+    Request,
+    Reserve,
+    Reserved,
+    Role,
+    SamplingParams,
+    Submit,
+    WorkFailed,
+)
+
+EPOCH = 7
+FRONT = b"front#1"
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+P0, D0 = peer_identity("p0", 1), peer_identity("d0", 1)
+
+
+def address(name: str) -> MessengerAddress:
+    return MessengerAddress(name, 1, "host", "/path", "127.0.0.1", 1)
+
+
+def registration(name: str, role: Role, incarnation: int = 1, pages: int = 100) -> Register:
+    return Register(
+        PROTOCOL_VERSION, name, incarnation, role, "model", LAYOUT, address(name), Capacity(pages, pages)
+    )
+
+
+def request(request_id: str = "r", num_tokens: int = 9) -> Request:
+    return Request(
+        request_id, list(range(num_tokens)), [b"k" * 16] * (num_tokens // 4), SamplingParams(5), "ep"
+    )
+
+
+def ref(attempt: int = 1, request_id: str = "r") -> Ref:
+    return Ref(EPOCH, request_id, attempt)
+
+
+GRANT = Grant(1, address("d0"), [])
+
+
+def new_conductor(limits: Limits | None = None) -> Conductor:
+    conductor = Conductor(EPOCH, "model", limits or Limits())
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+    conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
+    conductor.handle(D0, registration("d0", Role.DECODE), 0.0)
+    return conductor
+
+
+def test_a_request_takes_the_steps_of_the_request_path() -> None:
+    conductor, order = new_conductor(), request()
+    assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order))]
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 1.0) == [Effect(P0, Prefill(ref(), order, GRANT))]
+    assert conductor.handle(P0, Prefilled(ref(), 42, 4), 1.0) == [Effect(D0, Decode(ref(), 42, 4))]
+    assert conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0) == []
+    assert conductor.num_running == 0
+    assert all(not instance.requests for instance in conductor.instances)
+
+
+def test_a_repeated_step_is_taken_once() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 1.0) == []
+    assert conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0) == []
+    assert conductor.num_running == 1
+
+
+def test_cancel_stops_both_sides_and_only_its_front_may() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    assert conductor.handle(b"front#2", Cancel("r"), 1.0) == []
+    effects = conductor.handle(FRONT, Cancel("r"), 1.0)
+    assert effects == [Effect(D0, Abort(ref())), Effect(P0, Abort(ref()))]
+    assert conductor.num_running == 0
+    assert conductor.handle(FRONT, Cancel("r"), 1.0) == []
+
+
+def test_work_for_a_request_that_has_ended_is_told_to_stop() -> None:
+    conductor = new_conductor()
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 1.0) == [Effect(D0, Abort(ref()))]
+    assert conductor.handle(D0, Finished(ref(), FinishReason.STOP, 1), 1.0) == []
+
+
+def test_least_loaded_pair_is_chosen() -> None:
+    conductor = new_conductor()
+    d1 = peer_identity("d1", 1)
+    conductor.handle(d1, registration("d1", Role.DECODE), 0.0)
+    conductor.handle(FRONT, Submit(request("a", 20)), 1.0)
+    assert conductor.handle(FRONT, Submit(request("b", 4)), 1.0)[0].peer == d1
+    assert conductor.handle(FRONT, Submit(request("c", 4)), 1.0)[0].peer == d1
+
+
+@pytest.mark.parametrize(
+    ("order", "status", "word"),
+    [
+        (request(num_tokens=400), 400, "the KVCache pool holds at most 99 blocks of 4 tokens"),
+        (request("taken"), 409, "already running"),
+    ],
+)
+def test_impossible_requests_are_rejected(order: Request, status: int, word: str) -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request("taken")), 1.0)
+    [effect] = conductor.handle(FRONT, Submit(order), 1.0)
+    assert isinstance(effect.message, Rejected)
+    assert effect.message.status == status
+    assert word in effect.message.message
+    assert conductor.num_running == 1
+
+
+def test_full_and_empty_clusters_say_when_to_come_back() -> None:
+    conductor = new_conductor(Limits(max_running_requests=1))
+    conductor.handle(FRONT, Submit(request("a")), 1.0)
+    [full] = conductor.handle(FRONT, Submit(request("b")), 1.0)
+    [empty] = Conductor(EPOCH, "model", Limits()).handle(FRONT, Submit(request()), 1.0)
+    for effect, status in ((full, 429), (empty, 503)):
+        assert isinstance(effect.message, Rejected)
+        assert (effect.message.status, effect.message.retry_after_s) == (status, 1.0)
+
+
+def test_a_failed_attempt_is_placed_again_and_its_late_messages_are_dropped() -> None:
+    conductor, order = new_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.handle(D0, WorkFailed(ref(), "why", True), 1.0)
+    assert effects == [Effect(D0, Abort(ref())), Effect(P0, Abort(ref())), Effect(D0, Reserve(ref(2), order))]
+    assert conductor.handle(P0, Prefilled(ref(1), 1, 0), 1.0) == [Effect(P0, Abort(ref(1)))]
+
+
+def test_attempts_are_bounded_and_final_failures_are_told() -> None:
+    conductor = new_conductor(Limits(max_attempts=2))
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, WorkFailed(ref(1), "first", True), 1.0)
+    effects = conductor.handle(D0, WorkFailed(ref(2), "second", True), 1.0)
+    assert effects[-1] == Effect(FRONT, Failed("r", "second"))
+    conductor.handle(FRONT, Submit(request("s")), 1.0)
+    assert conductor.handle(D0, WorkFailed(ref(1, "s"), "no", False), 1.0)[-1] == Effect(
+        FRONT, Failed("s", "no")
+    )
+    assert conductor.num_running == 0
+
+
+def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
+    conductor, order = new_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
+    conductor.handle(P0, Heartbeat(0, 0, 0), 5.0)
+    effects = conductor.tick(5.5)
+    assert Effect(FRONT, ClusterState(EPOCH, 1, 0, 0)) in effects
+    assert Effect(P0, Abort(ref())) in effects
+    d0_again = peer_identity("d0", 2)
+    effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
+    assert effects[:2] == [Effect(d0_again, Registered(EPOCH)), Effect(d0_again, Reserve(ref(2), order))]
+
+
+def test_a_request_does_not_wait_for_ever() -> None:
+    conductor = new_conductor(Limits(placement_timeout_s=10.0))
+    conductor.handle(FRONT, Submit(request()), 0.0)
+    conductor.peer_gone(D0, 1.0)
+    for now_s in (4.0, 8.0, 12.0):
+        conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)
+        effects = conductor.tick(now_s)
+    [failed] = [effect.message for effect in effects if isinstance(effect.message, Failed)]
+    assert "d0 is not connected" in failed.message
+    assert conductor.num_running == 0
+
+
+def test_an_earlier_life_is_fenced_off() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(peer_identity("d0", 2), registration("d0", Role.DECODE, 2), 2.0)
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == []
+    assert conductor.handle(D0, Heartbeat(0, 0, 0), 2.0) == [Effect(D0, HeartbeatAck(EPOCH, known=False))]
+    [refused] = conductor.handle(D0, registration("d0", Role.DECODE, 1), 2.0)
+    assert isinstance(refused.message, RegisterRefused)
+
+
+def test_prefill_may_die_once_its_part_is_done() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
+    conductor.peer_gone(P0, 2.0)
+    assert conductor.handle(D0, Finished(ref(), FinishReason.LENGTH, 5), 3.0) == []
+    assert conductor.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fingerprint": "other"}, ["fingerprint", "model", "other", "--dtype"]),
+        ({"protocol_version": 99}, ["protocol version", "99", "same release"]),
+    ],
+)
+def test_workers_that_do_not_fit_are_refused_by_name(changed: dict[str, object], words: list[str]) -> None:
+    fields = {name: getattr(registration("p9", Role.PREFILL), name) for name in Register.__struct_fields__}
+    [effect] = new_conductor().handle(peer_identity("p9", 1), Register(**{**fields, **changed}), 1.0)
+    assert isinstance(effect.message, RegisterRefused)
+    assert all(word in effect.message.message for word in [*words, "p9"])
+
+
+def test_requests_of_a_vanished_front_are_aborted() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    for identity in (P0, D0):
+        conductor.handle(identity, Heartbeat(0, 0, 0), 7.0)
+    assert [effect.message for effect in conductor.tick(7.0)] == [Abort(ref()), Abort(ref())]
+    assert conductor.num_running == 0
+
+
+class RequestsEndOnce(RuleBasedStateMachine):
+    """Whatever order messages, deaths and returns come in, no request is lost or ends twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conductor = new_conductor()
+        self.now_s = 0.0
+        self.incarnation = 1
+        self.open: set[str] = set()
+        self.orders: list[Effect] = []
+        self.count = 0
+
+    def take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if effect.peer == FRONT and isinstance(effect.message, Failed | Rejected):
+                assert effect.message.request_id in self.open
+                self.open.remove(effect.message.request_id)
+            if isinstance(effect.message, Reserve | Prefill | Decode):
+                self.orders.append(effect)
+
+    @rule()
+    def submit(self) -> None:
+        self.count += 1
+        self.open.add(f"r{self.count}")
+        self.take(self.conductor.handle(FRONT, Submit(request(f"r{self.count}")), self.now_s))
+
+    @rule(data=st.data(), outcome=st.sampled_from(["well", "retry", "fail", "lost"]))
+    def answer(self, data: st.DataObject, outcome: str) -> None:
+        if not self.orders:
+            return
+        effect = data.draw(st.sampled_from(self.orders))
+        if outcome != "well" or not isinstance(effect.message, Reserve):
+            self.orders.remove(effect)
+        order = effect.message
+        assert isinstance(order, Reserve | Prefill | Decode)
+        before = self.conductor.num_running
+        if outcome in ("retry", "fail"):
+            self.take(
+                self.conductor.handle(effect.peer, WorkFailed(order.ref, "x", outcome == "retry"), self.now_s)
+            )
+        elif outcome == "well":
+            match order:
+                case Reserve(ref=ref):
+                    self.take(self.conductor.handle(effect.peer, Reserved(ref, GRANT), self.now_s))
+                case Prefill(ref=ref):
+                    self.take(self.conductor.handle(effect.peer, Prefilled(ref, 1, 0), self.now_s))
+                case Decode(ref=ref):
+                    done = Finished(ref, FinishReason.STOP, 1)
+                    self.take(self.conductor.handle(effect.peer, done, self.now_s))
+                    if self.conductor.num_running < before:
+                        self.open.remove(ref.request_id)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.open:
+            request_id = data.draw(st.sampled_from(sorted(self.open)))
+            self.take(self.conductor.handle(FRONT, Cancel(request_id), self.now_s))
+            self.open.remove(request_id)
+
+    @rule(role=st.sampled_from(list(Role)), registers=st.booleans())
+    def restart(self, role: Role, registers: bool) -> None:
+        name = "p0" if role is Role.PREFILL else "d0"
+        if registers:
+            self.incarnation += 1
+            identity = peer_identity(name, self.incarnation)
+            message = registration(name, role, self.incarnation)
+            self.take(self.conductor.handle(identity, message, self.now_s))
+        elif (instance := self.conductor.instances.get(name)) is not None:
+            self.take(self.conductor.peer_gone(instance.identity, self.now_s))
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), self.now_s)
+        self.take(self.conductor.tick(self.now_s))
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert set(self.conductor.requests) == self.open
+        for instance in self.conductor.instances:
+            assert set(instance.requests) <= self.open
+
+
+TestRequestsEndOnce = RequestsEndOnce.TestCase
+TestRequestsEndOnce.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_same_input_same_output() -> None:
+    transcripts = []
+    for _ in range(2):
+        conductor = new_conductor(replace(Limits(), max_running_requests=2))
+        effects = [conductor.handle(FRONT, Submit(request(name)), 1.0) for name in "abc"]
+        transcripts.append([*effects, conductor.tick(30.0)])
+    assert transcripts[0] == transcripts[1]

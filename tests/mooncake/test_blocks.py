@@ -1,0 +1,50 @@
+import hashlib
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.blocks import KVLayout, block_keys, model_fingerprint, root_key
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70)
+ROOT = root_key("model")
+
+
+@given(TOKENS, st.integers(1, 16))
+def test_keys_are_chained_hashes_of_full_blocks(tokens: list[int], block_size: int) -> None:
+    expected, parent = [], ROOT
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = tokens[start : start + block_size]
+        parent = hashlib.sha256(parent + struct.pack(f"<{block_size}I", *block)).digest()[:16]
+        expected.append(parent)
+    assert block_keys(tokens, block_size, ROOT) == expected
+
+
+@given(TOKENS, TOKENS)
+def test_equal_keys_mean_equal_prefixes(a: list[int], b: list[int]) -> None:
+    for index, (key_a, key_b) in enumerate(zip(block_keys(a, 4, ROOT), block_keys(b, 4, ROOT), strict=False)):
+        assert (key_a == key_b) == (a[: 4 * index + 4] == b[: 4 * index + 4])
+
+
+def test_models_and_tenants_never_meet() -> None:
+    roots = {root_key("m"), root_key("m", "tenant"), root_key("mt", "enant"), root_key("n")}
+    assert len(roots) == 4
+
+
+def test_layout_arithmetic_of_smollm2() -> None:
+    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+    assert layout.layer_bytes == 3 * 2 * 16 * 64 * 2
+    assert layout.block_bytes == 30 * layout.layer_bytes
+    assert [layout.num_blocks(tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
+
+
+def test_fingerprint_covers_everything_that_changes_a_byte() -> None:
+    layout = KVLayout(2, 1, 8, 16, "float32")
+    variants = {
+        model_fingerprint("a", "w", "float32", layout),
+        model_fingerprint("b", "w", "float32", layout),
+        model_fingerprint("a", "x", "float32", layout),
+        model_fingerprint("a", "w", "bfloat16", layout),
+        model_fingerprint("a", "w", "float32", KVLayout(2, 1, 8, 32, "float32")),
+    }
+    assert len(variants) == 5

@@ -1,0 +1,98 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mooncake.cli import render
+from mooncake.config import Config, env_name, leaf_keys, load_config
+from mooncake.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("http: {port: 1, host: a}\nkvcache: {pool_bytes: 2GiB}\n")
+    environ = {"MOONCAKE_HTTP_PORT": "2", "MOONCAKE_HTTP_HOST": "b"}
+    config = load_config(file, environ, {("http", "port"): "3"})
+    assert (config.http.port, config.http.host, config.kvcache.pool_bytes) == (3, "b", 2 << 30)
+
+
+def test_defaults_need_no_source() -> None:
+    assert load_config(None, {}, {}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("htp: {port: 1}", ["htp: unknown key", "c.yaml", "http", "kvcache"]),
+        ("http: {prot: 1}", ["http.prot: unknown key", "host, max_request_bytes, port"]),
+        ("http: {port: 70000}", ["http.port: Input should be less than or equal to 65535", "70000"]),
+        ("http: 3", ["http:", "3"]),
+        ("kvcache: {pool_bytes: many}", ["kvcache.pool_bytes:", "many"]),
+        ("worker: {num_threads: some}", ["worker.num_threads", "some"]),
+        ("messenger: {transport: pigeon}", ["messenger.transport:", "'auto', 'shm' or 'tcp'", "pigeon"]),
+        ("worker: {device: tpu}", ["worker.device:", "tpu"]),
+        ("[1, 2]", ["expected keys and values, found list"]),
+        ("a: b: c", ["not valid YAML"]),
+    ],
+)
+def test_bad_files_are_refused_by_key(tmp_path: Path, text: str, expected: list[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(file, {}, {})
+    for part in expected:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_sources_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"MOONCAKE_HTTP_PROT: unknown variable.*MOONCAKE_HTTP_PORT"):
+        load_config(None, {"MOONCAKE_HTTP_PROT": "1"}, {})
+    with pytest.raises(ConfigError, match=r"http.port: .*'x' \(MOONCAKE_HTTP_PORT\)"):
+        load_config(None, {"MOONCAKE_HTTP_PORT": "x"}, {})
+    with pytest.raises(ConfigError, match=r"worker.prefill_chunk: .*'0' \(--worker-prefill-chunk\)"):
+        load_config(None, {}, {("worker", "prefill_chunk"): "0"})
+    with pytest.raises(ConfigError, match="cannot read the configuration /no/such"):
+        load_config(Path("/no/such"), {}, {})
+
+
+def test_shipped_configurations_are_valid() -> None:
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    assert [file.name for file in files] == ["cluster.yaml", "local-cpu.yaml", "single-gpu.yaml"]
+    for file in files:
+        load_config(file, {}, {})
+
+
+def test_no_two_keys_share_a_variable() -> None:
+    names = [env_name(path) for path in leaf_keys()]
+    assert len(names) == len(set(names))
+
+
+def test_printed_configuration_is_accepted_again(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    config = load_config(None, {}, {("kvcache", "pool_bytes"): "3MiB", ("model",): "/a"})
+    file.write_text(render(config))
+    assert load_config(file, {}, {}) == config
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mooncake", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_print_config_shows_the_result_of_all_sources() -> None:
+    result = run_command("--config", "configs/local-cpu.yaml", "--port", "8123", "--print-config")
+    assert yaml.safe_load(result.stdout)["http"]["port"] == 8123
+    assert result.returncode == 0
+
+
+def test_command_line_errors_are_one_line() -> None:
+    result = run_command("--http-port", "x")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: http.port:")
+    assert result.stderr.count("\n") == 1
+    assert run_command("--no-such-flag").returncode == 2

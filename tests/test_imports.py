@@ -1,0 +1,96 @@
+"""Imports between packages go only along the arrows of docs/architecture.md."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"mooncake", "conductor", "workers", "messenger", "kvstore", "kernels", "benchmarks", "tests"}
+ALLOWED = {
+    "mooncake": set(),
+    "messenger": {"mooncake"},
+    "kvstore": {"messenger", "mooncake"},
+    "kernels": {"mooncake.native"},
+    "workers.engine": {"kernels"},
+    "workers": {"workers.engine", "kvstore", "messenger", "kernels", "mooncake"},
+    "conductor": {"mooncake"},
+    "conductor.front": {"conductor", "mooncake"},
+    "conductor.service": {"conductor", "conductor.front", "mooncake"},
+}
+PURE = {"conductor"}
+IMPURE_LIBRARIES = {
+    "asyncio",
+    "torch",
+    "zmq",
+    "socket",
+    "time",
+    "fastapi",
+    "uvicorn",
+    "threading",
+    "mooncake.bus",
+}
+LIBRARIES = {
+    "workers.engine": {"torch", "numpy"},
+    "kernels": {"torch", "triton", "numpy"},
+}
+
+
+def unit_of(module: str) -> str:
+    """The longest entry of ALLOWED that `module` belongs to."""
+    units = [unit for unit in ALLOWED if module == unit or module.startswith(unit + ".")]
+    return max(units, key=len)
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for package in sorted(PACKAGES - {"benchmarks", "tests"}):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append((".".join(parts).removesuffix(".__init__"), path))
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
+def test_imports_follow_the_arrows(module: str, path: Path) -> None:
+    unit = unit_of(module)
+    for name in imports_of(path):
+        if name.split(".")[0] in PACKAGES:
+            target = unit_of(name) if name.split(".")[0] not in {"benchmarks", "tests"} else name
+            assert target == unit or any(
+                name == allowed or name.startswith(allowed + ".") for allowed in ALLOWED[unit]
+            ), f"{module} imports {name}"
+        elif unit in LIBRARIES:
+            root = name.split(".")[0]
+            assert root in LIBRARIES[unit] or root in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), [(m, p) for m, p in modules() if unit_of(m) in PURE and m != "conductor.metrics"]
+)
+def test_policy_does_no_io(module: str, path: Path) -> None:
+    assert not imports_of(path) & IMPURE_LIBRARIES, module
+
+
+def test_transformers_does_not_take_our_kernels_for_another() -> None:
+    probe = (
+        "import transformers, kernels; print(kernels.__version__, transformers.utils.is_kernels_available())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == ["0.0.0", "False"]

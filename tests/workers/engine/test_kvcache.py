@@ -1,0 +1,42 @@
+"""The free list of device pages."""
+
+import pytest
+import torch
+
+from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.engine.spec import ModelSpec
+
+SPEC = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 8, 64)
+
+
+@pytest.fixture
+def kv() -> DeviceKVCache:
+    return DeviceKVCache(SPEC, range(1, 3), num_pages=6, page_size=4, dtype=torch.float32)
+
+
+def test_allocates_every_page_once(kv: DeviceKVCache) -> None:
+    pages = kv.allocate(2) + kv.allocate(4)
+    assert sorted(pages) == list(range(6))
+    assert kv.num_free_pages == 0
+
+
+def test_refuses_with_numbers_and_takes_nothing(kv: DeviceKVCache) -> None:
+    kv.allocate(4)
+    with pytest.raises(OutOfPages, match=r"wanted 3 .* 2 of 6"):
+        kv.allocate(3)
+    assert kv.num_free_pages == 2
+
+
+def test_freed_pages_can_be_allocated_again_and_not_freed_twice(kv: DeviceKVCache) -> None:
+    pages = kv.allocate(6)
+    kv.free(pages[:3])
+    with pytest.raises(AssertionError, match="already free"):
+        kv.free(pages[2:])
+    assert sorted(kv.allocate(3)) == sorted(pages[:3])
+
+
+def test_layers_are_numbered_as_in_the_whole_model(kv: DeviceKVCache) -> None:
+    assert kv.layer(1).shape == (6, 1, 2, 4, 8)
+    assert kv.layer(1).data_ptr() != kv.layer(2).data_ptr()
+    with pytest.raises(AssertionError, match="not in"):
+        kv.layer(0)

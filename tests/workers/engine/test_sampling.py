@@ -1,0 +1,106 @@
+"""Drawing tokens: filters, independence of the batch, and the distribution itself."""
+
+import pytest
+import torch
+
+from workers.engine.sampling import sample, uniform
+
+VOCAB_SIZE = 3000
+
+
+def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    # Rounded to bfloat16, as a model's are: equal logits are common.
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    return logits.bfloat16().float()
+
+
+def draw(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+) -> list[int]:
+    """Each row with its own draw."""
+    num_rows = len(logits)
+    uniforms = torch.tensor([uniform(seed, row) for row in range(num_rows)], dtype=torch.float64)
+    temperatures, top_ks, top_ps = (torch.full((num_rows,), value) for value in (temperature, top_k, top_p))
+    return [int(token) for token in sample(logits, temperatures, top_ks, top_ps, uniforms)]
+
+
+def test_uniform_depends_on_seed_and_position_only_and_fills_the_interval() -> None:
+    assert uniform(3, 5) == uniform(3, 5)
+    values = [uniform(seed, position) for seed in range(40) for position in range(50)]
+    assert len(set(values)) == 2000
+    assert all(0 <= value < 1 for value in values)
+    assert abs(sum(values) / 2000 - 0.5) < 0.03
+    assert uniform(1, 23) != uniform(12, 3)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}, {"top_k": 5, "top_p": 1e-9}],
+)
+def test_is_greedy_at_every_end_of_the_filters(parameters: dict[str, float]) -> None:
+    logits = random_logits(32)
+    assert draw(logits, **parameters) == logits.argmax(-1).tolist()  # type: ignore[arg-type]
+
+
+def test_equal_logits_rank_by_token_id() -> None:
+    logits = torch.zeros(200, VOCAB_SIZE)
+    assert draw(logits, top_k=1) == [0] * 200
+    assert set(draw(logits, top_k=4)) == {0, 1, 2, 3}
+    # 400 candidates: more than are ranked without sorting the vocabulary.
+    assert max(draw(logits, top_k=400)) < 400
+    assert 300 < max(draw(logits, top_p=400 / VOCAB_SIZE)) < 401
+
+
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    logits = random_logits(12)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.5] * 3)
+    top_k = torch.tensor([0, 0, 50, 700, 3, 0, 0, 2, 0, 290, 0, 0])
+    top_p = torch.tensor([1.0, 0.9, 1.0, 0.95, 0.5, 1.0, 0.3, 1.0, 1.0, 0.99, 0.999, 0.8])
+    uniforms = torch.tensor([uniform(9, row) for row in range(12)], dtype=torch.float64)
+    together = sample(logits, temperature, top_k, top_p, uniforms)
+    for row in range(12):
+        only = slice(row, row + 1)
+        alone = sample(logits[only], temperature[only], top_k[only], top_p[only], uniforms[only])
+        assert alone.item() == together[row].item()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.7)])
+def test_frequencies_follow_the_filtered_distribution(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([0.3, 2.0, -1.0, 1.1, 0.0, 1.7, -0.4, 0.9])
+    temperature, num_draws = 1.3, 4000
+    probabilities = (logits.double() / temperature).softmax(-1)
+    if top_k:
+        probabilities[probabilities.argsort(descending=True)[top_k:]] = 0
+        probabilities /= probabilities.sum()
+    order = probabilities.argsort(descending=True)
+    mass_before = probabilities[order].cumsum(0) - probabilities[order]
+    probabilities[order[mass_before >= top_p]] = 0
+    expected = probabilities / probabilities.sum() * num_draws
+
+    tokens = draw(logits.expand(num_draws, -1), temperature, top_k, top_p, seed=1)
+    counts = torch.bincount(torch.tensor(tokens), minlength=8)
+    is_kept = expected > 0
+    assert not counts[~is_kept].any()
+    chi_square = ((counts - expected)[is_kept] ** 2 / expected[is_kept]).sum().item()
+    # 99.9% quantiles of chi-square with 1 to 7 degrees of freedom.
+    assert chi_square < [10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3][int(is_kept.sum()) - 2]
+
+
+def test_top_p_deep_in_a_large_vocabulary_keeps_exactly_its_nucleus() -> None:
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 0.1
+    ranked = logits[0].double().softmax(-1).sort(descending=True)
+    mass_before = ranked.values.cumsum(0) - ranked.values
+    nucleus = set(ranked.indices[mass_before < 0.5].tolist())
+    assert 1000 < len(nucleus) < 2000
+    drawn = set(draw(logits.expand(3000, -1), top_p=0.5))
+    assert drawn <= nucleus
+    assert len(drawn) > 800
+
+
+def test_never_draws_a_forbidden_token() -> None:
+    logits = torch.full((300, 50), float("-inf"))
+    logits[:, 10], logits[:, 40] = -2.0, 1.0
+    almost_one = torch.full((300,), 1 - 2.0**-53, dtype=torch.float64)
+    ones, zeros = torch.ones(300), torch.zeros(300, dtype=torch.int64)
+    assert set(draw(logits)) == {10, 40}
+    assert set(sample(logits, ones, zeros, ones, almost_one).tolist()) == {10}

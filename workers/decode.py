@@ -1,0 +1,242 @@
+"""Decode: reserve pages, wait for the KVCache, then continuous batching (Mooncake, section 3, step 4).
+
+Owns: decode jobs and the running batch. Does not know: who decides, how bytes travel.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from kvstore.client import PoolClient
+from kvstore.messages import Reservation
+from mooncake.errors import MooncakeError, PoolFullError
+from mooncake.messages import Decode, Finished, Ref, Reserve, Reserved, TokenOutput, WorkFailed
+from workers.engine.batch import Chunk
+from workers.engine.kvcache import OutOfPages
+from workers.executor import BlockCopy, Executor
+from workers.jobs import Jobs
+from workers.pool_view import PoolView
+from workers.sequence import Place, Sequence
+
+log = logging.getLogger(__name__)
+Send = Callable[[Reserved | Finished | WorkFailed], Awaitable[None]]
+Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
+
+
+class DecodeRunner:
+    """Answers `Reserve` with `Reserved`; after `Decode` it emits tokens, then says `Finished`.
+
+    `emit` takes pairs of (front's endpoint, output) of one iteration.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: PoolClient,
+        view: PoolView,
+        max_batch: int,
+        send: Send,
+        emit: Emit,
+        jobs: Jobs,
+    ) -> None:
+        self._executor, self._pool, self._view = executor, pool, view
+        self._max_batch = max_batch
+        self._send, self._emit = send, emit
+        self._jobs = jobs
+        self._reserving = asyncio.Lock()  # first come, first served
+        self._orders: dict[Ref, asyncio.Future[Decode]] = {}
+        self._joining: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch."""
+        return len(self._orders) - len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
+
+    def reserve(self, order: Reserve) -> None:
+        """Take on a request: first its pages."""
+        self._orders[order.ref] = asyncio.get_running_loop().create_future()
+        self._jobs.start(order.ref, self._serve(order))
+
+    def decode(self, order: Decode) -> None:
+        """Prefill of a reserved request is done. Unknown work has just been aborted."""
+        future = self._orders.get(order.ref)
+        if future is not None and not future.done():
+            future.set_result(order)
+
+    def abort(self, ref: Ref) -> None:
+        """Stop the work before the next iteration and give everything back."""
+        self._jobs.cancel(ref)
+
+    async def run(self) -> None:
+        """The loop: admit, make room, compute, emit."""
+        try:
+            while True:
+                if not self._running and not self._joining:
+                    self._wake.clear()
+                    await self._wake.wait()
+                await self._admit()
+                await self._make_room()
+                await self._step()
+        finally:
+            for sequence in self._running:
+                self._free(sequence)
+
+    # -- one request --------------------------------------------------------------------------------
+
+    async def _serve(self, order: Reserve) -> None:
+        ref = order.ref
+        try:
+            reservation = await self._reserve_pages(order)
+            try:
+                await self._send(Reserved(ref, await self._pool.grant(reservation.reservation_id)))
+                sequence = self._sequence(order, reservation, await self._orders[ref])
+                await self._emit([output_of(sequence)])
+                await self._pool.wait_arrived(reservation.reservation_id)
+                if sequence.finish_reason is None:
+                    self._join(sequence)
+                    await sequence.loaded.wait()
+            finally:
+                await self._pool.release(reservation.reservation_id)
+            if sequence.finish_reason is None:
+                await sequence.done.wait()
+            if sequence.error is not None:
+                raise sequence.error
+            assert sequence.finish_reason is not None
+            await self._send(Finished(ref, sequence.finish_reason, sequence.num_output_tokens))
+        except asyncio.CancelledError:
+            self._forget(ref)
+            raise
+        except (MooncakeError, OutOfPages) as error:
+            if self._pool.closed.is_set():
+                return  # the session ends, and with it all that the Conductor has placed here
+            log.warning("decode of %s failed: %s", ref.request_id, error)
+            await self._send(WorkFailed(ref, str(error), retryable=not isinstance(error, OutOfPages)))
+        finally:
+            del self._orders[ref]
+
+    async def _reserve_pages(self, order: Reserve) -> Reservation:
+        num_private = 1 if len(order.request.token_ids) % self._executor.kv.page_size else 0
+        async with self._reserving:
+            while True:
+                try:
+                    return await self._pool.reserve(order.request.block_keys, num_private)
+                except PoolFullError:
+                    await self._pool.wait_for_space()
+
+    def _sequence(self, reserve: Reserve, reservation: Reservation, decode: Decode) -> Sequence:
+        tokens = [*reserve.request.token_ids, decode.first_token]
+        return Sequence(reserve.ref, reserve.request, reservation, decode.num_cached_tokens, tokens)
+
+    # -- the batch ----------------------------------------------------------------------------------
+
+    def _join(self, sequence: Sequence) -> None:
+        self._joining.append(sequence)
+        self._wake.set()
+
+    def _forget(self, ref: Ref) -> None:
+        """Take an aborted sequence out, wherever it is. The loop may be computing with it: see `_step`."""
+        for sequence in [*self._running, *self._joining]:
+            if sequence.ref == ref:
+                sequence.done.set()
+
+    async def _admit(self) -> None:
+        """Load waiting sequences in order while batch and pages allow it. One page is left to grow."""
+        kv = self._executor.kv
+        while self._joining and len(self._running) < self._max_batch:
+            sequence = self._joining[0]
+            if sequence.done.is_set():
+                self._joining.popleft()
+                continue
+            num_pages = sequence.num_pages_needed(kv.page_size)
+            if self._running and kv.num_free_pages < num_pages + 1:
+                return
+            self._joining.popleft()
+            sequence.pages = kv.allocate(num_pages)
+            self._running.append(sequence)
+            await self._load(sequence)
+            sequence.place = Place.DEVICE
+
+    async def _load(self, sequence: Sequence) -> None:
+        if sequence.place is Place.POOL:
+            blocks = sequence.reservation.blocks
+            copies = [
+                BlockCopy(page, block.page) for page, block in zip(sequence.pages, blocks, strict=False)
+            ]
+            await self._executor.run(self._executor.load_blocks, copies, self._view)
+            sequence.loaded.set()
+        else:
+            await self._executor.run(self._executor.restore_pages, sequence.pages, sequence.saved)
+            sequence.saved = []
+
+    async def _make_room(self) -> None:
+        """Give every running sequence its page for the next token; preempt the newest when none is left."""
+        self._drop_done()
+        kv = self._executor.kv
+        for sequence in list(self._running):
+            while sequence in self._running and len(sequence.pages) < sequence.num_pages_needed(kv.page_size):
+                if kv.num_free_pages:
+                    sequence.pages += kv.allocate(1)
+                elif len(self._running) > 1:
+                    await self._preempt(self._running[-1])
+                else:
+                    self._fail(sequence, OutOfPages(len(sequence.pages) + 1, 0, kv.num_pages))
+
+    async def _preempt(self, sequence: Sequence) -> None:
+        num_kept = -(-sequence.num_kv_tokens // self._executor.kv.page_size)
+        sequence.saved = await self._executor.run(self._executor.save_pages, sequence.pages[:num_kept])
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.place = Place.HOST
+        self._joining.appendleft(sequence)
+
+    def _fail(self, sequence: Sequence, error: OutOfPages) -> None:
+        sequence.error = error
+        sequence.done.set()
+        self._drop_done()
+
+    async def _step(self) -> None:
+        batch = list(self._running)
+        if not batch:
+            return
+        chunks = [Chunk(sequence.tokens[-1:], sequence.num_kv_tokens, sequence.pages) for sequence in batch]
+        sampling = [sequence.request.sampling for sequence in batch]
+        tokens = await self._executor.run(self._executor.decode, chunks, sampling)
+        outputs = []
+        for sequence, token in zip(batch, tokens, strict=True):
+            if sequence.done.is_set():
+                continue  # aborted while this iteration ran
+            sequence.tokens.append(token)
+            outputs.append(output_of(sequence))
+            if sequence.finish_reason is not None:
+                sequence.done.set()
+        self._drop_done()
+        await self._emit(outputs)
+
+    def _drop_done(self) -> None:
+        for sequence in [sequence for sequence in self._running if sequence.done.is_set()]:
+            self._running.remove(sequence)
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._executor.kv.free(sequence.pages)
+        sequence.pages = []
+
+
+def output_of(sequence: Sequence) -> tuple[str, TokenOutput]:
+    """The newest token, addressed to the request's front."""
+    output = TokenOutput(
+        sequence.ref,
+        sequence.num_output_tokens - 1,
+        sequence.tokens[-1:],
+        sequence.num_cached_tokens,
+        sequence.finish_reason,
+    )
+    return sequence.request.reply_to, output

@@ -1,0 +1,72 @@
+"""The device's own paged KVCache: one tensor per layer, and the list of free pages.
+
+Owns: device memory of pages and which of them are free. Does not know: whose pages they are, block
+keys, or the pool of host memory.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from workers.engine.spec import ModelSpec
+
+
+class OutOfPages(RuntimeError):
+    """Fewer pages are free than were asked for."""
+
+    def __init__(self, num_wanted: int, num_free: int, num_pages: int) -> None:
+        super().__init__(
+            f"wanted {num_wanted} KVCache pages, {num_free} of {num_pages} are free; free some or wait"
+        )
+        self.num_wanted, self.num_free, self.num_pages = num_wanted, num_free, num_pages
+
+
+class DeviceKVCache:
+    """Pages for the layers `[layers.start, layers.stop)` of one model.
+
+    Each layer is a tensor `[num_pages, num_kv_heads, 2, page_size, head_dim]`, K and V adjacent: a page is
+    byte for byte one layer of a KVCache block of `page_size` tokens (`mooncake.blocks.KVLayout`).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: range,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.spec, self.layers = spec, layers
+        self.num_pages, self.page_size = num_pages, page_size
+        self.dtype, self.device = dtype, torch.device(device)
+        shape = (num_pages, spec.num_kv_heads, 2, page_size, spec.head_dim)
+        # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
+        self._tensors = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in layers]
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_free = [True] * num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """The pages of `layer` (its number in the whole model): a view, not a copy."""
+        assert layer in self.layers, f"layer {layer} is not in {self.layers}"
+        return self._tensors[layer - self.layers.start]
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Takes `num_pages` pages; their content is undefined. Raises OutOfPages and takes none."""
+        if num_pages > len(self._free):
+            raise OutOfPages(num_pages, len(self._free), self.num_pages)
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._is_free[page] = False
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Gives pages back, at once allocatable again."""
+        for page in pages:
+            assert not self._is_free[page], f"page {page} is already free"
+            self._is_free[page] = True
+            self._free.append(page)

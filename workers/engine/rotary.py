@@ -1,0 +1,55 @@
+"""Rotary position embeddings, computed as transformers does: frequencies and angles in float32.
+
+Owns: frequencies with their scaling, and the rotation. Does not know: batches or layers.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from workers.engine.spec import ModelSpec, RopeKind
+
+
+@lru_cache(maxsize=8)
+def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
+    """Angle per position of each pair of dimensions: float32 `[head_dim / 2]`, on the CPU."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling.kind is RopeKind.LINEAR:
+        return frequencies / scaling.factor
+    if scaling.kind is RopeKind.LLAMA3:
+        return _llama3_frequencies(spec, frequencies)
+    return frequencies
+
+
+def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    scaling = spec.rope_scaling
+    original, low, high = scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    stretched = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
+    smooth = (original / wavelengths - low) / (high - low)
+    smoothed = (1 - smooth) * stretched / scaling.factor + smooth * stretched
+    is_medium = ~(wavelengths < original / high) & ~(wavelengths > original / low)
+    return torch.where(is_medium, smoothed, stretched)
+
+
+def cos_sin(
+    spec: ModelSpec, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of `rotate` for int64 `positions` [T]: two tensors `[T, 1, head_dim]` in `dtype`.
+
+    The first half of the sines is negated, so that `rotate` needs no negation.
+    """
+    frequencies = inverse_frequencies(spec).to(positions.device)
+    angles = positions[:, None].to(torch.float32) * frequencies
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates `heads` [T, heads, head_dim] by `cos_sin`'s factors; pairs are (i, i + head_dim / 2)."""
+    first, second = heads.chunk(2, dim=-1)
+    return (heads * cos).add_(torch.cat((second, first), dim=-1).mul_(sin))

@@ -1,0 +1,82 @@
+"""Drawing the next token from logits: greedy, temperature, top-k, top-p.
+
+A draw depends on the request's seed and the token's position only (`uniform`), not on the worker that
+makes it nor on the batch around it: a request that moves to another instance continues with the same text.
+
+Owns: the draw. Does not know: penalties, logit biases, grammars; those change the logits before.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that draws the token at `position` of a request with `seed` (any two integers)."""
+    digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
+    return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
+
+
+@torch.inference_mode()
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """Next token of each row: int64 `[S]`, on the device of `logits` [S, V] (float32, finite or -inf).
+
+    The four parameters are `[S]`, best on the CPU (then an all-greedy batch never waits for the device).
+    `temperature` 0 is greedy. `top_k` 0 keeps all tokens; `top_p` in (0, 1] keeps the fewest likeliest tokens
+    whose mass reaches it, among those that top-k keeps. Equal logits rank by token id. `uniforms`: float64 in
+    [0, 1). Rows are independent of one another.
+    """
+    tokens = logits.argmax(-1)
+    is_drawn = temperature > 0
+    if bool(is_drawn.any()):
+        rows = is_drawn.nonzero()[:, 0].to(logits.device)
+        limits = [values.to(logits.device)[rows] for values in (temperature, top_k, top_p, uniforms)]
+        tokens[rows] = _draw(logits[rows], *limits)
+    return tokens
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """Inverts each row's cumulative distribution, in float64, over its tokens from the likeliest on."""
+    vocab_size = logits.shape[-1]
+    num_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
+    values, tokens = _rank(logits, int(num_by_k.max()))
+    cumulative = values.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_().cumsum(-1)
+    mass_by_k = cumulative.gather(-1, num_by_k[:, None] - 1)
+    num_by_p = torch.searchsorted(cumulative, top_p[:, None] * mass_by_k) + 1
+    num_kept = torch.minimum(num_by_k[:, None], num_by_p)
+    kept_mass = cumulative.gather(-1, num_kept - 1)
+    rank = torch.searchsorted(cumulative, uniforms[:, None] * kept_mass, right=True)
+    return tokens.gather(-1, torch.minimum(rank, num_kept - 1))[:, 0]
+
+
+def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `num_ranks` largest logits of each row, descending, and their token ids; equal ones by id.
+
+    Sorts integers that hold both: the float's bits, made monotonic, above the complement of the id. No two
+    are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15 times as fast as torch's.
+    """
+    vocab_size = logits.shape[-1]
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    monotonic = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    complement = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = (monotonic.long() << 32).add_(complement)
+    if keys.device.type == "cpu":
+        keys = torch.from_numpy(np.sort(keys.numpy(), axis=-1)).flip(-1)[:, :num_ranks]
+    else:
+        keys = keys.sort(dim=-1, descending=True).values[:, :num_ranks]
+    monotonic = (keys >> 32).int()
+    values = (monotonic ^ ((monotonic >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return values, vocab_size - 1 - (keys & 0xFFFFFFFF)

@@ -1,0 +1,32 @@
+"""Tasks of a worker by the work that they do, so that each can be cancelled and none is forgotten."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from mooncake.messages import Ref
+
+
+class Jobs:
+    """Runs coroutines in a `TaskGroup`, one a `Ref`; an unexpected error in one ends the group."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self._tasks: dict[Ref, asyncio.Task[None]] = {}
+
+    def start(self, ref: Ref, work: Coroutine[Any, Any, None]) -> None:
+        """Start the work named `ref`; a name is used once."""
+        task = self._group.create_task(work, name=f"{ref.request_id}/{ref.attempt}")
+        self._tasks[ref] = task
+        task.add_done_callback(lambda _: self._tasks.pop(ref, None))
+
+    def cancel(self, ref: Ref) -> None:
+        """Cancel the work; unknown work has just ended."""
+        if (task := self._tasks.get(ref)) is not None:
+            task.cancel()
+
+    def cancel_older_than(self, epoch: int) -> None:
+        """Cancel all work of earlier Conductors."""
+        for ref, task in list(self._tasks.items()):
+            if ref.epoch < epoch:
+                task.cancel()

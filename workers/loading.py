@@ -1,0 +1,67 @@
+"""From a checkpoint to an executor: device, threads, weights, memory.
+
+Owns: the choices made once at start. Does not know: what is computed later.
+"""
+
+import os
+
+import torch
+
+from mooncake.blocks import KVLayout
+from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
+from mooncake.config import WorkerProcess
+from mooncake.errors import ConfigError, ModelError
+from mooncake.process import Progress, report
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.engine.spec import ModelSpec, UnsupportedModel
+from workers.engine.weights import WeightsError
+from workers.executor import Executor
+from workers.pool_view import TORCH_DTYPES
+from workers.weights import iter_weights
+
+
+def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess) -> Executor:
+    """Load all layers and allocate the device's KVCache; blocks for seconds to minutes, reports progress."""
+    config = process.config
+    device = pick_device(config.worker.device)
+    torch.set_num_threads(pick_num_threads(config.worker.num_threads, process.num_local_workers))
+    dtype = TORCH_DTYPES[layout.dtype]
+    num_pages = int(config.kvcache.device_bytes) // layout.block_bytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"kvcache.device_bytes: {int(config.kvcache.device_bytes)} bytes hold {num_pages} blocks of "
+            f"{layout.block_bytes} bytes; at least 2 are needed"
+        )
+    try:
+        spec = ModelSpec.from_hf_config(checkpoint.config)
+        layers = range(spec.num_layers)
+        model = DecoderModel(spec, layers, dtype, device)
+        if checkpoint.kind is CheckpointKind.DUMMY:
+            model.init_dummy_weights(DUMMY_SEED)
+        else:
+            model.load_weights(iter_weights(checkpoint, layers, _report_weights))
+    except (UnsupportedModel, WeightsError) as error:
+        raise ModelError(f"{checkpoint.name}: {error}") from None
+    return Executor(model, DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device))
+
+
+def pick_device(name: str) -> torch.device:
+    """The configured device, or for `auto` the first GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"worker.device: {name} was asked for, but torch sees no CUDA device")
+    return device
+
+
+def pick_num_threads(configured: int | str, num_local_workers: int) -> int:
+    """Workers share the cores evenly: more threads than cores, spinning, would stall one another."""
+    if isinstance(configured, int):
+        return configured
+    return max(1, len(os.sched_getaffinity(0)) // num_local_workers)
+
+
+def _report_weights(done_bytes: int, total_bytes: int) -> None:
+    report(Progress("loading weights", done_bytes, total_bytes))

@@ -1,0 +1,39 @@
+"""A worker process: `python -m workers.service`, started by the supervisor.
+
+It loads the model once, then lives in *sessions*. A session is the time with one messenger and one
+Conductor: when either is lost, all work of the session ends and the next session registers anew.
+"""
+
+import asyncio
+import logging
+
+from mooncake.bus import peer_identity
+from mooncake.checkpoint import kv_layout, open_checkpoint
+from mooncake.config import WorkerProcess
+from mooncake.errors import PoolError
+from mooncake.process import Progress, child_main, report
+from workers.loading import load_executor
+from workers.session import Session, SessionLostError
+
+log = logging.getLogger(__name__)
+
+
+async def serve(process: WorkerProcess) -> None:
+    """Load the model, then serve sessions until cancelled."""
+    config = process.config
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
+    executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
+    fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
+    while True:
+        report(Progress(f"waiting for the conductor at {config.conductor.endpoint}", 0, 0))
+        identity = peer_identity(process.instance, process.incarnation)
+        try:
+            await Session(process, executor, layout, fingerprint, identity).run()
+        except (SessionLostError, PoolError) as error:
+            log.warning("%s; all its work has ended, registering again", error)
+
+
+if __name__ == "__main__":
+    child_main(WorkerProcess, serve)
