@@ -26,7 +26,9 @@ class ConductorMetrics(Collector):
             instances.add_metric([role.value], len(self._conductor.instances.of_role(role)))
         yield instances
 
-        requests = GaugeMetricFamily("mooncake_requests", "accepted requests by state", labels=["state"])
+        requests = GaugeMetricFamily(
+            "mooncake_requests_by_state", "accepted requests by state", labels=["state"]
+        )
         counts = Counter(tracked.state for tracked in self._conductor.requests.values())
         for state in RUNNING_STATES:
             requests.add_metric([state.name.lower()], counts[state])

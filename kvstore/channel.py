@@ -5,7 +5,6 @@ Owns: packets. Does not know: what they mean.
 
 import array
 import asyncio
-import contextlib
 import select
 import socket
 from typing import Generic, TypeVar
@@ -33,6 +32,7 @@ class Channel(Generic[Incoming]):
         self._encoder = msgspec.msgpack.Encoder()
         self._loop = asyncio.get_running_loop()
         self._send_lock = asyncio.Lock()
+        self._writable = asyncio.Event()
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
 
     async def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
@@ -45,12 +45,14 @@ class Channel(Generic[Incoming]):
             )
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         async with self._send_lock:
-            while True:
+            while self._is_open:
                 try:
                     self._sock.sendmsg([data], ancillary)
-                    return
                 except BlockingIOError:
                     await self._until_writable()
+                else:
+                    return
+        raise ConnectionResetError("closed before a message was sent")
 
     async def receive(self) -> Incoming | None:
         """The next message, or None when the other side is gone. Raises PoolError for what is none."""
@@ -80,9 +82,15 @@ class Channel(Generic[Incoming]):
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # already disconnected
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        """Idempotent. The receiver must have been cancelled; waiting senders get ConnectionError."""
+        if self._is_open:
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+            self._writable.set()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._sock.fileno() >= 0
 
     def _decode(self, num_bytes: int) -> Incoming | None:
         if num_bytes == 0:
@@ -93,12 +101,15 @@ class Channel(Generic[Incoming]):
             raise PoolError(f"a message between worker and messenger cannot be read: {error}") from error
 
     async def _until_writable(self) -> None:
-        ready = asyncio.Event()
-        self._loop.add_writer(self._sock, ready.set)
+        self._writable.clear()
+        self._loop.add_writer(self._sock, self._writable.set)
         try:
-            await ready.wait()
+            await self._writable.wait()
         finally:
-            self._loop.remove_writer(self._sock)
+            if self._is_open:
+                self._loop.remove_writer(self._sock)
+        if not self._is_open:
+            raise ConnectionResetError("closed while a message waited to be sent")
 
     async def _until_readable(self) -> None:
         ready = asyncio.Event()

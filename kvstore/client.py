@@ -183,9 +183,10 @@ class PoolClient:
 
     async def close(self) -> None:
         """Detaches: the messenger releases all that this worker had reserved."""
+        self._gone_reason = f"client of {self._instance} closed"
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        self._end(f"client of {self._instance} closed")
+        self._end()
         self.segment.close()
 
     async def _send(self, message: Call | Commit) -> None:
@@ -211,27 +212,25 @@ class PoolClient:
         return answer
 
     async def _read(self) -> None:
-        reason = self._gone_reason
         try:
             while (message := await self._channel.receive()) is not None:
                 if isinstance(message, Detached):
-                    reason = f"messenger of {self._instance} ended the session: {message.reason}"
+                    self._gone_reason = f"messenger of {self._instance} ended the session: {message.reason}"
                     break
                 answered = self._calls.get(message.call_id)
                 if answered is not None and not answered.done():  # else its caller was cancelled
                     answered.set_result(message)
         finally:
-            self._end(reason)
+            self._end()
 
-    def _end(self, reason: str) -> None:
+    def _end(self) -> None:
         if self.closed.is_set():
             return
-        self._gone_reason = reason
         self.closed.set()
         self._channel.close()
         for answered in self._calls.values():
             if not answered.done():
-                answered.set_exception(PoolError(reason))
+                answered.set_exception(PoolError(self._gone_reason))
                 answered.exception()  # retrieved, should its caller be gone
 
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import socket
+import stat
 from collections.abc import Iterator
 
 import msgspec
@@ -86,32 +87,28 @@ class Service:
         await receiver.run(self.store.identity)
 
     async def _serve_worker(self, channel: Channel[FromWorker]) -> None:
+        session: Session | None = None
         try:
-            session = await self._attach(channel)
-            if session is not None:
-                self._session = session
-                await session.run()
-                if self._session is session:
-                    self._session = None
-        finally:
-            channel.close()
-
-    async def _attach(self, channel: Channel[FromWorker]) -> Session | None:
-        """The first exchange with a worker: a session, or None if it was refused or is gone."""
-        with contextlib.suppress(TimeoutError, ConnectionError, PoolError):
             async with asyncio.timeout(self._config.connect_timeout_s):
                 attach = await channel.receive()
                 if not isinstance(attach, Attach):
-                    return None
+                    return
                 try:
                     store = self._check_attach(attach)
                 except MooncakeError as error:
                     log.warning("worker of incarnation %d refused: %s", attach.incarnation, error)
                     await channel.send(failed_call(attach.call_id, error))
-                    return None
+                    return
+                session = Session(next(self._owners), attach.incarnation, channel, store, self._tasks)
+                self._session = session
                 await channel.send(Attached(attach.call_id, self.address), fd=self._config.segment_fd)
-                return Session(next(self._owners), attach.incarnation, channel, store, self._tasks)
-        return None
+            await session.run()
+        except (TimeoutError, ConnectionError, PoolError) as error:
+            log.warning("a worker could not attach: %s", error or "no message in time")
+        finally:
+            if self._session is session:
+                self._session = None
+            channel.close()
 
     def _check_attach(self, attach: Attach) -> Store:
         if attach.instance != self._config.instance:
@@ -154,14 +151,9 @@ class Service:
 @contextlib.contextmanager
 def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
     """Listens at `path`, replacing a dead predecessor's file. Raises ConfigError if it is in use."""
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        error_code = probe.connect_ex(path)
-    if error_code == 0:
-        raise ConfigError(f"somebody listens at {path} already; give each instance its own paths")
-    if error_code == errno.ECONNREFUSED:
-        os.unlink(path)
     with socket.socket(socket.AF_UNIX, kind) as listener:
         try:
+            _remove_stale(path, kind)
             listener.bind(path)
         except OSError as error:
             raise ConfigError(f"cannot listen at {path}: {error}") from error
@@ -173,6 +165,16 @@ def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _remove_stale(path: str, kind: socket.SocketKind) -> None:
+    """Unlinks the socket file of a process that listens no more."""
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        error_code = probe.connect_ex(path)
+    if error_code == 0:
+        raise ConfigError(f"somebody listens at {path} already; give each instance its own paths")
+    if error_code == errno.ECONNREFUSED and stat.S_ISSOCK(os.stat(path).st_mode):
+        os.unlink(path)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from weakref import WeakValueDictionary
 
 from messenger.identity import Identity
 from messenger.protocol import (
@@ -79,7 +80,7 @@ class Transfer:
         self._link = link
         self.transfer_id = transfer_id
         self.failure: str | None = None
-        self._on_change = on_change
+        self.changed = on_change
 
     def check(self) -> None:
         """Raises TransferError once this transfer has failed."""
@@ -98,10 +99,7 @@ class Transfer:
     def fail(self, reason: str) -> None:
         if self.failure is None:
             self.failure = reason
-            self._on_change()
-
-    def frame_done(self) -> None:
-        self._on_change()
+            self.changed()
 
 
 class Link:
@@ -205,7 +203,7 @@ class Link:
 
     def _finish(self, frame: _Frame, outcome: Outcome) -> None:
         frame.done(outcome)
-        frame.transfer.frame_done()
+        frame.transfer.changed()
 
     async def _write_frames(self) -> None:
         while True:
@@ -310,11 +308,12 @@ class Links:
         self._ack_timeout_s = ack_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[MessengerAddress, Link] = {}
-        self._connecting: dict[MessengerAddress, asyncio.Lock] = {}
+        self._connecting: WeakValueDictionary[MessengerAddress, asyncio.Lock] = WeakValueDictionary()
 
     async def link(self, address: MessengerAddress) -> Link:
         """The connection to `address`. Raises TransferError if there can be none."""
-        async with self._connecting.setdefault(address, asyncio.Lock()):
+        lock = self._connecting.setdefault(address, asyncio.Lock())
+        async with lock:
             link = self._links.get(address)
             if link is None or link.closed_reason is not None:
                 link = await self._connect(address)

@@ -173,7 +173,8 @@ class DecodeRunner:
             await self._executor.run(self._executor.load_blocks, copies, self._view)
             sequence.loaded.set()
         else:
-            await self._executor.run(self._executor.restore_pages, sequence.pages, sequence.saved)
+            num_saved = len(sequence.saved[0])
+            await self._executor.run(self._executor.restore_pages, sequence.pages[:num_saved], sequence.saved)
             sequence.saved = []
 
     async def _make_room(self) -> None:

@@ -30,6 +30,21 @@ from mooncake.messages import ClusterState, Request, SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
 _SEED_BITS = 63
 
+# Pydantic's words are about Python; a client has written JSON.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_pattern_mismatch": "1 to 128 visible ASCII characters",
+    "string_too_long": "a shorter string",
+    "string_type": "a string",
+    "too_short": "at least one item",
+}
+
 
 class Endpoint(Enum):
     """The two shapes of requests and answers."""
@@ -178,11 +193,9 @@ def _first_error(error: ValidationError) -> RequestError:
     path = shortened(path)
     if first["type"] == "missing":
         return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
-    reason = first["msg"].removeprefix("Input should ").replace("be valid", "be a valid")
+    expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
     return RequestError(
-        f"{path}: expected to {reason}, got {shortened(reprlib.repr(first['input']))}"
-        if reason != first["msg"]
-        else f"{path}: {reason}",
+        f"{path}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",
         param=path,
         code="invalid_value",
     )

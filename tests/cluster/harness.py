@@ -26,7 +26,11 @@ def free_port() -> int:
 class Server:
     """One `mooncake-serve` process with all its children. Use as a context manager."""
 
-    def __init__(self, *arguments: str, run_dir: Path, port: int | None = None) -> None:
+    def __init__(
+        self, *arguments: str, run_dir: Path, port: int | None = None, until: str = "^ready in"
+    ) -> None:
+        """`with` waits until a line matches `until`."""
+        self._until = until
         self.port = port or free_port()
         self.run_dir = run_dir
         self.lines: list[str] = []
@@ -92,7 +96,7 @@ class Server:
     def __enter__(self) -> "Server":
         self.start()
         try:
-            self.wait_for_line("^ready in")
+            self.wait_for_line(self._until)
         except BaseException:
             self.__exit__()
             raise

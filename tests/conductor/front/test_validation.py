@@ -61,6 +61,7 @@ def completion(**fields: Any) -> Job:
         ({"request_id": "two\nlines"}, "request_id"),
         ({"cache_salt": 7}, "cache_salt"),
         ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),

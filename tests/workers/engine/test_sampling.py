@@ -45,6 +45,8 @@ def test_is_greedy_at_every_end_of_the_filters(parameters: dict[str, float]) -> 
 def test_equal_logits_rank_by_token_id() -> None:
     logits = torch.zeros(200, VOCAB_SIZE)
     assert draw(logits, top_k=1) == [0] * 200
+    logits[:, 0] = -0.0
+    assert draw(logits, top_k=1) == [0] * 200
     assert set(draw(logits, top_k=4)) == {0, 1, 2, 3}
     # 400 candidates: more than are ranked without sorting the vocabulary.
     assert max(draw(logits, top_k=400)) < 400

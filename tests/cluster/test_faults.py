@@ -1,0 +1,165 @@
+"""Clients that leave and processes that die while the cluster works."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.harness import Server, eventually
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+PROMPT = list(range(3, 80))
+NUM_TOKENS = 300
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A tiny model in float32, small pools."""
+    directory = tmp_path / "tiny"
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    arguments = ["--model", str(directory), "--kvcache-block-size=8"]
+    sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
+    with Server(*arguments, *sizes, run_dir=run_dir) as running:
+        yield running
+
+
+def body(prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, **fields: object) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def complete(server: Server, **fields: object) -> dict[str, object]:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(**fields), timeout=90)  # type: ignore[arg-type]
+    content: dict[str, object] = answer.raise_for_status().json()
+    return content
+
+
+def text_of(answer: dict[str, object]) -> str:
+    [choice] = answer["choices"]  # type: ignore[misc]
+    return str(choice["text"])
+
+
+def metric(server: Server, name: str) -> float | None:
+    """A sample's value; None before the first heartbeat of an instance."""
+    for line in httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.split()[-1])
+    return None
+
+
+def wait_until_idle(server: Server) -> None:
+    """All device pages are free again and no request is known anywhere."""
+
+    def is_idle() -> bool:
+        free = {
+            metric(server, f'mooncake_instance_free_device_pages{{instance="{name}"}}')
+            for name in ("prefill-0", "decode-0")
+        }
+        states = ("waiting", "reserving", "prefilling", "decoding")
+        running = [metric(server, f'mooncake_requests_by_state{{state="{state}"}}') for state in states]
+        return set(running) == {0.0} and free == {TOTAL_PAGES}
+
+    eventually(is_idle, "every page and request is given back")
+
+
+# 8 MiB of blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes.
+TOTAL_PAGES = float((8 << 20) // (8 * 4 * 1 * 2 * 16 * 4))
+
+
+@pytest.mark.parametrize("module", ["workers.service", "kvstore.service"])
+@pytest.mark.parametrize("index", [0, 1], ids=["prefill", "decode"])
+def test_a_killed_process_changes_no_token(server: Server, module: str, index: int) -> None:
+    expected = text_of(complete(server))
+    other = [token + 1 for token in PROMPT]
+    expected_other = text_of(complete(server, prompt=other))
+    pid = server.pids_of(module)[index]
+    with httpx.Client(base_url=server.url, timeout=90) as client:
+        with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(pid, signal.SIGKILL)
+            with ThreadPoolExecutor(1) as thread:
+                beside = thread.submit(complete, server, prompt=other)
+                assert "[DONE]" in [line.removeprefix("data: ") for line in lines]
+                assert text_of(beside.result()) == expected_other
+        assert text_of(complete(server)) == expected
+    name = ("prefill-0", "decode-0")[index] + ("/messenger" if module == "kvstore.service" else "")
+    server.wait_for_line(rf"\[{name}\] died \(signal 9\)")
+    wait_until_idle(server)
+
+
+def test_streamed_text_survives_the_death_of_its_decode_worker(server: Server) -> None:
+    expected = text_of(complete(server))
+    [_, decode] = server.pids_of("workers.service")
+    text = ""
+    killed = False
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=90) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = httpx.Response(200, text=line.removeprefix("data: ")).json()
+            text += "".join(choice["text"] for choice in chunk["choices"])
+            if not killed and text:
+                os.kill(decode, signal.SIGKILL)
+                killed = True
+    assert killed
+    assert text == expected
+
+
+def test_sealed_blocks_outlive_their_worker_and_their_messenger(server: Server) -> None:
+    def cached() -> object:
+        usage = complete(server, num_tokens=2)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]  # type: ignore[index]
+
+    assert cached() == 0
+    assert cached() == 72
+    for module in ("workers.service", "kvstore.service"):
+        os.kill(server.pids_of(module)[0], signal.SIGKILL)
+        server.wait_for_line(r"\[prefill-0\] ready", count=2 if module == "workers.service" else 3)
+        assert cached() == 72
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_everything(server: Server, stream: bool) -> None:
+    complete(server, num_tokens=1)
+    for _ in range(3):
+        with (
+            httpx.Client(base_url=server.url, timeout=90) as client,
+            pytest.raises(httpx.ReadTimeout) if not stream else httpx.Client(),
+        ):
+            if stream:
+                with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+                    next(response.iter_lines())
+            else:
+                client.post("/v1/completions", json=body(num_tokens=430), timeout=0.1)
+    wait_until_idle(server)
+
+
+def test_more_requests_than_the_device_holds_are_preempted_and_finish_unchanged(tmp_path: Path) -> None:
+    directory = tmp_path / "tiny"
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    prompts = [[3 + index, *PROMPT[:30]] for index in range(6)]
+    # 20 pages of 8 tokens: two of these sequences at their full length of 71 tokens, never six.
+    page_bytes = 8 * 4 * 1 * 2 * 16 * 4
+    arguments = ["--model", str(directory), "--kvcache-block-size=8", "--kvcache-pool-bytes=8MiB"]
+    with Server(*arguments, f"--kvcache-device-bytes={20 * page_bytes}", run_dir=tmp_path) as server:
+        expected = [text_of(complete(server, prompt=prompt, num_tokens=40)) for prompt in prompts]
+        with ThreadPoolExecutor(6) as threads:
+            answers = threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=40), prompts)
+            assert [text_of(answer) for answer in answers] == expected

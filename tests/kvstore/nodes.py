@@ -1,0 +1,160 @@
+"""Real messenger processes on memfds, and helpers that behave like their workers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from kvstore.client import PoolClient
+from kvstore.config import MessengerConfig
+from kvstore.messages import PoolStats, Reservation
+from messenger.transports import TransportChoice
+from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
+FINGERPRINT = "f" * 32
+DEADLINE_S = 10.0
+
+
+SEGMENT_PAGE_BYTES = LAYOUT.block_bytes + 4096
+
+
+class Node:
+    """One instance's messenger process and the memory that outlives it."""
+
+    def __init__(self, folder: Path, name: str, segment_bytes: int, transport: TransportChoice) -> None:
+        self.name = name
+        self.socket_path = str(folder / f"{name}.sock")
+        self.peer_socket_path = str(folder / f"{name}-peer.sock")
+        self.incarnation = 0
+        self.transport: TransportChoice = transport
+        self.ack_timeout_s = 30.0
+        self.segment_fd = os.memfd_create(name)
+        os.posix_fallocate(self.segment_fd, 0, segment_bytes)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts a messenger in its next incarnation, on the same memory."""
+        self.incarnation += 1
+        config = MessengerConfig(
+            instance=self.name,
+            incarnation=self.incarnation,
+            socket_path=self.socket_path,
+            peer_socket_path=self.peer_socket_path,
+            segment_fd=self.segment_fd,
+            transport=self.transport,
+            ack_timeout_s=self.ack_timeout_s,
+        )
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.service"],
+            stdin=subprocess.PIPE,
+            pass_fds=[self.segment_fd],
+            cwd=ROOT,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(config.model_dump_json().encode() + b"\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_S)
+
+    async def connect(self, *, fingerprint: str = FINGERPRINT, layout: KVLayout = LAYOUT) -> PoolClient:
+        return await PoolClient.connect(
+            self.socket_path,
+            instance=self.name,
+            incarnation=self.incarnation,
+            fingerprint=fingerprint,
+            layout=layout,
+            timeout_s=DEADLINE_S,
+        )
+
+    def socket_files(self) -> set[str]:
+        paths = (Path(self.socket_path), Path(self.peer_socket_path))
+        return {path.name for path in paths if path.exists()}
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        os.close(self.segment_fd)
+
+
+class StartNode(Protocol):
+    """The fixture `start_node`."""
+
+    def __call__(self, name: str, *, num_pages: int = 16, transport: TransportChoice = "auto") -> Node: ...
+
+
+def run(test: Awaitable[None]) -> None:
+    """Runs an async test with a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * DEADLINE_S):
+            await test
+
+    asyncio.run(bounded())
+
+
+def prompt_keys(num_blocks: int, first_token: int = 0) -> list[BlockKey]:
+    tokens = range(first_token, first_token + num_blocks * LAYOUT.block_size)
+    return block_keys(tokens, LAYOUT.block_size, root_key(FINGERPRINT))
+
+
+def block_bytes(key: BlockKey | None, layer: int) -> bytes:
+    """What a model would compute for this layer of this block."""
+    seed = int.from_bytes(key or b"private", "little") + layer
+    return np.random.default_rng(seed).bytes(LAYOUT.layer_bytes)
+
+
+async def write_layers(
+    client: PoolClient, reservation: Reservation, keys: Sequence[BlockKey | None], layers: range
+) -> None:
+    """Writes and commits `layers` of every block that is not sealed, as a prefill does."""
+    pages, checksums = [], []
+    for key, block in zip(keys, reservation.blocks, strict=True):
+        if not block.sealed:
+            for layer in layers:
+                client.segment.layer_view(block.page, layer)[:] = block_bytes(key, layer)
+            pages.append(block.page)
+            checksums.append(
+                [xxhash.xxh3_64_intdigest(client.segment.layer_view(block.page, layer)) for layer in layers]
+            )
+    await client.commit(reservation.reservation_id, layers, pages, checksums)
+
+
+def assert_holds(client: PoolClient, reservation: Reservation, keys: Sequence[BlockKey | None]) -> None:
+    for key, block in zip(keys, reservation.blocks, strict=True):
+        for layer in range(LAYOUT.num_layers):
+            assert client.segment.layer_view(block.page, layer) == block_bytes(key, layer)
+
+
+def open_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+async def until(client: PoolClient, condition: Callable[[PoolStats], bool]) -> PoolStats:
+    """The messenger's first statistics that fulfil `condition`."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            stats = await client.stats()
+            if condition(stats):
+                return stats

@@ -1,0 +1,497 @@
+"""Two messenger processes: a prefill node streams blocks to a decode node."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+import xxhash
+
+from kvstore.client import PoolClient
+from kvstore.messages import PoolStats, Reservation
+from messenger.identity import Identity
+from messenger.protocol import PROTOCOL_VERSION, Close, Hello, Open, Write, WriteEntry, encode_frame
+from messenger.transports import Transport
+from mooncake.blocks import BlockKey
+from mooncake.errors import PoolFullError, TransferError
+from mooncake.messages import Grant
+from tests.kvstore.nodes import (
+    DEADLINE_S,
+    FINGERPRINT,
+    LAYOUT,
+    Node,
+    StartNode,
+    assert_holds,
+    block_bytes,
+    open_descriptors,
+    prompt_keys,
+    run,
+    until,
+    write_layers,
+)
+
+ALL_LAYERS = range(LAYOUT.num_layers)
+BLOCK_BYTES = LAYOUT.block_bytes
+both_transports = pytest.mark.parametrize("transport", list(Transport))
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode node with their workers."""
+
+    prefill_node: Node
+    decode_node: Node
+    prefill: PoolClient
+    decode: PoolClient
+
+    async def begin(
+        self, keys: list[BlockKey], num_private: int = 0
+    ) -> tuple[Reservation, Reservation, Grant]:
+        """Both sides reserve the same prompt, and the prefill side starts to send."""
+        to = await self.decode.reserve(keys, num_private)
+        grant = await self.decode.grant(to.reservation_id)
+        source = await self.prefill.reserve(keys, num_private)
+        await self.prefill.send(source.reservation_id, grant, "request 1")
+        return source, to, grant
+
+    async def assert_works(self) -> None:
+        """A whole transfer succeeds, whatever happened before."""
+        keys = prompt_keys(2, first_token=90_000)
+        source, to, _ = await self.begin(keys, 1)
+        await write_layers(self.prefill, source, [*keys, None], ALL_LAYERS)
+        await self.prefill.wait_sent(source.reservation_id)
+        await self.decode.wait_arrived(to.reservation_id)
+        assert_holds(self.decode, to, [*keys, None])
+        await self.prefill.release(source.reservation_id)
+        await self.decode.release(to.reservation_id)
+
+
+@contextlib.asynccontextmanager
+async def pair(start_node: StartNode, transport: Transport) -> AsyncIterator[Pair]:
+    nodes = [start_node(name, transport=transport.value) for name in ("prefill", "decode")]
+    clients = [await node.connect() for node in nodes]
+    yield Pair(*nodes, *clients)
+    for client in clients:
+        await client.close()
+
+
+def unused(stats: PoolStats) -> bool:
+    assert stats.integrity is None
+    return stats.num_used == stats.num_reserved == stats.num_quarantined == stats.num_reservations == 0
+
+
+@both_transports
+def test_layers_travel_as_they_are_committed(start_node: StartNode, transport: Transport) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(3)
+            source, to, _ = await nodes.begin(keys, 1)
+            for layer in ALL_LAYERS:
+                await write_layers(nodes.prefill, source, [*keys, None], range(layer, layer + 1))
+                num_bytes = 4 * (layer + 1) * LAYOUT.layer_bytes
+                await until(nodes.decode, lambda s, n=num_bytes: s.received_bytes[transport] == n)  # type: ignore[misc]
+            await nodes.prefill.wait_sent(source.reservation_id)
+            await nodes.decode.wait_arrived(to.reservation_id)
+            assert_holds(nodes.decode, to, [*keys, None])
+            await nodes.decode.release(to.reservation_id)
+            again = await nodes.decode.reserve(keys, 1)
+            assert [block.sealed for block in again.blocks] == [True, True, True, False]
+
+    run(test())
+
+
+@both_transports
+def test_only_lacking_blocks_travel_and_sealed_ones_at_once(
+    start_node: StartNode, transport: Transport
+) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(4)
+            for client, known in ((nodes.decode, keys[:2]), (nodes.prefill, keys[:3])):
+                reservation = await client.reserve(known, 0)
+                await write_layers(client, reservation, known, ALL_LAYERS)
+                await client.release(reservation.reservation_id)
+            source, to, grant = await nodes.begin(keys)
+            assert [page.block_index for page in grant.pages] == [2, 3]
+            await until(nodes.decode, lambda stats: stats.received_bytes[transport] == BLOCK_BYTES)
+            await write_layers(nodes.prefill, source, keys, ALL_LAYERS)
+            await nodes.prefill.wait_sent(source.reservation_id)
+            await nodes.decode.wait_arrived(to.reservation_id)
+            assert_holds(nodes.decode, to, keys)
+            assert (await nodes.prefill.stats()).sent_bytes[transport] == 2 * BLOCK_BYTES
+            # Nothing is lacking now: an empty grant is complete from the start.
+            source, to, grant = await nodes.begin(keys)
+            assert grant.pages == []
+            await nodes.prefill.wait_sent(source.reservation_id)
+            await nodes.decode.wait_arrived(to.reservation_id)
+
+    run(test())
+
+
+def test_auto_prefers_shared_memory_on_one_host_and_falls_back_to_tcp(start_node: StartNode) -> None:
+    async def test() -> None:
+        nodes = [start_node(name) for name in ("prefill", "decode")]
+        both = Pair(nodes[0], nodes[1], await nodes[0].connect(), await nodes[1].connect())
+        await both.assert_works()
+        assert (await both.prefill.stats()).sent_bytes == {Transport.SHM: 3 * BLOCK_BYTES, Transport.TCP: 0}
+        os.unlink(nodes[1].peer_socket_path)
+        source = await both.decode.reserve(prompt_keys(1), 0)
+        await write_layers(both.decode, source, prompt_keys(1), ALL_LAYERS)
+        nodes[0].kill()
+        nodes[0].start()
+        await both.prefill.close()
+        both.prefill = await nodes[0].connect()
+        keys = prompt_keys(1, first_token=500)
+        source, _, _ = await both.begin(keys)
+        await write_layers(both.prefill, source, keys, ALL_LAYERS)
+        await both.prefill.wait_sent(source.reservation_id)
+        assert (await both.prefill.stats()).sent_bytes[Transport.TCP] == BLOCK_BYTES
+        await both.prefill.close()
+        await both.decode.close()
+
+    run(test())
+
+
+@both_transports
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_release_in_mid_send_leaves_no_page_in_use(
+    start_node: StartNode, transport: Transport, who: str
+) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(8)
+            source, to, _ = await nodes.begin(keys, 1)
+            await write_layers(nodes.prefill, source, [*keys, None], range(2))
+            await until(nodes.decode, lambda stats: stats.received_bytes[transport] > 0)
+            sides = [(nodes.prefill, source), (nodes.decode, to)]
+            if who == "decode":
+                sides.reverse()
+            (first, its_reservation), (second, other_reservation) = sides
+            other_waits = asyncio.create_task(
+                second.wait_sent(other_reservation.reservation_id)
+                if second is nodes.prefill
+                else second.wait_arrived(other_reservation.reservation_id)
+            )
+            await first.release(its_reservation.reservation_id)
+            with pytest.raises(TransferError, match=r"released|gave up|revoked|unknown|ended"):
+                await other_waits
+            await second.release(other_reservation.reservation_id)
+            for client in (first, second):
+                await until(client, unused)
+            await nodes.assert_works()
+
+    run(test())
+
+
+@both_transports
+def test_killed_receiver_fails_the_send_at_once_and_its_successor_is_reached(
+    start_node: StartNode, transport: Transport
+) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(4)
+            source, _, grant = await nodes.begin(keys)
+            await write_layers(nodes.prefill, source, keys, range(2))
+            await until(nodes.prefill, lambda stats: stats.sent_bytes[transport] > 0)
+            nodes.decode_node.kill()
+            with pytest.raises(TransferError, match="connection to decode was lost"):
+                await nodes.prefill.wait_sent(source.reservation_id)
+            await nodes.prefill.release(source.reservation_id)
+            await until(nodes.prefill, unused)
+
+            nodes.decode_node.start()
+            await nodes.decode.close()
+            nodes.decode = await nodes.decode_node.connect()
+            stale = await nodes.prefill.reserve(keys, 0)
+            await nodes.prefill.send(stale.reservation_id, grant, "of the earlier life")
+            with pytest.raises(TransferError, match=r"expected messenger decode .incarnation 1|cannot reach"):
+                await nodes.prefill.wait_sent(stale.reservation_id)
+            await nodes.prefill.release(stale.reservation_id)
+            await nodes.assert_works()
+
+    run(test())
+
+
+@both_transports
+def test_killed_sender_fails_the_arrival_at_once(start_node: StartNode, transport: Transport) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(4)
+            source, to, _ = await nodes.begin(keys)
+            await write_layers(nodes.prefill, source, keys, range(2))
+            await until(nodes.decode, lambda stats: stats.received_bytes[transport] > 0)
+            nodes.prefill_node.kill()
+            with pytest.raises(TransferError, match="connection from prefill was lost"):
+                await nodes.decode.wait_arrived(to.reservation_id)
+            await nodes.decode.release(to.reservation_id)
+            stats = await until(nodes.decode, unused)
+            assert stats.num_sealed == 0
+            nodes.prefill_node.start()
+            await nodes.prefill.close()
+            nodes.prefill = await nodes.prefill_node.connect()
+            await nodes.assert_works()
+
+    run(test())
+
+
+@both_transports
+def test_dead_worker_ends_its_transfers(start_node: StartNode, transport: Transport) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(4)
+            source, to, _ = await nodes.begin(keys)
+            await write_layers(nodes.prefill, source, keys, range(2))
+            await until(nodes.decode, lambda stats: stats.received_bytes[transport] > 0)
+            await nodes.prefill.close()
+            with pytest.raises(TransferError, match="prefill gave up"):
+                await nodes.decode.wait_arrived(to.reservation_id)
+            nodes.prefill = await nodes.prefill_node.connect()
+            await until(nodes.prefill, unused)
+
+    run(test())
+
+
+@both_transports
+def test_stopped_receiver_is_given_up_after_the_ack_deadline(
+    start_node: StartNode, transport: Transport
+) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            await nodes.assert_works()
+            nodes.prefill_node.ack_timeout_s = 0.3
+            nodes.prefill_node.kill()
+            nodes.prefill_node.start()
+            await nodes.prefill.close()
+            nodes.prefill = await nodes.prefill_node.connect()
+            keys = prompt_keys(4)
+            source, to, _ = await nodes.begin(keys)
+            await write_layers(nodes.prefill, source, keys, range(1))
+            await until(nodes.prefill, lambda stats: stats.sent_bytes[transport] > 0)
+            assert nodes.decode_node.process is not None
+            nodes.decode_node.process.send_signal(signal.SIGSTOP)
+            await write_layers(nodes.prefill, source, keys, range(1, 2))
+            with pytest.raises(TransferError, match=r"no acknowledgement within 0.3 s"):
+                await nodes.prefill.wait_sent(source.reservation_id)
+            await nodes.prefill.release(source.reservation_id)
+            await until(nodes.prefill, unused)
+            nodes.decode_node.process.send_signal(signal.SIGCONT)
+            with pytest.raises(TransferError, match="connection from prefill was lost"):
+                await nodes.decode.wait_arrived(to.reservation_id)
+            await nodes.assert_works()
+
+    run(test())
+
+
+@both_transports
+def test_other_model_is_refused_by_name_and_at_once(start_node: StartNode, transport: Transport) -> None:
+    async def test() -> None:
+        prefill_node, decode_node = (start_node(n, transport=transport.value) for n in ("prefill", "decode"))
+        prefill, decode = await prefill_node.connect(), await decode_node.connect(fingerprint="b" * 32)
+        to = await decode.reserve(prompt_keys(1), 0)
+        grant = await decode.grant(to.reservation_id)
+        source = await prefill.reserve(prompt_keys(1), 0)
+        await prefill.send(source.reservation_id, grant, "request 1")
+        expected = (
+            f"decode refuses prefill: model fingerprint differs: ours is {'b' * 32}, theirs is {FINGERPRINT}"
+        )
+        with pytest.raises(TransferError, match=expected):
+            await prefill.wait_sent(source.reservation_id)
+        await prefill.close()
+        await decode.close()
+
+    run(test())
+
+
+@both_transports
+def test_damaged_source_is_detected_and_never_sealed(start_node: StartNode, transport: Transport) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            keys = prompt_keys(2)
+            stored = await nodes.prefill.reserve(keys, 0)
+            await write_layers(nodes.prefill, stored, keys, ALL_LAYERS)
+            await nodes.prefill.stats()
+            nodes.prefill.segment.layer_view(stored.blocks[1].page, 3)[5] ^= 0xFF
+            await nodes.prefill.release(stored.reservation_id)
+            source, to, _ = await nodes.begin(keys)
+            with pytest.raises(TransferError, match=r"checksum of page .* from prefill does not match"):
+                await nodes.decode.wait_arrived(to.reservation_id)
+            with pytest.raises(TransferError, match="decode refused a write: checksum"):
+                await nodes.prefill.wait_sent(source.reservation_id)
+            await nodes.decode.release(to.reservation_id)
+            await nodes.prefill.release(source.reservation_id)
+            stats = await until(nodes.decode, unused)
+            assert (stats.num_sealed, stats.num_checksum_failures) == (0, 1)
+            # The source drops its damaged block, so that the next prompt recomputes it.
+            again = await nodes.prefill.reserve(keys, 0)
+            assert [block.sealed for block in again.blocks] == [True, False]
+            assert (await nodes.prefill.stats()).num_dropped == 1
+
+    run(test())
+
+
+class HandMadeSender:
+    """A TCP peer that says exactly what a test wants, when it wants."""
+
+    def __init__(self, grant: Grant) -> None:
+        address = grant.messenger
+        self.sock = socket.create_connection((address.tcp_host, address.tcp_port), timeout=DEADLINE_S)
+        identity = Identity("hand-made", 1, "elsewhere", FINGERPRINT, LAYOUT)
+        self.sock.sendall(encode_frame(Hello(PROTOCOL_VERSION, identity)))
+        self.receive()
+        self.sock.sendall(encode_frame(Open(1, grant.grant_id, "by hand")))
+
+    def write(self, entry: WriteEntry, payload: bytes) -> None:
+        num_bytes = entry.num_layers * LAYOUT.layer_bytes
+        self.sock.sendall(encode_frame(Write(1, [entry]), num_bytes) + payload)
+
+    def receive(self) -> bytes:
+        meta_bytes, _ = struct.unpack("<II", self.sock.recv(8, socket.MSG_WAITALL))
+        return self.sock.recv(meta_bytes, socket.MSG_WAITALL)
+
+
+def entry_for(
+    grant: Grant, key: BlockKey, *, layer: int = 0, generation: int = 0
+) -> tuple[WriteEntry, bytes]:
+    data = block_bytes(key, layer)
+    page = grant.pages[0]
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
+    return WriteEntry(page.page, page.generation + generation, layer, layer + 1, checksum, 0), data
+
+
+@pytest.mark.parametrize("ending", ["bytes", "connection"])
+def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(start_node: StartNode, ending: str) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        sender = HandMadeSender(grant)
+        entry, data = entry_for(grant, key[0])
+        sender.write(entry, data[:100])
+        page = reservation.blocks[0].page
+        while client.segment.layer_view(page, 0)[:100] != data[:100]:
+            await client.stats()
+        await client.release(reservation.reservation_id)
+        stats = await client.stats()
+        assert (stats.num_quarantined, stats.integrity) == (1, None)
+        with pytest.raises(PoolFullError):
+            await client.reserve([], client.num_pages)
+        if ending == "bytes":
+            sender.sock.sendall(data[100:])
+            assert b"revoked" in sender.receive() + sender.receive()
+        else:
+            sender.sock.close()
+        await client.wait_for_space()
+        everything = await client.reserve([], client.num_pages)
+        assert (
+            next(b.generation for b in everything.blocks if b.page == page) == grant.pages[0].generation + 1
+        )
+        sender.sock.close()
+        await client.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda e: WriteEntry(e.page, e.generation + 1, 0, 1, e.checksums, 0), b"has generation"),
+        (lambda e: WriteEntry(e.page + 1, e.generation, 0, 1, e.checksums, 0), b"never part of grant"),
+        (lambda e: WriteEntry(1 << 40, e.generation, 0, 1, e.checksums, 0), b"never part of grant"),
+        (lambda e: WriteEntry(e.page, e.generation, 4, 5, e.checksums, 0), b"are no part of 4 layers"),
+        (lambda e: WriteEntry(e.page, e.generation, -1, 0, e.checksums, 0), b"are no part of 4 layers"),
+        (lambda e: WriteEntry(e.page, e.generation, 0, 1, b"", 0), b"bytes of checksums"),
+    ],
+)
+def test_write_outside_its_grant_is_refused_before_a_byte_is_placed(
+    start_node: StartNode, change: Callable[[WriteEntry], WriteEntry], complaint: bytes
+) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
+        key = prompt_keys(1)
+        grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+        sender = HandMadeSender(grant)
+        entry, data = entry_for(grant, key[0])
+        sender.write(change(entry), data)
+        assert complaint in sender.receive()
+        assert client.segment.buffer[client.segment.page_offset(0) :] == before
+        # The payload was drained: the connection goes on.
+        sender.write(entry, data)
+        assert b"refusal\xc0" in sender.receive()
+        # What has arrived is not written again.
+        sender.write(entry, bytes(len(data)))
+        assert b"were written before" in sender.receive()
+        assert client.segment.layer_view(entry.page, 0) == data
+        sender.sock.close()
+        await client.close()
+
+    run(test())
+
+
+def test_write_after_its_grant_ended_is_refused(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        sender = HandMadeSender(grant)
+        for layer in ALL_LAYERS:
+            sender.write(*entry_for(grant, key[0], layer=layer))
+            sender.receive()
+        await client.wait_arrived(reservation.reservation_id)
+        sender.write(entry_for(grant, key[0])[0], bytes(LAYOUT.layer_bytes))
+        assert b"complete, revoked or of an earlier life" in sender.receive()
+        assert_holds(client, reservation, key)
+        sender.sock.sendall(encode_frame(Close(1, None)))
+        sender.sock.close()
+        await client.close()
+
+    run(test())
+
+
+def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        with socket.create_connection((client.address.tcp_host, client.address.tcp_port), DEADLINE_S) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):  # it may not have read all of ours
+                assert sock.recv(1) == b""
+        await client.stats()
+        await client.close()
+
+    run(test())
+
+
+@both_transports
+def test_many_transfers_leave_no_descriptor_and_no_page_behind(
+    start_node: StartNode, transport: Transport
+) -> None:
+    async def test() -> None:
+        async with pair(start_node, transport) as nodes:
+            await nodes.assert_works()
+            pids = [n.process.pid for n in (nodes.prefill_node, nodes.decode_node) if n.process]
+            before = [open_descriptors(pid) for pid in pids]
+
+            async def one(number: int) -> None:
+                keys = prompt_keys(2, first_token=1000 * number)
+                source, to, _ = await nodes.begin(keys, 1)
+                await write_layers(nodes.prefill, source, [*keys, None], ALL_LAYERS)
+                await nodes.prefill.wait_sent(source.reservation_id)
+                await nodes.decode.wait_arrived(to.reservation_id)
+                assert_holds(nodes.decode, to, [*keys, None])
+                await nodes.prefill.release(source.reservation_id)
+                await nodes.decode.release(to.reservation_id)
+
+            for first in range(0, 20, 4):
+                await asyncio.gather(*(one(number) for number in range(first, first + 4)))
+            for client in (nodes.prefill, nodes.decode):
+                assert (await until(client, unused)).num_evictions > 0
+            assert [open_descriptors(pid) for pid in pids] == before
+
+    run(test())

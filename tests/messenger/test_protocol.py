@@ -1,0 +1,140 @@
+"""Framing and handshake without IO."""
+
+import msgspec
+import pytest
+
+from messenger.identity import Identity
+from messenger.protocol import (
+    EXPECTED,
+    MAX_META_BYTES,
+    PROTOCOL_VERSION,
+    Close,
+    Frame,
+    FrameReader,
+    Hello,
+    Message,
+    Open,
+    Phase,
+    RefusalKind,
+    Refused,
+    Side,
+    Write,
+    WriteAck,
+    WriteEntry,
+    check_hello,
+    encode_frame,
+)
+from mooncake.blocks import KVLayout
+from mooncake.errors import MismatchError, TransferError
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
+IDENTITY = Identity("prefill-0", 3, "host", "fingerprint-a", LAYOUT)
+HELLO = Hello(PROTOCOL_VERSION, IDENTITY, 4096)
+WRITE = Write(1, [WriteEntry(7, 2, 0, 2, b"\1" * 16, 8192)])
+
+
+def feed(reader: FrameReader, data: bytes, piece_bytes: int) -> list[Frame]:
+    """What `reader` makes of `data` if it arrives in pieces. Payload is not looked at."""
+    frames = []
+    rest = memoryview(data)
+    while rest:
+        space = reader.buffer()
+        num_bytes = min(piece_bytes, len(space), len(rest))
+        space[:num_bytes] = rest[:num_bytes]
+        rest = rest[num_bytes:]
+        frame = reader.received(num_bytes)
+        if frame is not None:
+            frames.append(frame)
+            rest = rest[frame.payload_bytes :]
+    return frames
+
+
+def stream_of(*messages: tuple[Message, bytes]) -> bytes:
+    return b"".join(encode_frame(message, len(payload)) + payload for message, payload in messages)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 8, 9, 64, 10_000])
+def test_frames_survive_any_split(piece_bytes: int) -> None:
+    data = stream_of(
+        (HELLO, b""), (Open(1, 99, "ref"), b""), (WRITE, b"p" * 5), (WRITE, b""), (Close(1, None), b"")
+    )
+    frames = feed(FrameReader(Side.RECEIVER), data, piece_bytes)
+    assert [frame.message for frame in frames] == [HELLO, Open(1, 99, "ref"), WRITE, WRITE, Close(1, None)]
+    assert [frame.payload_bytes for frame in frames] == [0, 0, 5, 0, 0]
+
+
+def test_every_cut_of_a_stream_yields_exactly_the_frames_before_it() -> None:
+    parts = [stream_of((message, b"")) for message in (HELLO, Open(1, 99, "ref"), Close(1, "why"))]
+    data = b"".join(parts)
+    for cut in range(len(data) + 1):
+        ends = [sum(map(len, parts[: n + 1])) for n in range(len(parts))]
+        assert len(feed(FrameReader(Side.RECEIVER), data[:cut], 10_000)) == sum(end <= cut for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("side", "messages", "complaint"),
+    [
+        (Side.RECEIVER, [Open(1, 2, "ref")], "expected Hello, got Open"),
+        (Side.RECEIVER, [HELLO, HELLO], "expected Open or Write or Close, got Hello"),
+        (Side.RECEIVER, [HELLO, WriteAck()], "expected Open or Write or Close, got WriteAck"),
+        (Side.SENDER, [WriteAck()], "expected Hello or Refused, got WriteAck"),
+        (Side.SENDER, [Refused("no"), HELLO], "expected nothing more, got Hello"),
+    ],
+)
+def test_message_out_of_phase_is_refused(side: Side, messages: list[Message], complaint: str) -> None:
+    with pytest.raises(TransferError, match=complaint):
+        feed(FrameReader(side), stream_of(*((message, b"") for message in messages)), 10_000)
+
+
+def test_every_reachable_phase_says_what_it_expects() -> None:
+    assert {phase for side, phase in EXPECTED if side is Side.SENDER} == set(Phase)
+
+
+def test_payload_belongs_to_writes_only() -> None:
+    with pytest.raises(TransferError, match="Hello came with a payload of 4 bytes"):
+        feed(FrameReader(Side.RECEIVER), stream_of((HELLO, b"1234")), 10_000)
+
+
+@pytest.mark.parametrize("meta_bytes", [0, MAX_META_BYTES + 1, 0x48545450])
+def test_absurd_frame_length_is_refused_before_memory_is_taken(meta_bytes: int) -> None:
+    with pytest.raises(TransferError, match="bytes of meta data"):
+        feed(FrameReader(Side.RECEIVER), meta_bytes.to_bytes(4, "little") + bytes(4), 8)
+
+
+def test_garbage_is_refused() -> None:
+    with pytest.raises(TransferError, match="cannot be read"):
+        feed(FrameReader(Side.RECEIVER), (3).to_bytes(4, "little") + bytes(4) + b"\xc1\xc1\xc1", 64)
+
+
+def test_refusal_kinds_cross_the_wire() -> None:
+    answer = Hello(PROTOCOL_VERSION, IDENTITY)
+    ack = WriteAck(RefusalKind.CORRUPT, "checksum")
+    frames = feed(FrameReader(Side.SENDER), stream_of((answer, b""), (ack, b"")), 10)
+    assert frames[1].message == ack
+
+
+@pytest.mark.parametrize(
+    ("hello", "what"),
+    [
+        (Hello(PROTOCOL_VERSION + 1, IDENTITY), f"version differs: ours is {PROTOCOL_VERSION}, theirs is"),
+        (
+            Hello(PROTOCOL_VERSION, msgspec.structs.replace(IDENTITY, fingerprint="fingerprint-b")),
+            "fingerprint differs: ours is fingerprint-a, theirs is fingerprint-b",
+        ),
+        (
+            Hello(
+                PROTOCOL_VERSION,
+                msgspec.structs.replace(IDENTITY, layout=msgspec.structs.replace(LAYOUT, block_size=32)),
+            ),
+            "layout differs: ours is .*block_size=16.* theirs is .*block_size=32",
+        ),
+    ],
+)
+def test_mismatch_names_both_values(hello: Hello, what: str) -> None:
+    with pytest.raises(MismatchError, match=what):
+        check_hello(IDENTITY, hello)
+
+
+def test_peer_with_another_split_of_the_cluster_is_accepted() -> None:
+    other = msgspec.structs.replace(IDENTITY, instance="decode-7", incarnation=1, host_id="elsewhere")
+    check_hello(IDENTITY, Hello(PROTOCOL_VERSION, other))
