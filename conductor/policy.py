@@ -116,8 +116,9 @@ class Conductor:
     # -- fronts -------------------------------------------------------------------------------------
 
     def _on_front_hello(self, sender: bytes, hello: FrontHello, now_s: float) -> list[Effect]:
-        if (hello.protocol_version, hello.fingerprint) != (PROTOCOL_VERSION, self.fingerprint):
-            return []
+        refusal = self._mismatch("this front", hello.protocol_version, hello.fingerprint)
+        if refusal is not None:
+            return [Effect(sender, RegisterRefused(refusal))]
         self._fronts[sender] = now_s
         return [Effect(sender, self._cluster_state())]
 
@@ -189,18 +190,21 @@ class Conductor:
 
     def _reason_to_refuse(self, register: Register) -> str | None:
         earlier = self.instances.get(register.instance)
-        if register.protocol_version != PROTOCOL_VERSION:
-            return (
-                f"protocol version differs: the conductor speaks {PROTOCOL_VERSION}, "
-                f"{register.instance} speaks {register.protocol_version}; run the same release everywhere"
-            )
-        if register.fingerprint != self.fingerprint:
-            return (
-                f"model fingerprint differs: the conductor has {self.fingerprint}, {register.instance} has "
-                f"{register.fingerprint}; give both the same --model, --dtype and --kvcache-block-size"
-            )
         if earlier is not None and earlier.registration.incarnation > register.incarnation:
             return f"a newer life of {register.instance} is already registered"
+        return self._mismatch(register.instance, register.protocol_version, register.fingerprint)
+
+    def _mismatch(self, peer: str, protocol_version: int, fingerprint: str) -> str | None:
+        if protocol_version != PROTOCOL_VERSION:
+            return (
+                f"protocol version differs: the conductor speaks {PROTOCOL_VERSION}, "
+                f"{peer} speaks {protocol_version}; run the same release everywhere"
+            )
+        if fingerprint != self.fingerprint:
+            return (
+                f"model fingerprint differs: the conductor has {self.fingerprint}, {peer} has "
+                f"{fingerprint}; give both the same --model, --dtype and --kvcache-block-size"
+            )
         return None
 
     def _on_worker(self, sender: bytes, message: FromWorker, now_s: float) -> list[Effect]:

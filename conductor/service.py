@@ -7,7 +7,9 @@ Owns: the control socket, the clock, the epoch. Does not know: why a message is 
 
 import asyncio
 import contextlib
+import json
 import logging
+import shlex
 import time
 
 from prometheus_client import CollectorRegistry
@@ -88,9 +90,21 @@ async def serve(process: ConductorProcess) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(ConductorService(conductor, router).run())
-                await serve_front(front, model, registry, listener, lambda address: report(Ready(address)))
+                await serve_front(front, model, registry, listener, lambda url: report(_ready(url, front)))
         finally:
             router.close()
+
+
+def _ready(url: str, front: FrontConfig) -> Ready:
+    """Where to find the API, and a command that shows that it works."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": front.served_model_name, "messages": [question], "max_tokens": 32}
+    reachable = url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+    hint = (
+        f"curl -s {reachable}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+    return Ready(url, hint)
 
 
 if __name__ == "__main__":

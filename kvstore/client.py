@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 import msgspec
 import numpy as np
@@ -68,6 +68,7 @@ class PoolClient:
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._space_epoch = 0
+        self._background: set[asyncio.Task[Answer]] = set()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -117,9 +118,14 @@ class PoolClient:
         """Leases the sealed blocks among `keys` and reserves pages for the others and `num_private` more.
 
         All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError
-        if there never will be.
+        if there never will be. Cancelled, it leaves nothing reserved.
         """
-        answer = await self._call(Reserve(next(self._call_ids), list(keys), num_private))
+        reserving = self._spawn(self._call(Reserve(next(self._call_ids), list(keys), num_private)))
+        try:
+            answer = await asyncio.shield(reserving)
+        except asyncio.CancelledError:
+            reserving.add_done_callback(self._give_back)
+            raise
         assert isinstance(answer, Reservation)
         return answer
 
@@ -187,7 +193,23 @@ class PoolClient:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._end()
+        await asyncio.gather(*self._background, return_exceptions=True)
         self.segment.close()
+
+    def _spawn(self, work: Coroutine[None, None, Answer]) -> "asyncio.Task[Answer]":
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def _give_back(self, reserving: "asyncio.Task[Answer]") -> None:
+        """A reservation whose caller was cancelled has come."""
+        if reserving.cancelled() or reserving.exception() is not None:
+            return
+        answer = reserving.result()
+        assert isinstance(answer, Reservation)
+        releasing = self._spawn(self._call(Release(next(self._call_ids), answer.reservation_id)))
+        releasing.add_done_callback(lambda task: task.cancelled() or task.exception())  # gone: released too
 
     async def _send(self, message: Call | Commit) -> None:
         if self.closed.is_set():

@@ -181,11 +181,11 @@ class Receiver:
             )
         begun: list[WriteEntry] = []
         grant_id = self._grants.get(write.transfer_id)
-        if grant_id is None:
-            await inlet.discard(payload_bytes)
-            return WriteAck(RefusalKind.STALE, "this transfer has ended")
         try:
             async with asyncio.timeout(self._ack_timeout_s):
+                if grant_id is None:
+                    await inlet.discard(payload_bytes)
+                    return WriteAck(RefusalKind.STALE, "this transfer has ended")
                 try:
                     pages = self._begin(grant_id, write.entries, begun)
                 except WriteRefused as error:
@@ -204,6 +204,7 @@ class Receiver:
                 return WriteAck(RefusalKind.STALE, str(error))
         finally:
             for entry in begun:
+                assert grant_id is not None
                 self._target.abandon(grant_id, entry)
         return WriteAck()
 

@@ -99,7 +99,7 @@ class Inlet(Protocol):
         """Fills `pages` with the bytes of `entries`."""
 
     async def discard(self, payload_bytes: int) -> None:
-        """Takes a refused frame's payload off the wire."""
+        """Takes a refused frame's payload off the wire. Raises TransferError if it must not have one."""
 
 
 class ShmInlet:
@@ -109,15 +109,14 @@ class ShmInlet:
 
     def __init__(self, fd: int, segment_bytes: int) -> None:
         size_bytes = os.fstat(fd).st_size
-        if size_bytes < segment_bytes:
+        if not 0 < segment_bytes <= size_bytes:
             raise TransferError(
                 f"the sender's segment has {size_bytes} bytes, its hello says {segment_bytes}"
             )
         self._buffer = memoryview(mmap.mmap(fd, segment_bytes, prot=mmap.PROT_READ))
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        if payload_bytes:
-            raise TransferError(f"a shared-memory write came with a payload of {payload_bytes} bytes")
+        _expect_payload(0, payload_bytes)
 
     async def place(self, entries: Sequence[WriteEntry], pages: Sequence[memoryview]) -> None:
         for entry, page in zip(entries, pages, strict=True):
@@ -130,7 +129,7 @@ class ShmInlet:
             page[:] = self._buffer[entry.source_offset : end]
 
     async def discard(self, payload_bytes: int) -> None:
-        assert payload_bytes == 0
+        _expect_payload(0, payload_bytes)
 
 
 class TcpInlet:
@@ -142,8 +141,7 @@ class TcpInlet:
         self._stream = stream
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        if payload_bytes != num_bytes:
-            raise TransferError(f"a write of {num_bytes} bytes came with a payload of {payload_bytes}")
+        _expect_payload(num_bytes, payload_bytes)
 
     async def place(self, entries: Sequence[WriteEntry], pages: Sequence[memoryview]) -> None:
         await self._stream.receive_into(pages)
@@ -152,3 +150,8 @@ class TcpInlet:
         scratch = memoryview(bytearray(min(payload_bytes, _DISCARD_BYTES)))
         while payload_bytes:
             payload_bytes -= await self._stream.receive_some([scratch[:payload_bytes]])
+
+
+def _expect_payload(expected_bytes: int, payload_bytes: int) -> None:
+    if payload_bytes != expected_bytes:
+        raise TransferError(f"a write came with {payload_bytes} bytes of payload, expected {expected_bytes}")

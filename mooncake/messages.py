@@ -170,7 +170,7 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The instance must not serve; it ends with this message."""
+    """The instance or front does not fit this cluster; it ends with this message."""
 
     message: str
 
@@ -227,14 +227,14 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 
 class FrontHello(msgspec.Struct, tag=True, frozen=True):
-    """First message of a front. Answered by `ClusterState`, again after each change."""
+    """First message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
     protocol_version: int
     fingerprint: str
 
 
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
-    """What a front must know to answer /ready and to size requests.
+    """What a front must know to answer /ready and to size requests. Also sent after each change.
 
     `max_prompt_blocks` is the largest prompt that some (prefill, decode) pair can hold, in blocks.
     """
@@ -284,4 +284,4 @@ FromWorker = Register | Heartbeat | Reserved | Prefilled | Finished | WorkFailed
 FromFront = FrontHello | Submit | Cancel
 ToConductor = FromWorker | FromFront
 ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort
-ToFront = ClusterState | Rejected | Failed | Tokens
+ToFront = ClusterState | RegisterRefused | Rejected | Failed | Tokens

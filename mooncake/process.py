@@ -40,9 +40,10 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The child serves. `detail` is shown to the user: an address, a size."""
+    """The child serves. `detail` is shown to the user, and `hint` once all children serve: what to try."""
 
     detail: str = ""
+    hint: str = ""
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

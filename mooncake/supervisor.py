@@ -8,7 +8,6 @@ Owns: child processes and the run directory (sockets). Does not know: what the c
 import asyncio
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
@@ -44,7 +43,7 @@ async def supervise(config: Config) -> int:
     """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
     with RunDirectory() as run_dir:
         children = [Child(spec, config.log_level) for spec in plan_node(config, run_dir)]
-        return await Supervisor(config, children).run()
+        return await Supervisor(children).run()
 
 
 class Child:
@@ -105,12 +104,12 @@ class Child:
 class Supervisor:
     """Keeps a set of children running."""
 
-    def __init__(self, config: Config, children: list[Child]) -> None:
-        self._config = config
+    def __init__(self, children: list[Child]) -> None:
         self._children = children
         self._console = Console([child.spec.name for child in children])
         self._stop = asyncio.Event()
         self._fatal: str | None = None
+        self._hint = ""
         self._announced = False
         self._started_at_s = time.monotonic()
 
@@ -158,6 +157,7 @@ class Supervisor:
                 self._console.progress(name, item)
             case Ready():
                 self._console.ready(name, item.detail)
+                self._hint = item.hint or self._hint
                 self._announce_when_all_are_ready()
             case Fatal():
                 self._fatal = self._fatal or item.message
@@ -167,19 +167,7 @@ class Supervisor:
         if self._announced or not all(child.is_ready for child in self._children):
             return
         self._announced = True
-        self._console.announce(time.monotonic() - self._started_at_s, self._hint())
-
-    def _hint(self) -> str:
-        """A command that shows that it works."""
-        if self._config.role not in ("all", "conductor"):
-            return ""
-        http = self._config.http
-        host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
-        body = (
-            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
-        )
-        url = f"http://{host}:{http.port}/v1/chat/completions"
-        return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        self._console.announce(time.monotonic() - self._started_at_s, self._hint)
 
     async def _stop_children(self, keepers: list[asyncio.Task[None]]) -> None:
         for child in self._children:

@@ -32,6 +32,9 @@ async def serve(process: WorkerProcess) -> None:
         try:
             await Session(process, executor, layout, fingerprint, identity).run()
         except (SessionLostError, PoolError) as error:
+            this_task = asyncio.current_task()
+            if this_task is not None and this_task.cancelling():
+                raise asyncio.CancelledError from None  # the messenger was only quicker to stop than we are
             log.warning("%s; all its work has ended, registering again", error)
 
 

@@ -11,7 +11,6 @@ import msgspec
 
 from conductor.front.generation import Delta, Usage
 from conductor.front.validation import Endpoint, Job
-from mooncake.messages import FinishReason
 
 STREAM_END = b"data: [DONE]\n\n"
 
@@ -35,12 +34,13 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class AnswerFormat:
     """The answers to one job."""
 
-    __slots__ = ("_base", "_chat", "_include_usage", "_object", "_unstarted")
+    __slots__ = ("_base", "_chat", "_include_usage", "_object", "_return_token_ids", "_unstarted")
 
     def __init__(self, job: Job, served_model_name: str, fingerprint: str) -> None:
         self._chat = job.endpoint is Endpoint.CHAT
         self._object = "chat.completion" if self._chat else "text_completion"
         self._include_usage = job.include_usage
+        self._return_token_ids = job.return_token_ids
         self._unstarted = set(range(len(job.sampling)))  # choices that have not sent their role
         self._base = {
             "id": job.id,
@@ -49,32 +49,35 @@ class AnswerFormat:
             "system_fingerprint": fingerprint[:12],
         }
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[FinishReason], usage: Usage) -> bytes:
-        """The answer that is not streamed; `texts` and `reasons` are in the order of the choices."""
-        choices: list[dict[str, Any]] = []
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-            content: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
+        """The answer that is not streamed; `choices` are complete and in order."""
+        bodies = [
+            self._choice(
+                choice,
+                {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
                 if self._chat
-                else {"text": text}
+                else {"text": choice.text},
             )
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": reason})
-        return _encode({**self._base, "object": self._object, "choices": choices, "usage": _usage(usage)})
+            for choice in choices
+        ]
+        return _encode({**self._base, "object": self._object, "choices": bodies, "usage": _usage(usage)})
 
     def chunks(self, delta: Delta) -> bytes:
         """The events of `delta`; none if it shows nothing new."""
+        is_new = bool(delta.text) or (self._return_token_ids and bool(delta.token_ids))
         if not self._chat:
-            if not delta.text and delta.finish_reason is None:
+            if not is_new and delta.finish_reason is None:
                 return b""
-            return self._chunk(delta.choice_index, {"text": delta.text}, delta.finish_reason)
+            return self._chunk(delta, {"text": delta.text})
         events = b""
         if delta.choice_index in self._unstarted:
             self._unstarted.remove(delta.choice_index)
-            events += self._chunk(delta.choice_index, {"delta": {"role": "assistant", "content": ""}}, None)
-        if delta.text:
-            events += self._chunk(delta.choice_index, {"delta": {"content": delta.text}}, None)
+            start = delta._replace(token_ids=[], finish_reason=None)
+            events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}})
+        if is_new:
+            events += self._chunk(delta._replace(finish_reason=None), {"delta": {"content": delta.text}})
         if delta.finish_reason is not None:
-            events += self._chunk(delta.choice_index, {"delta": {}}, delta.finish_reason)
+            events += self._chunk(delta._replace(token_ids=[]), {"delta": {}})
         return events
 
     def end(self, usage: Usage) -> bytes:
@@ -83,10 +86,19 @@ class AnswerFormat:
             return STREAM_END
         return event({**self._chunk_base(), "choices": [], "usage": _usage(usage)}) + STREAM_END
 
-    def _chunk(self, index: int, content: dict[str, Any], reason: FinishReason | None) -> bytes:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+    def _chunk(self, delta: Delta, content: dict[str, Any]) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        return event({**self._chunk_base(), "choices": [choice], **usage})
+        return event({**self._chunk_base(), "choices": [self._choice(delta, content)], **usage})
+
+    def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
+        token_ids: dict[str, Any] = {"token_ids": delta.token_ids} if self._return_token_ids else {}
+        return {
+            "index": delta.choice_index,
+            **content,
+            **token_ids,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+        }
 
     def _chunk_base(self) -> dict[str, Any]:
         return {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}

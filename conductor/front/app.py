@@ -30,7 +30,7 @@ from conductor.front.metrics import Metrics, Outcome
 from conductor.front.model import ServedModel
 from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import REQUEST_ID_PATTERN, ChatCompletionRequest, CompletionRequest, shortened
-from conductor.front.validation import Endpoint, Job, check_fits_pool, read_job, unknown_model
+from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job, unknown_model
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState
 
@@ -71,8 +71,7 @@ class Front:
             read_job, endpoint, body, self.model, self.config.served_model_name, self.config.max_choices
         )
         job = read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
-        check_fits_pool(job, self.ready_cluster(), self.model.block_size)
-        return job
+        return fit_into_pool(job, self.ready_cluster(), self.model.block_size)
 
 
 def create_app(front: Front) -> FastAPI:

@@ -5,7 +5,7 @@ Does not know: HTTP, the answer's format, where the tokens come from.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,11 +18,19 @@ from mooncake.messages import FinishReason, Request
 
 
 class Delta(NamedTuple):
-    """What one choice has gained. `text` may be empty."""
+    """What one choice has gained. `text` may be empty; `token_ids` are those that `usage` counts."""
 
     choice_index: int
     text: str
+    token_ids: list[int]
     finish_reason: FinishReason | None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one choice as one."""
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    text = "".join(delta.text for delta in deltas)
+    return Delta(deltas[-1].choice_index, text, token_ids, deltas[-1].finish_reason)
 
 
 class Usage(NamedTuple):
@@ -113,7 +121,7 @@ class Generation:
             text, stopped = text + rest.text, rest.stopped
         choice.finish_reason = FinishReason.STOP if stopped else event.finish_reason
         self._count(choice, num_tokens, event.num_cached_tokens)
-        return Delta(choice.index, text, choice.finish_reason)
+        return Delta(choice.index, text, token_ids[:num_tokens], choice.finish_reason)
 
     def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
         now_s = _now()

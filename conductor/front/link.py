@@ -12,12 +12,12 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
-from mooncake.errors import OverloadedError, RequestError
+from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -25,6 +25,7 @@ from mooncake.messages import (
     Failed,
     FinishReason,
     FrontHello,
+    RegisterRefused,
     Rejected,
     Request,
     Submit,
@@ -57,6 +58,7 @@ class Lost(NamedTuple):
     error: RequestError
 
 
+FromConductor = ClusterState | RegisterRefused | Rejected | Failed
 Event = Received | Lost
 Inbox = asyncio.Queue[Event]
 
@@ -68,23 +70,30 @@ class Reception:
     inbox: Inbox
     last_s: float
     attempt: int = 0
-    num_received: int = 0
+    token_ids: list[int] = field(default_factory=list)
 
     def accept(self, output: TokenOutput) -> list[int] | None:
         """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
 
-        Raises GenerationFailedError when tokens before these are missing.
+        Raises GenerationFailedError when tokens before these are missing, or differ from those that an
+        earlier attempt has given: what the client has read cannot be taken back.
         """
         if output.ref.attempt < self.attempt:
             return None
         self.attempt = output.ref.attempt
-        if output.position > self.num_received:
+        num_received = len(self.token_ids)
+        if output.position > num_received:
             raise GenerationFailedError(
-                f"internal error: tokens {self.num_received} to {output.position - 1} "
+                f"internal error: tokens {num_received} to {output.position - 1} "
                 f"of attempt {self.attempt} did not arrive"
             )
-        new = output.token_ids[self.num_received - output.position :]
-        self.num_received += len(new)
+        known = self.token_ids[output.position : output.position + len(output.token_ids)]
+        if known != output.token_ids[: len(known)]:
+            raise GenerationFailedError(
+                f"attempt {self.attempt} drew other tokens from {output.position} on than were sent"
+            )
+        new = output.token_ids[len(known) :]
+        self.token_ids += new
         return new
 
 
@@ -102,9 +111,7 @@ class Link:
         identity = peer_identity("front", secrets.randbits(64))
         self._replies: Router[Tokens] = Router(reply_endpoint, Tokens)
         try:
-            self._conductor: Dealer[ClusterState | Rejected | Failed] = Dealer(
-                control_endpoint, identity, ClusterState | Rejected | Failed
-            )
+            self._conductor: Dealer[FromConductor] = Dealer(control_endpoint, identity, FromConductor)
         except BaseException:
             self._replies.close()
             raise
@@ -175,6 +182,8 @@ class Link:
             match await self._conductor.recv():
                 case ClusterState() as cluster:
                     await self._adopt(cluster)
+                case RegisterRefused(message):
+                    raise ConfigError(f"the conductor refused this front: {message}")
                 case Rejected(request_id, status, message, retry_after_s):
                     self._end(request_id, _rejection(status, message, retry_after_s))
                 case Failed(request_id, message):

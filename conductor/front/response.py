@@ -12,10 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from conductor.front.answer import AnswerFormat, event
 from conductor.front.errors import error_body, error_response
-from conductor.front.generation import Generation
+from conductor.front.generation import Delta, Generation, joined
 from conductor.front.metrics import Metrics, Outcome
 from mooncake.errors import RequestError
-from mooncake.messages import FinishReason
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -55,23 +54,16 @@ class GenerationResponse(Response):
             await asyncio.gather(answer, hang_up, return_exceptions=True)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
-        texts: dict[int, list[str]] = {}
-        reasons: dict[int, FinishReason] = {}
+        parts: dict[int, list[Delta]] = {}
         try:
             async with aclosing(self._generation.deltas()) as deltas:
-                async for index, text, reason in deltas:
-                    texts.setdefault(index, []).append(text)
-                    if reason is not None:
-                        reasons[index] = reason
+                async for delta in deltas:
+                    parts.setdefault(delta.choice_index, []).append(delta)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
             return outcome_of(error)
-        order = range(len(reasons))
-        body = self._answers.whole(
-            ["".join(texts[index]) for index in order],
-            [reasons[index] for index in order],
-            self._generation.usage(),
-        )
+        whole = [joined(parts[index]) for index in range(len(parts))]
+        body = self._answers.whole(whole, self._generation.usage())
         await Response(body, media_type="application/json")(scope, receive, send)
         return Outcome.FINISHED
 

@@ -48,6 +48,7 @@ class GenerationFields(BaseModel):
     stop: SkipValidation[str | list[str] | None] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     user: str | None = None
@@ -92,7 +93,6 @@ _UNSERVED: Neutral = {
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -7,7 +7,8 @@ Everything here is a plain function of its input and may run in a thread.
 import hashlib
 import reprlib
 import secrets
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import msgspec
@@ -75,9 +76,12 @@ class Job:
     prompts: list[Prompt]
     num_choices_per_prompt: int
     sampling: list[SamplingParams]
+    max_tokens_field: str | None
+    """the field by which the client chose `max_tokens`; None: it is the default"""
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    return_token_ids: bool
     client_request_id: str | None
 
     @property
@@ -141,24 +145,46 @@ def read_job(
         prompts=[Prompt(prompt, block_keys(prompt, model.block_size, root)) for prompt in prompts],
         num_choices_per_prompt=num_choices_per_prompt,
         sampling=sampling,
+        max_tokens_field=_given_max_tokens(request)[0],
         stops=stops,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
     )
 
 
-def check_fits_pool(job: Job, cluster: ClusterState, block_size: int) -> None:
-    """Raises RequestError when no pair of instances could ever hold one of the prompts."""
+def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
+    """The job, its default output length cut to what the instances' KVCache can hold.
+
+    Raises RequestError when no pair of instances could ever hold one of the prompts, or the output that was
+    asked for.
+    """
+    pool_len = cluster.max_prompt_blocks * block_size
+    held = f"the instances' KVCache can hold at most {pool_len}"
     num_tokens = max(len(prompt.token_ids) for prompt in job.prompts)
-    max_tokens = cluster.max_prompt_blocks * block_size
-    if num_tokens > max_tokens:
+    if num_tokens >= pool_len:
         raise RequestError(
-            f"the prompt has {num_tokens} tokens, but the instances' KVCache can hold at most {max_tokens}; "
+            f"the prompt has {num_tokens} tokens, but {held}, the answer included; "
             "shorten it or start the server with larger pools",
             param=_prompt_field(job.endpoint),
             code="prompt_exceeds_pool",
         )
+    if job.max_tokens_field is None:
+        return replace(job, sampling=[_cut(params, pool_len - num_tokens) for params in job.sampling])
+    max_tokens = job.sampling[0].max_tokens
+    if num_tokens + max_tokens > pool_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens and {job.max_tokens_field} is {max_tokens}, but {held}; "
+            f"reduce {job.max_tokens_field} to {pool_len - num_tokens} or less",
+            param=job.max_tokens_field,
+            code="output_exceeds_pool",
+        )
+    return job
+
+
+def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, max_tokens))
 
 
 def unknown_model(name: str, served_model_name: str) -> RequestError:
@@ -233,35 +259,35 @@ def _stop_token_ids(
     return tuple(dict.fromkeys([*eos, *given]))
 
 
+def _given_max_tokens(request: ChatCompletionRequest | CompletionRequest) -> tuple[str | None, int]:
+    """The field that limits the output, and its value; (None, the default) if none was given."""
+    if isinstance(request, ChatCompletionRequest) and (newer := request.max_completion_tokens) is not None:
+        if request.max_tokens not in (None, newer):
+            raise RequestError(
+                f"max_tokens is {request.max_tokens} and max_completion_tokens is {newer}; give one of them",
+                param="max_tokens",
+                code="invalid_value",
+            )
+        return "max_completion_tokens", newer
+    if request.max_tokens is not None:
+        return "max_tokens", request.max_tokens
+    return None, sys.maxsize if isinstance(request, ChatCompletionRequest) else DEFAULT_COMPLETION_TOKENS
+
+
 def _max_tokens(
     request: ChatCompletionRequest | CompletionRequest, num_prompt_tokens: int, context_len: int
 ) -> int:
-    field, given = "max_tokens", request.max_tokens
+    field, max_tokens = _given_max_tokens(request)
     room = context_len - num_prompt_tokens
-    if isinstance(request, ChatCompletionRequest):
-        newer = request.max_completion_tokens
-        if newer is not None:
-            if given is not None and given != newer:
-                raise RequestError(
-                    f"max_tokens is {given} and max_completion_tokens is {newer}; give one of them",
-                    param="max_tokens",
-                    code="invalid_value",
-                )
-            field, given = "max_completion_tokens", newer
-        default = room
-    else:
-        default = DEFAULT_COMPLETION_TOKENS
-    if given is None:
-        return min(default, room)
-    if given > room:
+    if field is not None and max_tokens > room:
         raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and {field} is {given}, together "
-            f"{num_prompt_tokens + given}, but the model's context is {context_len} tokens; "
+            f"the prompt has {num_prompt_tokens} tokens and {field} is {max_tokens}, together "
+            f"{num_prompt_tokens + max_tokens}, but the model's context is {context_len} tokens; "
             f"reduce {field} to {room} or less, or shorten the prompt",
             param=field,
             code="context_length_exceeded",
         )
-    return given
+    return min(max_tokens, room)
 
 
 def _choice_seed(seed: int | None, index: int) -> int:

@@ -229,6 +229,12 @@ def test_workers_that_do_not_fit_are_refused_by_name(changed: dict[str, object],
     assert all(word in effect.message.message for word in [*words, "p9"])
 
 
+def test_fronts_that_do_not_fit_are_refused() -> None:
+    for hello in (FrontHello(99, "model"), FrontHello(PROTOCOL_VERSION, "other")):
+        [effect] = new_conductor().handle(b"front#2", hello, 1.0)
+        assert isinstance(effect.message, RegisterRefused)
+
+
 def test_requests_of_a_vanished_front_are_aborted() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)

@@ -244,6 +244,22 @@ def test_connecting_to_nobody_fails_within_its_deadline(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_cancelled_reserve_leaves_nothing_reserved(start_node: StartNode, num_steps: int) -> None:
+    async def test() -> None:
+        client = await start_node("node").connect()
+        reserving = asyncio.create_task(client.reserve(prompt_keys(2), 1))
+        for _ in range(num_steps):  # cancelled before it is sent, while it is under way, ...
+            await asyncio.sleep(0)
+        reserving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reserving
+        await until(client, lambda stats: stats.num_misses == 2 and stats.num_used == 0)
+        await client.close()
+
+    run(test())
+
+
 def test_client_leaks_no_descriptor(start_node: StartNode) -> None:
     async def test() -> None:
         node = start_node("node")

@@ -170,11 +170,11 @@ class PoolModel(RuleBasedStateMachine):
         for key in evictable[: max(0, num_fresh - num_free)]:
             self.sealed.remove(key)
             del self.page_of[key]
-        for key, block in zip([*keys, *[None] * num_private], reservation.blocks, strict=True):
-            assert block.found == (key in self.sealed)
+        for wanted, block in zip([*keys, *[None] * num_private], reservation.blocks, strict=True):
+            assert block.found == (wanted in self.sealed)
             if block.found:
-                assert key is not None
-                assert block.page == self.page_of[key]
+                assert wanted is not None
+                assert block.page == self.page_of[wanted]
             else:
                 assert block.page not in used, "a page that somebody uses was given away"
                 assert (block.page, block.generation) not in self.issued, "a generation was used twice"

@@ -9,6 +9,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import xxhash
 
@@ -73,11 +74,11 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def pair(start_node: StartNode, transport: Transport) -> AsyncIterator[Pair]:
-    nodes = [start_node(name, transport=transport.value) for name in ("prefill", "decode")]
-    clients = [await node.connect() for node in nodes]
-    yield Pair(*nodes, *clients)
-    for client in clients:
-        await client.close()
+    prefill, decode = (start_node(name, transport=transport.value) for name in ("prefill", "decode"))
+    nodes = Pair(prefill, decode, await prefill.connect(), await decode.connect())
+    yield nodes
+    await nodes.prefill.close()
+    await nodes.decode.close()
 
 
 def unused(stats: PoolStats) -> bool:
@@ -335,23 +336,37 @@ def test_damaged_source_is_detected_and_never_sealed(start_node: StartNode, tran
 
 
 class HandMadeSender:
-    """A TCP peer that says exactly what a test wants, when it wants."""
+    """A peer that says exactly what a test wants, when it wants. Over TCP unless it has a segment."""
 
-    def __init__(self, grant: Grant) -> None:
+    def __init__(self, grant: Grant, segment_fd: int | None = None, segment_bytes: int | None = None) -> None:
         address = grant.messenger
-        self.sock = socket.create_connection((address.tcp_host, address.tcp_port), timeout=DEADLINE_S)
+        if segment_fd is None:
+            self.sock = socket.create_connection((address.tcp_host, address.tcp_port), DEADLINE_S)
+        else:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(DEADLINE_S)
+            self.sock.connect(address.unix_path)
         identity = Identity("hand-made", 1, "elsewhere", FINGERPRINT, LAYOUT)
-        self.sock.sendall(encode_frame(Hello(PROTOCOL_VERSION, identity)))
-        self.receive()
+        hello = encode_frame(Hello(PROTOCOL_VERSION, identity, segment_bytes))
+        socket.send_fds(self.sock, [hello], [] if segment_fd is None else [segment_fd])
         self.sock.sendall(encode_frame(Open(1, grant.grant_id, "by hand")))
+
+    def is_dropped(self) -> bool:
+        """Reads until the receiver hangs up."""
+        with contextlib.suppress(ConnectionResetError):
+            while self.sock.recv(4096):
+                pass
+        return True
 
     def write(self, entry: WriteEntry, payload: bytes) -> None:
         num_bytes = entry.num_layers * LAYOUT.layer_bytes
         self.sock.sendall(encode_frame(Write(1, [entry]), num_bytes) + payload)
 
     def receive(self) -> bytes:
+        """The next frame but the receiver's hello, undecoded."""
         meta_bytes, _ = struct.unpack("<II", self.sock.recv(8, socket.MSG_WAITALL))
-        return self.sock.recv(meta_bytes, socket.MSG_WAITALL)
+        meta = self.sock.recv(meta_bytes, socket.MSG_WAITALL)
+        return self.receive() if b"Hello" in meta else meta
 
 
 def entry_for(
@@ -463,6 +478,58 @@ def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> 
             with contextlib.suppress(ConnectionResetError):  # it may not have read all of ours
                 assert sock.recv(1) == b""
         await client.stats()
+        await client.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "segment without descriptor",
+        "negative segment",
+        "segment beyond its descriptor",
+        "payload over shared memory",
+        "source outside the segment",
+        "negative source",
+        "payload shorter than its pages",
+        "no entries",
+    ],
+)
+def test_lying_peer_loses_its_connection_and_does_no_harm(start_node: StartNode, lie: str) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        fd = os.memfd_create("hand-made")
+        os.truncate(fd, 8192)
+        entry, data = entry_for(grant, key[0])
+        match lie:
+            case "segment without descriptor":
+                sender = HandMadeSender(grant, None, 8192)
+            case "negative segment":
+                sender = HandMadeSender(grant, fd, -1)
+            case "segment beyond its descriptor":
+                sender = HandMadeSender(grant, fd, 8193)
+            case "payload over shared memory":
+                sender = HandMadeSender(grant, fd, 8192)
+                sender.write(entry, data)
+            case "source outside the segment" | "negative source":
+                sender = HandMadeSender(grant, fd, 8192)
+                entry = msgspec.structs.replace(entry, source_offset=-1 if lie == "negative source" else 8000)
+                sender.sock.sendall(encode_frame(Write(1, [entry])))
+            case "payload shorter than its pages":
+                sender = HandMadeSender(grant)
+                sender.sock.sendall(encode_frame(Write(1, [entry]), len(data) - 1))
+            case _:
+                sender = HandMadeSender(grant)
+                sender.sock.sendall(encode_frame(Write(1, [])))
+        assert sender.is_dropped()
+        sender.sock.close()
+        os.close(fd)
+        await client.release(reservation.reservation_id)
+        assert (await until(client, unused)).num_sealed == 0
         await client.close()
 
     run(test())

@@ -36,6 +36,14 @@ def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
     assert reception.accept(output(4, [], attempt=2)) == []
 
 
+def test_another_attempt_with_other_tokens_fails_the_request() -> None:
+    reception = Reception(asyncio.Queue(), 0.0)
+    reception.accept(output(0, [1, 2, 3]))
+    assert reception.accept(output(0, [1], attempt=2)) == []
+    with pytest.raises(GenerationFailedError, match="attempt 2 drew other tokens from 1 on than"):
+        reception.accept(output(1, [9, 3], attempt=2))
+
+
 def test_missing_tokens_fail_the_request() -> None:
     reception = Reception(asyncio.Queue(), 0.0)
     reception.accept(output(0, [1, 2]))
