@@ -27,6 +27,7 @@ def reference(model: transformers.PreTrainedModel, prompt: Sequence[int], num_to
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # else token 0 counts as padding
             max_new_tokens=num_tokens,
             do_sample=False,
             eos_token_id=None,
@@ -36,9 +37,11 @@ def reference(model: transformers.PreTrainedModel, prompt: Sequence[int], num_to
     return tokens
 
 
-def complete(client: openai.OpenAI, prompt: Sequence[int], num_tokens: int, stream: bool) -> list[int]:
+def complete(
+    client: openai.OpenAI, prompt: Sequence[int], num_tokens: int, stream: bool, cache_salt: str = ""
+) -> list[int]:
     """The same from the server, as token ids."""
-    options = {"ignore_eos": True, "return_token_ids": True}
+    options = {"ignore_eos": True, "return_token_ids": True, "cache_salt": cache_salt}
     model = client.models.list().data[0].id
     if not stream:
         answer = client.completions.create(
@@ -98,20 +101,23 @@ def smollm2_cases() -> list[tuple[list[int], list[int]]]:
     return [(prompt, reference(model.eval(), prompt, NUM_OUTPUT_TOKENS)) for prompt in prompts]
 
 
-def test_smollm2_one_at_a_time(
-    default_server: Server, smollm2_cases: list[tuple[list[int], list[int]]]
+@pytest.mark.parametrize(
+    ("num_at_once", "stream", "cache_salt"),
+    [(1, False, "a"), (8, True, "b"), (1, True, "b"), (8, False, "a")],
+    ids=["alone", "eight-streaming", "alone-streaming-cached", "eight-cached"],
+)
+def test_smollm2(
+    default_server: Server,
+    smollm2_cases: list[tuple[list[int], list[int]]],
+    num_at_once: int,
+    stream: bool,
+    cache_salt: str,
 ) -> None:
+    """A salt's first round computes every prompt; its second one finds all full blocks in the pools."""
     client = client_of(default_server)
-    for prompt, expected in smollm2_cases:
-        assert complete(client, prompt, NUM_OUTPUT_TOKENS, stream=False) == expected, len(prompt)
 
+    def answer(case: tuple[list[int], list[int]]) -> list[int]:
+        return complete(client, case[0], NUM_OUTPUT_TOKENS, stream, cache_salt)
 
-def test_smollm2_eight_at_once(
-    default_server: Server, smollm2_cases: list[tuple[list[int], list[int]]]
-) -> None:
-    client = client_of(default_server)
-    with ThreadPoolExecutor(8) as threads:
-        answers = threads.map(
-            lambda case: complete(client, case[0], NUM_OUTPUT_TOKENS, stream=True), smollm2_cases
-        )
-        assert list(answers) == [expected for _, expected in smollm2_cases]
+    with ThreadPoolExecutor(num_at_once) as threads:
+        assert list(threads.map(answer, smollm2_cases)) == [expected for _, expected in smollm2_cases]

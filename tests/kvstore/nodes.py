@@ -151,6 +151,12 @@ def open_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def unused(stats: PoolStats) -> bool:
+    """No page is in use, and none is lost."""
+    assert stats.integrity is None
+    return stats.num_used == stats.num_reserved == stats.num_quarantined == stats.num_reservations == 0
+
+
 async def until(client: PoolClient, condition: Callable[[PoolStats], bool]) -> PoolStats:
     """The messenger's first statistics that fulfil `condition`."""
     async with asyncio.timeout(DEADLINE_S):

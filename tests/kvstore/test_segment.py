@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
+from kvstore import pages
 from kvstore.pages import PageState, PageTable, page_dtype
 from kvstore.segment import ALIGNMENT, Segment
 from mooncake.blocks import KVLayout
@@ -90,6 +93,47 @@ def test_adoption_frees_every_page_that_is_not_sealed(state: int) -> None:
     assert table.adopt() == [0]
     assert (table.state(0), table.generation(0), table.key(0)) == (PageState.SEALED, 0, KEY)
     assert (table.state(1), table.generation(1)) == (PageState.FREE, 1)
+
+
+def snapshots_of(
+    records: "np.ndarray[Any, np.dtype[np.void]]", action: Callable[[], None]
+) -> list[PageTable]:
+    """The table as a process would leave it if it died before any line of the page table's code."""
+    snapshots = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename == pages.__file__:
+            snapshots.append(PageTable(records.copy()))
+            return trace
+        return None
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return [*snapshots, PageTable(records.copy())]
+
+
+def test_death_between_any_two_writes_leaves_the_page_whole_or_free() -> None:
+    records = np.zeros(1, page_dtype(LAYOUT.num_layers))
+    table, layers = PageTable(records), range(LAYOUT.num_layers)
+    checksums = bytes(range(8 * len(layers)))
+
+    def store() -> None:
+        table.reserve(0)
+        table.set_checksums(0, layers, checksums)
+        table.seal(0, KEY, last_use=9)
+
+    outcomes = []
+    for action in (store, lambda: table.free(0)):
+        for left in snapshots_of(records, action):
+            if left.adopt():
+                assert (left.key(0), left.checksums(0, layers), left.last_use(0)) == (KEY, checksums, 9)
+            else:
+                assert left.generation(0) > 0, "a write for the page's earlier use would be accepted"
+            outcomes.append(left.state(0))
+    assert set(outcomes) == {PageState.FREE, PageState.SEALED}
 
 
 def test_adoption_keeps_the_order_of_use() -> None:
