@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from kvstore.client import PoolClient
 from kvstore.messages import Reservation
-from mooncake.errors import MooncakeError, PoolFullError
+from mooncake.errors import MooncakeError, PoolFullError, TransferError
 from mooncake.messages import Decode, Finished, Ref, Reserve, Reserved, TokenOutput, WorkFailed
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import OutOfPages
@@ -36,12 +36,14 @@ class DecodeRunner:
         pool: PoolClient,
         view: PoolView,
         max_batch: int,
+        arrival_timeout_s: float,
         send: Send,
         emit: Emit,
         jobs: Jobs,
     ) -> None:
         self._executor, self._pool, self._view = executor, pool, view
         self._max_batch = max_batch
+        self._arrival_timeout_s = arrival_timeout_s
         self._send, self._emit = send, emit
         self._jobs = jobs
         self._reserving = asyncio.Lock()  # first come, first served
@@ -61,7 +63,7 @@ class DecodeRunner:
         return len(self._running)
 
     def reserve(self, order: Reserve) -> None:
-        """Take on a request: first its pages."""
+        """Take on a request: first its pages. `Jobs.cancel` stops it before the next iteration."""
         self._orders[order.ref] = asyncio.get_running_loop().create_future()
         self._jobs.start(order.ref, self._serve(order))
 
@@ -70,10 +72,6 @@ class DecodeRunner:
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
             future.set_result(order)
-
-    def abort(self, ref: Ref) -> None:
-        """Stop the work before the next iteration and give everything back."""
-        self._jobs.cancel(ref)
 
     async def run(self) -> None:
         """The loop: admit, make room, compute, emit."""
@@ -99,7 +97,7 @@ class DecodeRunner:
                 await self._send(Reserved(ref, await self._pool.grant(reservation.reservation_id)))
                 sequence = self._sequence(order, reservation, await self._orders[ref])
                 await self._emit([output_of(sequence)])
-                await self._pool.wait_arrived(reservation.reservation_id)
+                await self._wait_arrived(reservation)
                 if sequence.finish_reason is None:
                     self._join(sequence)
                     await sequence.loaded.wait()
@@ -130,6 +128,14 @@ class DecodeRunner:
                     return await self._pool.reserve(order.request.block_keys, num_private)
                 except PoolFullError:
                     await self._pool.wait_for_space()
+
+    async def _wait_arrived(self, reservation: Reservation) -> None:
+        """Prefill has ended, so the KVCache is on its way, unless its sender was lost before it connected."""
+        try:
+            async with asyncio.timeout(self._arrival_timeout_s):
+                await self._pool.wait_arrived(reservation.reservation_id)
+        except TimeoutError:
+            raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
     def _sequence(self, reserve: Reserve, reservation: Reservation, decode: Decode) -> Sequence:
         tokens = [*reserve.request.token_ids, decode.first_token]
@@ -170,11 +176,11 @@ class DecodeRunner:
             copies = [
                 BlockCopy(page, block.page) for page, block in zip(sequence.pages, blocks, strict=False)
             ]
-            await self._executor.run(self._executor.load_blocks, copies, self._view)
+            await self._executor.run(lambda: self._executor.load_blocks(copies, self._view))
             sequence.loaded.set()
         else:
-            num_saved = len(sequence.saved[0])
-            await self._executor.run(self._executor.restore_pages, sequence.pages[:num_saved], sequence.saved)
+            pages = sequence.pages[: len(sequence.saved[0])]
+            await self._executor.run(lambda: self._executor.restore_pages(pages, sequence.saved))
             sequence.saved = []
 
     async def _make_room(self) -> None:
@@ -191,8 +197,8 @@ class DecodeRunner:
                     self._fail(sequence, OutOfPages(len(sequence.pages) + 1, 0, kv.num_pages))
 
     async def _preempt(self, sequence: Sequence) -> None:
-        num_kept = -(-sequence.num_kv_tokens // self._executor.kv.page_size)
-        sequence.saved = await self._executor.run(self._executor.save_pages, sequence.pages[:num_kept])
+        pages = sequence.pages[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
+        sequence.saved = await self._executor.run(lambda: self._executor.save_pages(pages))
         self._running.remove(sequence)
         self._free(sequence)
         sequence.place = Place.HOST
@@ -209,7 +215,7 @@ class DecodeRunner:
             return
         chunks = [Chunk(sequence.tokens[-1:], sequence.num_kv_tokens, sequence.pages) for sequence in batch]
         sampling = [sequence.request.sampling for sequence in batch]
-        tokens = await self._executor.run(self._executor.decode, chunks, sampling)
+        tokens = await self._executor.run(lambda: self._executor.decode(chunks, sampling))
         outputs = []
         for sequence, token in zip(batch, tokens, strict=True):
             if sequence.done.is_set():

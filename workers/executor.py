@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,7 +21,6 @@ from workers.engine.model import DecoderModel
 from workers.engine.sampling import sample, uniform
 from workers.pool_view import PoolView
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -45,17 +44,20 @@ class Executor:
         self.kv = kv
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` on the device thread.
+    async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
+        """Make `call` on the device thread.
 
-        A cancelled caller still waits until the call has ended: only then may its pages be given back.
+        A cancelled caller calls `on_cancel`, which may shorten the call, and waits until it has ended: only
+        then may the pages that it uses be given back.
         """
-        call = asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
         try:
-            return await asyncio.shield(call)
+            return await asyncio.shield(ended)
         except asyncio.CancelledError:
-            await asyncio.wait([call])
-            call.exception()  # retrieved: nobody else will
+            if on_cancel is not None:
+                on_cancel()
+            await asyncio.wait([ended])
+            ended.exception()  # retrieved: nobody else will
             raise
 
     def prefill_chunk(

@@ -24,9 +24,3 @@ class Jobs:
         """Cancel the work; unknown work has just ended."""
         if (task := self._tasks.get(ref)) is not None:
             task.cancel()
-
-    def cancel_older_than(self, epoch: int) -> None:
-        """Cancel all work of earlier Conductors."""
-        for ref, task in list(self._tasks.items()):
-            if ref.epoch < epoch:
-                task.cancel()

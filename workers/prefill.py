@@ -15,10 +15,10 @@ import torch
 from kvstore.client import PoolClient
 from kvstore.messages import Reservation
 from mooncake.errors import MooncakeError, PoolFullError
-from mooncake.messages import Prefill, Prefilled, Ref, WorkFailed
+from mooncake.messages import Prefill, Prefilled, WorkFailed
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import OutOfPages
-from workers.executor import BlockCopy, CancelledOnDevice, Executor, draw
+from workers.executor import BlockCopy, Executor, draw
 from workers.jobs import Jobs
 from workers.pool_view import PoolView
 
@@ -37,25 +37,15 @@ class PrefillRunner:
         self._send = send
         self._jobs = jobs
         self._turn = asyncio.Lock()  # first come, first served
-        self._stops: dict[Ref, threading.Event] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that have not left yet, the running one included."""
-        return len(self._stops)
+        self.num_waiting = 0
+        """prompts that have not left yet, the running one included"""
 
     def start(self, order: Prefill) -> None:
-        """Queue a prompt."""
-        self._stops[order.ref] = threading.Event()
+        """Queue a prompt. `Jobs.cancel` stops it between two layers and gives everything back."""
         self._jobs.start(order.ref, self._serve(order))
 
-    def abort(self, ref: Ref) -> None:
-        """Stop between two layers, give everything back. Unknown work is no error: it has just ended."""
-        if (stop := self._stops.get(ref)) is not None:
-            stop.set()
-        self._jobs.cancel(ref)
-
     async def _serve(self, order: Prefill) -> None:
+        self.num_waiting += 1
         try:
             async with self._turn:
                 reservation = await self._reserve(order)
@@ -76,7 +66,7 @@ class PrefillRunner:
             log.warning("prefill of %s failed: %s", order.ref.request_id, error)
             await self._send(WorkFailed(order.ref, str(error), retryable=True))
         finally:
-            del self._stops[order.ref]
+            self.num_waiting -= 1
 
     async def _reserve(self, order: Prefill) -> Reservation:
         num_private = 1 if len(order.request.token_ids) % self._executor.kv.page_size else 0
@@ -87,7 +77,7 @@ class PrefillRunner:
                 await self._pool.wait_for_space()
 
     async def _compute(self, order: Prefill, reservation: Reservation) -> Prefilled:
-        stop = self._stops[order.ref]
+        stop = threading.Event()
         loop = asyncio.get_running_loop()
 
         def on_layer_stored(layer: int, pages: list[int], checksums: list[int]) -> None:
@@ -98,10 +88,9 @@ class PrefillRunner:
         device_pages = self._executor.kv.allocate(len(reservation.blocks))
         try:
             first_token, num_cached_tokens = await self._executor.run(
-                self._prefill_on_device, order, reservation, device_pages, on_layer_stored, stop
+                lambda: self._prefill_on_device(order, reservation, device_pages, on_layer_stored, stop),
+                on_cancel=stop.set,
             )
-        except CancelledOnDevice:
-            raise asyncio.CancelledError from None
         finally:
             self._executor.kv.free(device_pages)
         return Prefilled(order.ref, first_token, num_cached_tokens)

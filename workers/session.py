@@ -97,7 +97,14 @@ class Session:
             self._executor, pool, view, worker.prefill_chunk, conductor.send, self._jobs
         )
         self._decode = DecodeRunner(
-            self._executor, pool, view, worker.max_batch, conductor.send, self._emit, self._jobs
+            self._executor,
+            pool,
+            view,
+            worker.max_batch,
+            self._process.config.messenger.ack_timeout_s,
+            conductor.send,
+            self._emit,
+            self._jobs,
         )
 
     async def _obey(self, conductor: "Dealer[ToWorker]") -> None:
@@ -113,8 +120,7 @@ class Session:
                 case Decode():
                     self._decode.decode(message)
                 case Abort(ref=ref):
-                    self._prefill.abort(ref)
-                    self._decode.abort(ref)
+                    self._jobs.cancel(ref)
                 case HeartbeatAck(known=known):
                     if not known and self._epoch is not None:
                         raise SessionLostError("the conductor has restarted")
