@@ -1,0 +1,116 @@
+"""TTFT and output throughput of a whole local cluster, through HTTP.
+
+    python benchmarks/serving.py [mooncake-serve flags]
+
+Starts `mooncake-serve --role all` on a free port, with the flags that are given, measures in a closed loop,
+and prints one table. Prompts are random tokens, different for each request, so nothing is cached.
+"""
+
+import json
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+
+NUM_ROUNDS = 5
+PROMPT_LENS = (16, 128, 512, 1024, 2048, 4096)
+CONCURRENCIES = (1, 8, 32)
+START_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one request, from its start: first token and end, in seconds."""
+
+    ttft_s: float
+    total_s: float
+
+
+class Client:
+    """Sends completions with random prompts."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
+        self._model = self._http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        self._rng = random.Random(0)
+
+    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
+        """One streamed request."""
+        body = {
+            "model": self._model,
+            "prompt": [self._rng.randrange(1000, 40000) for _ in range(num_prompt_tokens)],
+            "max_tokens": num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        started_s = time.perf_counter()
+        ttft_s = None
+        num_tokens = 0
+        with self._http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    ttft_s = ttft_s or time.perf_counter() - started_s
+                    num_tokens += len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
+        if num_tokens != num_output_tokens or ttft_s is None:
+            raise RuntimeError(f"expected {num_output_tokens} tokens, got {num_tokens}")
+        return Timing(ttft_s, time.perf_counter() - started_s)
+
+
+def measure(client: Client) -> None:
+    """Print both tables."""
+    client.complete(64, 4)  # first calls allocate
+    print("| prompt tokens | TTFT p50 | prefill tok/s |\n|---|---|---|")
+    for num_prompt_tokens in PROMPT_LENS:
+        ttft_s = statistics.median(client.complete(num_prompt_tokens, 2).ttft_s for _ in range(NUM_ROUNDS))
+        print(
+            f"| {num_prompt_tokens} | {1000 * ttft_s:.0f} ms | {num_prompt_tokens / ttft_s:.0f} |", flush=True
+        )
+    print("\n| concurrency (128 in, 64 out) | output tok/s | TTFT p50 |\n|---|---|---|")
+    for concurrency in CONCURRENCIES:
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(concurrency) as threads:
+            timings = list(threads.map(lambda _: client.complete(128, 64), range(3 * concurrency)))
+        rate = 64 * len(timings) / (time.perf_counter() - started_s)
+        ttft_s = statistics.median(timing.ttft_s for timing in timings)
+        print(f"| {concurrency} | {rate:.0f} | {1000 * ttft_s:.0f} ms |", flush=True)
+
+
+def main() -> None:
+    """Start a cluster, measure, end it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mooncake", "--port", str(port), *sys.argv[1:]]
+    cluster = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline_s = time.monotonic() + START_DEADLINE_S
+        while not _is_ready(url):
+            if cluster.poll() is not None or time.monotonic() > deadline_s:
+                sys.exit("the cluster did not start")
+            time.sleep(0.2)
+        measure(Client(url))
+    finally:
+        cluster.send_signal(signal.SIGTERM)
+        cluster.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
