@@ -98,7 +98,7 @@ async def serve(process: ConductorProcess) -> None:
 def _ready(url: str, front: FrontConfig) -> Ready:
     """Where to find the API, and a command that shows that it works."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": front.served_model_name, "messages": [question], "max_tokens": 32}
+    body = {"model": front.served_model_name, "messages": [question], "temperature": 0}
     reachable = url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
     hint = (
         f"curl -s {reachable}/v1/chat/completions -H 'Content-Type: application/json' "
