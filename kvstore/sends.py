@@ -85,7 +85,7 @@ class Send:
                 with link.transfer(self._grant.grant_id, self._ref_text, self.wake) as transfer:
                     await self._stream(transfer)
         except TransferError as error:
-            log.warning("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
+            log.info("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
             self.finish(error)
         else:
             self.finish(None)

@@ -14,6 +14,11 @@ class Jobs:
         self._group = group
         self._tasks: dict[Ref, asyncio.Task[None]] = {}
 
+    @property
+    def refs(self) -> list[Ref]:
+        """What is being worked on."""
+        return list(self._tasks)
+
     def start(self, ref: Ref, work: Coroutine[Any, Any, None]) -> None:
         """Start the work named `ref`; a name is used once."""
         task = self._group.create_task(work, name=f"{ref.request_id}/{ref.attempt}")

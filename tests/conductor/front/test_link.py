@@ -77,7 +77,7 @@ async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, l
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (the link has no event to wait for)
+        while not condition():
             await asyncio.sleep(0.005)
 
 

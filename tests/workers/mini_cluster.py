@@ -1,0 +1,210 @@
+"""A cluster without ZeroMQ and HTTP: the real policy, runners, engine and messenger processes."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+from conductor.policy import Conductor, Effect, Limits
+from kvstore.client import PoolClient
+from mooncake.blocks import KVLayout, block_keys, root_key
+from mooncake.bus import peer_identity
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Cancel,
+    Capacity,
+    Decode,
+    Failed,
+    FrontHello,
+    Prefill,
+    Register,
+    Rejected,
+    Request,
+    Reserve,
+    Role,
+    SamplingParams,
+    Submit,
+    TokenOutput,
+    ToWorker,
+)
+from tests.kvstore.nodes import DEADLINE_S, Node
+from workers.decode import DecodeRunner
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.engine.spec import ModelSpec
+from workers.executor import Executor
+from workers.jobs import Jobs
+from workers.pool_view import PoolView
+from workers.prefill import PrefillRunner
+
+BLOCK_SIZE = 8
+FINGERPRINT = "f" * 32
+FRONT = b"front#1"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Pages of each instance, and how it computes."""
+
+    num_pool_pages: int = 64
+    num_device_pages: int = 64
+    prefill_chunk: int = 20
+    max_batch: int = 8
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a front would have received of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class InstanceUnderTest:
+    """A worker without its connections."""
+
+    def __init__(self, cluster: "MiniCluster", name: str, role: Role, pool: PoolClient) -> None:
+        sizes = cluster.sizes
+        self.identity = peer_identity(name, 1)
+        self.pool = pool
+        kv = DeviceKVCache(
+            cluster.spec, cluster.model.layers, sizes.num_device_pages, BLOCK_SIZE, torch.float32
+        )
+        self.executor = Executor(cluster.model, kv)
+        self.jobs = Jobs(cluster.group)
+        view = PoolView(pool.segment, cluster.layout)
+
+        async def send(message: object) -> None:
+            cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
+
+        self.prefill = PrefillRunner(self.executor, pool, view, sizes.prefill_chunk, send, self.jobs)
+        self.decode = DecodeRunner(
+            self.executor, pool, view, sizes.max_batch, DEADLINE_S, send, cluster.receive, self.jobs
+        )
+        self.registration = Register(
+            PROTOCOL_VERSION,
+            name,
+            1,
+            role,
+            FINGERPRINT,
+            cluster.layout,
+            pool.address,
+            Capacity(pool.num_pages, kv.num_pages),
+        )
+
+    def obey(self, message: ToWorker) -> None:
+        match message:
+            case Prefill():
+                self.prefill.start(message)
+            case Reserve():
+                self.decode.reserve(message)
+            case Decode():
+                self.decode.decode(message)
+            case Abort(ref=ref):
+                self.jobs.cancel(ref)
+
+
+class MiniCluster:
+    """1P1D. `submit` requests, `cancel` them, look at everything."""
+
+    def __init__(self, model: transformers.PreTrainedModel, sizes: Sizes, group: asyncio.TaskGroup) -> None:
+        self.sizes, self.group = sizes, group
+        self.spec = ModelSpec.from_hf_config(model.config.to_dict())
+        self.model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32)
+        self.model.load_weights(model.state_dict().items())
+        self.layout = KVLayout(
+            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, BLOCK_SIZE, "float32"
+        )
+        self.conductor = Conductor(1, FINGERPRINT, Limits(peer_timeout_s=3600))
+        self.instances: list[InstanceUnderTest] = []
+        self.answers: dict[str, Answer] = {}
+        self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
+
+    def take(self, effects: list[Effect]) -> None:
+        """Deliver messages at once."""
+        for effect in effects:
+            if isinstance(effect.message, Failed | Rejected):
+                answer = self.answers[effect.message.request_id]
+                answer.error = effect.message.message
+                answer.ended.set()
+            for instance in self.instances:
+                if instance.identity == effect.peer:
+                    instance.obey(effect.message)  # type: ignore[arg-type]
+
+    async def receive(self, outputs: list[tuple[str, TokenOutput]]) -> None:
+        """Tokens, as the front gets them."""
+        for _, output in outputs:
+            answer = self.answers[output.ref.request_id]
+            assert output.position == len(answer.tokens)
+            answer.tokens += output.token_ids
+            answer.num_cached_tokens = output.num_cached_tokens
+            if output.finish_reason is not None:
+                answer.ended.set()
+
+    def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+        """Start a request."""
+        keys = block_keys(prompt, BLOCK_SIZE, root_key(FINGERPRINT))
+        answer = self.answers[request_id] = Answer()
+        request = Request(request_id, prompt, keys, sampling, "front")
+        self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        """The client has gone."""
+        self.take(self.conductor.handle(FRONT, Cancel(request_id), time.monotonic()))
+
+    async def idle(self) -> None:
+        """Returns when nobody works any more; raises TimeoutError otherwise."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self.conductor.num_running or any(instance.jobs.refs for instance in self.instances):
+                await asyncio.sleep(0.002)
+
+    async def assert_nothing_is_held(self) -> None:
+        """Every page of every device and pool is free or evictable."""
+        await self.idle()
+        for instance in self.instances:
+            kv = instance.executor.kv
+            stats = await instance.pool.stats()
+            async with asyncio.timeout(
+                DEADLINE_S
+            ):  # the batch lets go of aborted sequences in its next round
+                while kv.num_free_pages < kv.num_pages or stats.num_used:
+                    await asyncio.sleep(0.002)
+                    stats = await instance.pool.stats()
+            assert stats.num_reservations == 0
+            assert stats.integrity is None
+
+
+@contextlib.asynccontextmanager
+async def mini_cluster(
+    model: transformers.PreTrainedModel, folder: Path, sizes: Sizes | None = None
+) -> AsyncIterator[MiniCluster]:
+    """Starts messengers and runners; ends them all."""
+    sizes = sizes or Sizes()
+    with contextlib.ExitStack() as nodes:
+        async with asyncio.timeout(6 * DEADLINE_S), asyncio.TaskGroup() as group:
+            cluster = MiniCluster(model, sizes, group)
+            segment_bytes = sizes.num_pool_pages * (cluster.layout.block_bytes + 256) + 16384
+            loops = []
+            for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+                node = Node(folder, name, segment_bytes, "auto")
+                nodes.callback(node.close)
+                node.start()
+                pool = await node.connect(fingerprint=FINGERPRINT, layout=cluster.layout)
+                instance = InstanceUnderTest(cluster, name, role, pool)
+                cluster.instances.append(instance)
+                cluster.conductor.handle(instance.identity, instance.registration, time.monotonic())
+                loops.append(group.create_task(instance.decode.run()))
+            yield cluster
+            for loop in loops:
+                loop.cancel()
+            for instance in cluster.instances:
+                await instance.pool.close()

@@ -1,0 +1,178 @@
+"""Prefill and decode runners with real messengers: right tokens, and nothing held when the work has ended."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from mooncake.messages import SamplingParams
+from tests.kvstore.nodes import run
+from tests.tiny_models import tiny_model
+from tests.workers.mini_cluster import Answer, MiniCluster, Sizes, mini_cluster
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return tiny_model("smollm2")
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 512) for _ in range(num_tokens)]
+
+
+def reference(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+async def tokens_of(answer: Answer) -> list[int]:
+    await answer.ended.wait()
+    assert answer.error is None
+    return answer.tokens
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(prefill_chunk=1000),
+        Sizes(prefill_chunk=8),
+        Sizes(prefill_chunk=5),
+        Sizes(max_batch=2),
+        Sizes(num_pool_pages=14),  # two of the prompts, never all
+        Sizes(num_device_pages=12),  # sequences are preempted
+    ],
+    ids=lambda sizes: f"{sizes}",
+)
+def test_tokens_do_not_depend_on_sizes(
+    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
+) -> None:
+    lengths = (1, 7, 8, 9, 16, 33, 47, 48)
+    prompts = [prompt_of(length, length) for length in lengths]
+    expected = [reference(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path, sizes) as cluster:
+            for attempt in ("fresh", "cached"):
+                answers = [
+                    cluster.submit(f"{attempt}-{index}", prompt, GREEDY)
+                    for index, prompt in enumerate(prompts)
+                ]
+                assert [await tokens_of(answer) for answer in answers] == expected
+            await cluster.assert_nothing_is_held()
+
+    run(test())
+
+
+def test_cached_tokens_are_those_of_the_longest_sealed_prefix(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompt = prompt_of(1, 40)
+
+    async def cached(cluster: MiniCluster, request_id: str, tokens: list[int]) -> int | None:
+        answer = cluster.submit(request_id, tokens, GREEDY)
+        assert await tokens_of(answer) == reference(model, tokens, GREEDY.max_tokens)
+        return answer.num_cached_tokens
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path) as cluster:
+            assert await cached(cluster, "a", prompt) == 0
+            assert await cached(cluster, "b", prompt) == 39  # one token is always computed
+            assert await cached(cluster, "c", prompt[:20]) == 16
+            assert await cached(cluster, "d", prompt[:17] + prompt_of(2, 20)) == 16
+            assert await cached(cluster, "e", prompt_of(3, 8) + prompt[8:]) == 0
+            await cluster.assert_nothing_is_held()
+
+    run(test())
+
+
+def test_only_blocks_that_decode_lacks_travel(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    prompt = prompt_of(4, 44)
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path) as cluster:
+            [_, decode] = cluster.instances
+            received = []
+            for request_id, tokens in (("a", prompt), ("b", prompt), ("c", [*prompt, *prompt_of(5, 4)])):
+                await tokens_of(cluster.submit(request_id, tokens, GREEDY))
+                await cluster.idle()
+                stats = await decode.pool.stats()
+                received.append(sum(stats.received_bytes.values()) // cluster.layout.block_bytes)
+            # Six blocks, then the partial one again, then the now full one.
+            assert received == [6, 7, 8]
+
+    run(test())
+
+
+def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    def sampling(seed: int) -> SamplingParams:
+        return SamplingParams(max_tokens=10, temperature=1.0, top_p=0.95, top_k=50, seed=seed)
+
+    prompts = [prompt_of(seed, 20 + seed) for seed in range(6)]
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path) as cluster:
+            alone = [
+                await tokens_of(cluster.submit(f"alone-{seed}", prompt, sampling(seed)))
+                for seed, prompt in enumerate(prompts)
+            ]
+            together = [
+                cluster.submit(f"together-{seed}", prompt, sampling(seed))
+                for seed, prompt in enumerate(prompts)
+            ]
+            assert [await tokens_of(answer) for answer in together] == alone
+            other = await tokens_of(cluster.submit("other", prompts[0], sampling(99)))
+            assert other != alone[0]
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "sizes", [Sizes(), Sizes(num_pool_pages=16, num_device_pages=14)], ids=["ample", "scarce"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_aborts_leave_nothing_behind(
+    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [prompt_of(index, rng.randrange(1, 60)) for index in range(8)]
+    expected = [reference(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+    cancelled_after = []  # tokens
+
+    async def one(cluster: MiniCluster, index: int) -> None:
+        await asyncio.sleep(rng.random() * 0.3)
+        name = f"r{index}"
+        answer = cluster.submit(name, prompts[index % 8], GREEDY)
+        if rng.random() < 0.6:
+            with_luck_s = rng.random() * 0.1
+            try:
+                await asyncio.wait_for(answer.ended.wait(), with_luck_s)
+            except TimeoutError:
+                cluster.cancel(name)
+                cancelled_after.append(len(answer.tokens))
+                return
+        assert await tokens_of(answer) == expected[index % 8]
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path, sizes) as cluster:
+            async with asyncio.TaskGroup() as clients:
+                for index in range(40):
+                    clients.create_task(one(cluster, index))
+            await cluster.assert_nothing_is_held()
+        assert len(cancelled_after) > 3
+
+    run(test())
