@@ -1,0 +1,49 @@
+"""A supervised process that does what its configuration says."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel
+
+from mooncake.errors import ModelError
+from mooncake.process import Progress, Ready, child_main, report
+
+
+class FakeConfig(BaseModel):
+    """`lives_file` counts starts; the behaviour is that of the first start, later ones serve."""
+
+    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm"]
+    lives_file: str
+
+
+def record_life(file: Path) -> int:
+    """Appends this process; how many there have been."""
+    with file.open("a") as lives:
+        lives.write(f"{os.getpid()}\n")
+    return len(file.read_text().splitlines())
+
+
+async def serve(config: FakeConfig) -> None:
+    num_lives = record_life(Path(config.lives_file))
+    report(Progress("loading weights", 1, 2))
+    if config.behaviour == "crash" and num_lives == 1:
+        print("these are my last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config.behaviour == "fatal":
+        raise ModelError("the model is not there")
+    report(Ready("served", f"try {num_lives}"))
+    try:
+        await asyncio.Event().wait()
+    finally:
+        if config.behaviour == "ignore-sigterm":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            while True:
+                signal.sigtimedwait([signal.SIGUSR1], 60)
+
+
+if __name__ == "__main__":
+    child_main(FakeConfig, serve)

@@ -1,0 +1,89 @@
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from mooncake.node import ChildSpec
+from mooncake.supervisor import Child, Supervisor
+from tests.mooncake.fake_child import FakeConfig
+
+DEADLINE_S = 15.0
+
+
+def child(name: str, behaviour: str, folder: Path) -> Child:
+    config = FakeConfig.model_validate({"behaviour": behaviour, "lives_file": str(folder / name)})
+    spec = ChildSpec(name, "tests.mooncake.fake_child", lambda incarnation: config.model_dump_json())
+    return Child(spec, "warning")
+
+
+def lives(folder: Path, name: str) -> list[int]:
+    return [int(pid) for pid in (folder / name).read_text().split()] if (folder / name).exists() else []
+
+
+def supervise(
+    children: list[Child], until: str | None, capture: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """Run until the output has `until`, then SIGTERM; exit code and output."""
+    output = ""
+
+    async def stop_when_seen() -> None:
+        nonlocal output
+        while until is not None and until not in output:
+            captured = capture.readouterr()
+            output += captured.out + captured.err
+            await asyncio.sleep(0.01)
+        if until is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def run() -> int:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            group.create_task(stop_when_seen())
+            return await Supervisor(children).run()
+
+    code = asyncio.run(run())
+    captured = capture.readouterr()
+    return code, output + captured.out + captured.err
+
+
+def test_readiness_is_announced_once_all_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    children = [child("a", "serve", tmp_path), child("b", "serve", tmp_path)]
+    code, output = supervise(children, "ready in", capsys)
+    assert code == 0
+    assert "[a] loading weights" in output
+    assert "[b] ready served" in output
+    assert "try 1" in output
+    assert output.count("ready in") == 1
+
+
+def test_a_child_that_dies_is_reported_and_restarted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output = supervise([child("a", "crash", tmp_path)], "ready in", capsys)
+    assert code == 0
+    assert "[a] died (signal 9); starting it again in 0.5 s" in output
+    assert "these are my last words" in output
+    assert len(lives(tmp_path, "a")) == 2
+
+
+def test_a_fatal_error_ends_everything_with_its_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output = supervise([child("a", "serve", tmp_path), child("b", "fatal", tmp_path)], None, capsys)
+    assert code == 1
+    assert output.splitlines()[-1] == "error: the model is not there"
+    assert "Traceback" not in output
+    assert len(lives(tmp_path, "b")) == 1
+
+
+def test_a_child_that_does_not_stop_is_killed_in_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_s = time.monotonic()
+    code, _ = supervise([child("a", "ignore-sigterm", tmp_path)], "ready in", capsys)
+    assert code == 0
+    assert time.monotonic() - started_s < 9
+    [pid] = lives(tmp_path, "a")
+    assert not Path(f"/proc/{pid}").exists()
