@@ -30,13 +30,14 @@ class Instance:
         return sum(self.requests.values())
 
     @property
-    def max_prompt_blocks(self) -> int:
-        """The longest prompt that fits into an otherwise empty instance, in blocks.
-
-        One device page is left for the tokens that follow the prompt.
-        """
+    def max_sequence_blocks(self) -> int:
+        """The longest sequence that fits into an otherwise empty instance, in blocks."""
         capacity = self.registration.capacity
-        return min(capacity.num_pool_pages, capacity.num_device_pages - 1)
+        return min(capacity.num_pool_pages, capacity.num_device_pages)
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of this length fits when the instance does nothing else."""
+        return self.registration.layout.num_blocks(num_tokens) <= self.max_sequence_blocks
 
 
 class Instances:
@@ -71,10 +72,10 @@ class Instances:
         """Those not heard of since `deadline_s`."""
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
-    def max_prompt_blocks(self) -> int:
-        """The longest prompt that some pair can hold, in blocks; 0 without a pair."""
+    def max_sequence_blocks(self) -> int:
+        """The longest prompt and output that some pair can hold, in blocks; 0 without a pair."""
         return min(
-            max((instance.max_prompt_blocks for instance in self.of_role(role)), default=0) for role in Role
+            max((instance.max_sequence_blocks for instance in self.of_role(role)), default=0) for role in Role
         )
 
     def __iter__(self) -> Iterator[Instance]:

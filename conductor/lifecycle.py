@@ -45,7 +45,6 @@ class TrackedRequest:
     request: Request
     front: bytes
     epoch: int
-    accepted_at_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     attempt: int = 0

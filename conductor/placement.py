@@ -17,26 +17,20 @@ class Placement:
     decode: Instance
 
 
-def num_prompt_blocks(request: Request, block_size: int) -> int:
-    """Blocks of the prompt, its partial last one included."""
-    return -(-len(request.token_ids) // block_size)
-
-
 def place(request: Request, instances: Instances) -> Placement | None:
-    """The pair with the fewest assigned prompt tokens; None when no pair can hold the prompt."""
-    prefill = _least_loaded(instances.of_role(Role.PREFILL), request)
-    decode = _least_loaded(instances.of_role(Role.DECODE), request)
+    """The pair with the fewest assigned prompt tokens; None when no pair can hold the request.
+
+    Prefill holds the prompt, decode the output as well.
+    """
+    num_prompt_tokens = len(request.token_ids)
+    prefill = _least_loaded(instances.of_role(Role.PREFILL), num_prompt_tokens)
+    decode = _least_loaded(instances.of_role(Role.DECODE), num_prompt_tokens + request.sampling.max_tokens)
     return Placement(prefill, decode) if prefill is not None and decode is not None else None
 
 
-def _least_loaded(candidates: list[Instance], request: Request) -> Instance | None:
-    able = [
-        instance
-        for instance in candidates
-        if num_prompt_blocks(request, instance.registration.layout.block_size) <= instance.max_prompt_blocks
-    ]
+def _least_loaded(candidates: list[Instance], num_tokens: int) -> Instance | None:
     return min(
-        able,
+        (instance for instance in candidates if instance.can_hold(num_tokens)),
         key=lambda instance: (instance.num_assigned_tokens, len(instance.requests), instance.name),
         default=None,
     )

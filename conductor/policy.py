@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import RequestState, TrackedRequest
-from conductor.placement import Placement, num_prompt_blocks, place
+from conductor.placement import Placement, place
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -71,6 +71,7 @@ class Conductor:
         self.instances = Instances()
         self.requests: dict[str, TrackedRequest] = {}
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
+        self._last_tick_s: float | None = None
 
     @property
     def num_running(self) -> int:
@@ -94,6 +95,7 @@ class Conductor:
     def tick(self, now_s: float) -> list[Effect]:
         """Let time pass: peers that fell silent, requests that waited too long. Call about once a second."""
         effects: list[Effect] = []
+        self._forgive_own_silence(now_s)
         deadline_s = now_s - self.limits.peer_timeout_s
         for front in [identity for identity, seen_s in self._fronts.items() if seen_s < deadline_s]:
             effects += self._drop_front(front)
@@ -103,6 +105,16 @@ class Conductor:
             if tracked.state is RequestState.WAITING:
                 effects += self._place_or_wait(tracked, now_s)
         return effects
+
+    def _forgive_own_silence(self, now_s: float) -> None:
+        """Time in which we did not listen is no one else's silence: their messages wait to be read."""
+        gap_s = now_s - self._last_tick_s if self._last_tick_s is not None else 0.0
+        self._last_tick_s = now_s
+        if gap_s > self.limits.peer_timeout_s / 2:
+            for instance in self.instances:
+                instance.last_seen_s += gap_s
+            for front in self._fronts:
+                self._fronts[front] += gap_s
 
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
         """A send failed: the peer is not connected."""
@@ -124,29 +136,32 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
-        rejection = self._reason_to_reject(request.request_id, submit)
+        rejection = self._reason_to_reject(sender, submit)
         if rejection is not None:
             return [Effect(sender, rejection)]
         self._fronts[sender] = now_s
-        tracked = TrackedRequest(request, sender, self.epoch, accepted_at_s=now_s, waiting_since_s=now_s)
+        tracked = TrackedRequest(request, sender, self.epoch, waiting_since_s=now_s)
         self.requests[request.request_id] = tracked
         return self._place_or_wait(tracked, now_s)
 
-    def _reason_to_reject(self, request_id: str, submit: Submit) -> Rejected | None:
-        retry_after_s = self.limits.retry_after_s
+    def _reason_to_reject(self, front: bytes, submit: Submit) -> Rejected | None:
+        request_id, retry_after_s = submit.request.request_id, self.limits.retry_after_s
+        if front not in self._fronts:
+            return Rejected(request_id, 503, "this front has not said hello", retry_after_s)
         if request_id in self.requests:
             return Rejected(request_id, 409, f"request id {request_id!r} is already running")
         for role in Role:
             if not self.instances.of_role(role):
                 return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
         if place(submit.request, self.instances) is None:
-            block_size = next(iter(self.instances)).registration.layout.block_size
-            num_blocks = num_prompt_blocks(submit.request, block_size)
+            layout = next(iter(self.instances)).registration.layout
+            num_tokens = len(submit.request.token_ids)
             return Rejected(
                 request_id,
                 400,
-                f"the prompt has {len(submit.request.token_ids)} tokens, {num_blocks} blocks; the KVCache "
-                f"pool holds at most {self.instances.max_prompt_blocks()} blocks of {block_size} tokens",
+                f"the prompt has {num_tokens} tokens and max_tokens is {submit.request.sampling.max_tokens}; "
+                f"an instance's KVCache holds at most {self.instances.max_sequence_blocks()} blocks of "
+                f"{layout.block_size} tokens",
             )
         if self.num_running >= self.limits.max_running_requests:
             message = (
@@ -174,11 +189,16 @@ class Conductor:
     # -- instances ----------------------------------------------------------------------------------
 
     def _on_register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
-        refusal = self._reason_to_refuse(register)
-        if refusal is not None:
-            return [Effect(sender, RegisterRefused(refusal))]
-        effects: list[Effect] = []
         earlier = self.instances.get(register.instance)
+        if earlier is not None and earlier.registration.incarnation > register.incarnation:
+            refusal = f"a newer life of {register.instance} is registered"
+            return [Effect(sender, RegisterRefused(refusal, retryable=True))]
+        mismatch = self._mismatch(register.instance, register.protocol_version, register.fingerprint)
+        if mismatch is not None:
+            return [Effect(sender, RegisterRefused(mismatch))]
+        effects: list[Effect] = []
+        if earlier is not None and earlier.identity == sender:
+            return [Effect(sender, Registered(self.epoch))]  # it had not heard the first answer yet
         if earlier is not None:
             effects += self._drop_instance(earlier, f"{earlier.name} has restarted", now_s)
         self.instances.add(Instance(register, sender, last_seen_s=now_s))
@@ -187,12 +207,6 @@ class Conductor:
             if tracked.state is RequestState.WAITING:
                 effects += self._place_or_wait(tracked, now_s)
         return effects + self._tell_fronts()
-
-    def _reason_to_refuse(self, register: Register) -> str | None:
-        earlier = self.instances.get(register.instance)
-        if earlier is not None and earlier.registration.incarnation > register.incarnation:
-            return f"a newer life of {register.instance} is already registered"
-        return self._mismatch(register.instance, register.protocol_version, register.fingerprint)
 
     def _mismatch(self, peer: str, protocol_version: int, fingerprint: str) -> str | None:
         if protocol_version != PROTOCOL_VERSION:
@@ -212,7 +226,7 @@ class Conductor:
         if isinstance(message, Heartbeat):
             if instance is not None:
                 instance.last_seen_s, instance.heartbeat = now_s, message
-            return [Effect(sender, HeartbeatAck(self.epoch, known=instance is not None))]
+            return [Effect(sender, HeartbeatAck(known=instance is not None))]
         if instance is None or isinstance(message, Register):
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s
@@ -310,7 +324,7 @@ class Conductor:
             self.epoch,
             len(self.instances.of_role(Role.PREFILL)),
             len(self.instances.of_role(Role.DECODE)),
-            self.instances.max_prompt_blocks(),
+            self.instances.max_sequence_blocks(),
         )
 
     def _tell_fronts(self) -> list[Effect]:

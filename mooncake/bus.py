@@ -7,6 +7,7 @@ instead of reaching the new one.
 Owns: sockets, encoding, peer identities. Does not know: what the messages mean.
 """
 
+import asyncio
 import logging
 from typing import Any, Generic, TypeVar
 
@@ -68,6 +69,8 @@ class Router(_Socket[Incoming]):
     async def recv(self) -> tuple[bytes, Incoming]:
         """The next well-formed message and its sender's identity."""
         while True:
+            # Queued messages come without suspending; a burst of them must not starve the event loop.
+            await asyncio.sleep(0)
             frames = await self._socket.recv_multipart()
             if len(frames) != 2:
                 self.num_malformed += 1
@@ -102,6 +105,7 @@ class Dealer(_Socket[Incoming]):
     async def recv(self) -> Incoming:
         """The next well-formed message."""
         while True:
+            await asyncio.sleep(0)  # as in `Router.recv`
             frames = await self._socket.recv_multipart()
             message = self._parse(self.endpoint.encode(), frames[-1])
             if message is not None:

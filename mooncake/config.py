@@ -46,7 +46,7 @@ class ConductorConfig(_Section):
     endpoint: str = Field("tcp://127.0.0.1:7800", description="where workers find the conductor (ZeroMQ)")
     reply_endpoint: str = Field("tcp://127.0.0.1:7801", description="where workers send tokens to (ZeroMQ)")
     max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
-    peer_timeout_s: PositiveSeconds = Field(5.0, description="silence after which a peer counts as dead")
+    peer_timeout_s: float = Field(5.0, ge=1.0, description="silence after which a peer counts as dead")
     placement_timeout_s: PositiveSeconds = Field(
         60.0, description="how long a request waits for a lost instance to come back"
     )
@@ -69,6 +69,9 @@ class MessengerConfig(_Section):
     transport: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on one host, else tcp")
     connect_timeout_s: PositiveSeconds = Field(5.0, description="deadline of a connection and its handshake")
     ack_timeout_s: PositiveSeconds = Field(30.0, description="deadline of a transfer's acknowledgement")
+    arrival_timeout_s: PositiveSeconds = Field(
+        60.0, description="how long after the end of prefill its KVCache may take to arrive"
+    )
 
 
 class Config(_Section):

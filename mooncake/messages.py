@@ -170,15 +170,15 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The instance or front does not fit this cluster; it ends with this message."""
+    """The instance or front does not fit this cluster; it ends with this message, unless it may try again."""
 
     message: str
+    retryable: bool = False
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The Conductor is alive. `known` is false when it has restarted: register again."""
+    """The Conductor is alive. `known` is false when it has restarted or given you up: register again."""
 
-    epoch: int
     known: bool
 
 
@@ -190,7 +190,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):
-    """To prefill: compute what no pool holds and stream the granted blocks to the decode side."""
+    """To prefill: compute what your pool lacks and stream the granted blocks to the decode side."""
 
     ref: Ref
     request: Request
@@ -198,7 +198,7 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
-    """To decode: prefill is done. Check once more, send the first token, go on when the KVCache is there."""
+    """To decode: prefill is done. Send the first token, go on when the KVCache is there."""
 
     ref: Ref
     first_token: int
@@ -236,13 +236,13 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
     """What a front must know to answer /ready and to size requests. Also sent after each change.
 
-    `max_prompt_blocks` is the largest prompt that some (prefill, decode) pair can hold, in blocks.
+    `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold.
     """
 
     epoch: int
     num_prefill: int
     num_decode: int
-    max_prompt_blocks: int
+    max_sequence_blocks: int
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 from pydantic import BaseModel
 
-from mooncake.errors import MooncakeError
+from mooncake.errors import ConfigError, MismatchError, ModelError
 
 STATUS_FD_VARIABLE = "MOONCAKE_STATUS_FD"
 LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
@@ -68,15 +68,16 @@ def report(status: Status) -> None:
 def child_main(config_type: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
     """Run `serve(config)` until it returns, SIGTERM or SIGINT arrives, or the supervisor is gone.
 
-    `serve` is cancelled to stop it and cleans up in `finally`. A `MooncakeError` ends the process with
-    code 3 and one line; any other exception is a bug, ends it with a traceback, and is restarted.
+    `serve` is cancelled to stop it and cleans up in `finally`. An error that a restart would only repeat
+    (configuration, model, mismatch) ends the process with code 3 and one line; any other exception ends it
+    with a traceback, and it is restarted.
     """
     level = os.environ.get(LOG_LEVEL_VARIABLE, "warning").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
     config = config_type.model_validate_json(sys.stdin.readline())
     try:
         asyncio.run(_run(serve(config)))
-    except* MooncakeError as errors:
+    except* (ConfigError, ModelError, MismatchError) as errors:
         message = _first_message(errors)
         report(Fatal(message))
         print(f"error: {message}", file=sys.stderr, flush=True)

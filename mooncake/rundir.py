@@ -11,8 +11,12 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-PREFIX = "mooncake-"
+from mooncake.errors import ConfigError
+
+PREFIX = "mooncake-serve-"
+STARTING_PREFIX = ".mooncake-serve-starting-"
 LOCK = "lock"
+LONGEST_SOCKET_PATH_BYTES = 107  # of `sockaddr_un`, its final zero not counted
 
 
 class RunDirectory:
@@ -21,13 +25,27 @@ class RunDirectory:
     def __init__(self) -> None:
         base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
         _remove_abandoned(base)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        # It gets the name by which others find it only once it is locked.
+        try:
+            starting = Path(tempfile.mkdtemp(prefix=STARTING_PREFIX, dir=base))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create a run directory in {base}: {error.strerror}; set XDG_RUNTIME_DIR to another"
+            ) from None
+        self._lock = os.open(starting / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = base / (PREFIX + starting.name.removeprefix(STARTING_PREFIX))
+        starting.rename(self.path)
 
     def socket(self, name: str) -> str:
-        """Path of a socket in this directory."""
-        return str(self.path / f"{name}.sock")
+        """Path of a socket in this directory. Raises ConfigError where Unix sockets allow no path so long."""
+        path = str(self.path / f"{name}.sock")
+        if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"the socket path {path} is longer than {LONGEST_SOCKET_PATH_BYTES} bytes; "
+                "set XDG_RUNTIME_DIR to a shorter directory"
+            )
+        return path
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -42,7 +60,7 @@ class RunDirectory:
 def _remove_abandoned(base: Path) -> None:
     for path in base.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            lock = os.open(path, os.O_RDWR)
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
             continue  # another user's, or just removed
         try:

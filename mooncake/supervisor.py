@@ -34,7 +34,9 @@ STOP_GRACE_S = 4.0
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 STEADY_AFTER_S = 60.0
+KILL_GRACE_S = 2.0
 NUM_LAST_LINES = 20
+LONGEST_LINE_BYTES = 1 << 14
 
 _status_decoder = msgspec.json.Decoder(Status)
 
@@ -55,6 +57,7 @@ class Child:
         self.is_ready = False
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._log_level = log_level
+        self._incarnation = 0
 
     async def start(self) -> AsyncIterator[Status | str]:
         """Start one life; yields its status messages and its output lines until it has ended."""
@@ -69,29 +72,28 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(status_write, *self.spec.pass_fds),
-            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which ends all in order
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which ends them all
             env={**os.environ, STATUS_FD_VARIABLE: str(status_write), LOG_LEVEL_VARIABLE: self._log_level},
         )
         os.close(status_write)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         # stdin stays open: its end tells the child that the supervisor is gone.
-        self.process.stdin.write(self.spec.config(time.time_ns()).encode() + b"\n")
+        # Grows even when the clock is set back.
+        self._incarnation = max(self._incarnation + 1, time.time_ns())
+        self.process.stdin.write(self.spec.config(self._incarnation).encode() + b"\n")
         queue: asyncio.Queue[Status | str | None] = asyncio.Queue()
         status_reader = await _pipe_reader(status_read)
-        readers = [
-            asyncio.create_task(
-                _forward(self.process.stdout, queue, lambda line: line.decode(errors="replace"))
-            ),
-            asyncio.create_task(_forward(status_reader, queue, _status_decoder.decode)),
-        ]
-        for _ in readers:
-            while (item := await queue.get()) is not None:
-                if isinstance(item, Ready):
-                    self.is_ready = True
-                elif isinstance(item, str):
-                    self.last_lines.append(item)
-                yield item
+        async with asyncio.TaskGroup() as readers:
+            readers.create_task(_forward(self.process.stdout, queue, _text))
+            readers.create_task(_forward(status_reader, queue, _status))
+            for _ in range(2):
+                while (item := await queue.get()) is not None:
+                    if isinstance(item, Ready):
+                        self.is_ready = True
+                    elif isinstance(item, str):
+                        self.last_lines.append(item)
+                    yield item
         await self.process.wait()
 
     def signal(self, signum: signal.Signals) -> None:
@@ -119,9 +121,10 @@ class Supervisor:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._stop.set)
         with self._console:
-            keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
-            await self._stop.wait()
-            await self._stop_children(keepers)
+            async with asyncio.TaskGroup() as group:
+                keepers = [group.create_task(self._keep(child)) for child in self._children]
+                await self._stop.wait()
+                await self._stop_children(keepers)
         if self._fatal is not None:
             print(f"error: {self._fatal}", file=sys.stderr)
             return 1
@@ -176,7 +179,10 @@ class Supervisor:
         if pending:
             for child in self._children:
                 child.signal(signal.SIGKILL)
-            await asyncio.wait(pending)
+            # A grandchild that holds on to a pipe must not hold up the end.
+            _, pending = await asyncio.wait(pending, timeout=KILL_GRACE_S)
+            for keeper in pending:
+                keeper.cancel()
 
 
 async def _pipe_reader(descriptor: int) -> asyncio.StreamReader:
@@ -191,7 +197,26 @@ async def _forward(
     queue: asyncio.Queue[Status | str | None],
     parse: Callable[[bytes], Status | str],
 ) -> None:
-    """Put every parsed line into `queue`, then None."""
-    while line := await reader.readline():
-        queue.put_nowait(parse(line.rstrip(b"\n")))
+    """Put every parsed line into `queue`, then None. A line longer than `LONGEST_LINE_BYTES` is cut."""
+    rest = b""
+    while data := await reader.read(LONGEST_LINE_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > LONGEST_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            queue.put_nowait(parse(line[:LONGEST_LINE_BYTES]))
+    if rest:
+        queue.put_nowait(parse(rest))
     queue.put_nowait(None)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace")
+
+
+def _status(line: bytes) -> Status | str:
+    try:
+        status: Status = _status_decoder.decode(line)
+    except msgspec.MsgspecError:
+        return _text(line)  # shown as it is, rather than lost
+    return status

@@ -64,7 +64,6 @@ class DecodeRunner:
 
     def reserve(self, order: Reserve) -> None:
         """Take on a request: first its pages. `Jobs.cancel` stops it before the next iteration."""
-        self._orders[order.ref] = asyncio.get_running_loop().create_future()
         self._jobs.start(order.ref, self._serve(order))
 
     def decode(self, order: Decode) -> None:
@@ -91,6 +90,7 @@ class DecodeRunner:
 
     async def _serve(self, order: Reserve) -> None:
         ref = order.ref
+        self._orders[ref] = asyncio.get_running_loop().create_future()
         try:
             reservation = await self._reserve_pages(order)
             try:
@@ -101,6 +101,9 @@ class DecodeRunner:
                 if sequence.finish_reason is None:
                     self._join(sequence)
                     await sequence.loaded.wait()
+            except asyncio.CancelledError:
+                self._forget(ref)
+                raise
             finally:
                 await self._pool.release(reservation.reservation_id)
             if sequence.finish_reason is None:
@@ -165,6 +168,9 @@ class DecodeRunner:
             if self._running and kv.num_free_pages < num_pages + 1:
                 return
             self._joining.popleft()
+            if kv.num_free_pages < num_pages:
+                self._fail(sequence, OutOfPages(num_pages, kv.num_free_pages, kv.num_pages))
+                continue
             sequence.pages = kv.allocate(num_pages)
             self._running.append(sequence)
             await self._load(sequence)
@@ -206,6 +212,7 @@ class DecodeRunner:
 
     def _fail(self, sequence: Sequence, error: OutOfPages) -> None:
         sequence.error = error
+        sequence.loaded.set()
         sequence.done.set()
         self._drop_done()
 

@@ -5,6 +5,7 @@ Functions here run on the device thread (`Executor.run`) and block it.
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,9 @@ class Executor:
         except asyncio.CancelledError:
             if on_cancel is not None:
                 on_cancel()
-            await asyncio.wait([ended])
+            while not ended.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([ended])
             ended.exception()  # retrieved: nobody else will
             raise
 

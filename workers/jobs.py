@@ -1,4 +1,4 @@
-"""Tasks of a worker by the work that they do, so that each can be cancelled and none is forgotten."""
+"""Tasks of a runner by the work that they do, so that each can be cancelled and none is forgotten."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -26,6 +26,7 @@ class Jobs:
         task.add_done_callback(lambda _: self._tasks.pop(ref, None))
 
     def cancel(self, ref: Ref) -> None:
-        """Cancel the work; unknown work has just ended."""
-        if (task := self._tasks.get(ref)) is not None:
+        """Cancel the work, once; unknown work has just ended."""
+        task = self._tasks.get(ref)
+        if task is not None and not task.cancelling():
             task.cancel()

@@ -5,9 +5,9 @@ Conductor: when either is lost, all work of the session ends and the next sessio
 """
 
 import asyncio
+import itertools
 import logging
 
-from mooncake.bus import peer_identity
 from mooncake.checkpoint import kv_layout, open_checkpoint
 from mooncake.config import WorkerProcess
 from mooncake.errors import PoolError
@@ -15,27 +15,28 @@ from mooncake.process import Progress, child_main, report
 from workers.loading import load_executor
 from workers.session import Session, SessionLostError
 
+RETRY_S = 0.2
 log = logging.getLogger(__name__)
 
 
 async def serve(process: WorkerProcess) -> None:
-    """Load the model, then serve sessions until cancelled."""
+    """Load the model, then serve sessions until cancelled. Each session is an incarnation of its own."""
     config = process.config
-    checkpoint = open_checkpoint(config.model, config.load_format)
+    checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
-    while True:
+    for incarnation in itertools.count(process.incarnation):
         report(Progress(f"waiting for the conductor at {config.conductor.endpoint}", 0, 0))
-        identity = peer_identity(process.instance, process.incarnation)
         try:
-            await Session(process, executor, layout, fingerprint, identity).run()
+            await Session(process, incarnation, executor, layout, fingerprint).run()
         except (SessionLostError, PoolError) as error:
             this_task = asyncio.current_task()
             if this_task is not None and this_task.cancelling():
                 raise asyncio.CancelledError from None  # the messenger was only quicker to stop than we are
             log.warning("%s; all its work has ended, registering again", error)
+            await asyncio.sleep(RETRY_S)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ Owns: the worker's connections and the loop that reads orders. Does not know: ho
 """
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 
 from kvstore.client import PoolClient
 from mooncake.blocks import KVLayout
-from mooncake.bus import Dealer
+from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.config import WorkerProcess
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.messages import (
@@ -25,6 +26,7 @@ from mooncake.messages import (
     Registered,
     RegisterRefused,
     Reserve,
+    ToFront,
     TokenOutput,
     Tokens,
     ToWorker,
@@ -36,8 +38,10 @@ from workers.jobs import Jobs
 from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
 
-HEARTBEAT_S = 1.0
-CONDUCTOR_TIMEOUT_S = 10.0
+HEARTBEATS_PER_TIMEOUT = 5
+TIMEOUTS_OF_THE_CONDUCTOR = 2
+"""a worker gives up its Conductor later than the Conductor gives up a worker"""
+log = logging.getLogger(__name__)
 
 
 class SessionLostError(MooncakeError):
@@ -48,14 +52,21 @@ class Session:
     """Runs until messenger or Conductor are lost."""
 
     def __init__(
-        self, process: WorkerProcess, executor: Executor, layout: KVLayout, fingerprint: str, identity: bytes
+        self,
+        process: WorkerProcess,
+        incarnation: int,
+        executor: Executor,
+        layout: KVLayout,
+        fingerprint: str,
     ) -> None:
         self._process = process
+        self._incarnation = incarnation
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
-        self._identity = identity
-        self._fronts: dict[str, Dealer[ToWorker]] = {}
-        self._epoch: int | None = None
+        self._identity = peer_identity(process.instance, incarnation)
+        self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._fronts: dict[str, Dealer[ToFront]] = {}
+        self._is_registered = False
         self._heard_at_s = time.monotonic()
 
     async def run(self) -> None:
@@ -63,54 +74,52 @@ class Session:
         pool = await PoolClient.connect(
             self._process.messenger_socket,
             instance=self._process.instance,
-            incarnation=self._process.incarnation,
+            incarnation=self._incarnation,
             fingerprint=self._fingerprint,
             layout=self._layout,
         )
-        conductor: Dealer[ToWorker] = Dealer(
+        self._conductor: Dealer[ToWorker] = Dealer(
             self._process.config.conductor.endpoint, self._identity, ToWorker
         )
         try:
             async with asyncio.TaskGroup() as group:
-                self._start_runners(group, pool, conductor)
+                self._start_runners(group, pool)
                 group.create_task(self._watch(pool))
-                group.create_task(self._beat(conductor, pool))
+                group.create_task(self._beat(pool))
                 group.create_task(self._decode.run())
-                await self._obey(conductor)
+                await self._obey()
         except* SessionLostError as errors:
             raise SessionLostError(str(errors.exceptions[0])) from None
         except* ConfigError as errors:
             raise errors.exceptions[0] from None
         finally:
-            conductor.close()
+            self._conductor.close()
             for front in self._fronts.values():
                 front.close()
             await pool.close()
 
-    def _start_runners(
-        self, group: asyncio.TaskGroup, pool: PoolClient, conductor: "Dealer[ToWorker]"
-    ) -> None:
-        worker = self._process.config.worker
+    def _start_runners(self, group: asyncio.TaskGroup, pool: PoolClient) -> None:
+        config = self._process.config
         view = PoolView(pool.segment, self._layout)
-        self._jobs = Jobs(group)
+        self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
         self._prefill = PrefillRunner(
-            self._executor, pool, view, worker.prefill_chunk, conductor.send, self._jobs
+            self._executor, pool, view, config.worker.prefill_chunk, self._tell, self._prefill_jobs
         )
         self._decode = DecodeRunner(
             self._executor,
             pool,
             view,
-            worker.max_batch,
-            self._process.config.messenger.ack_timeout_s,
-            conductor.send,
+            config.worker.max_batch,
+            config.messenger.arrival_timeout_s,
+            self._tell,
             self._emit,
-            self._jobs,
+            self._decode_jobs,
         )
 
-    async def _obey(self, conductor: "Dealer[ToWorker]") -> None:
+    async def _obey(self) -> None:
         """The loop: receive, act."""
         while True:
-            message = await conductor.recv()
+            message = await self._conductor.recv()
             self._heard_at_s = time.monotonic()
             match message:
                 case Prefill():
@@ -120,30 +129,39 @@ class Session:
                 case Decode():
                     self._decode.decode(message)
                 case Abort(ref=ref):
-                    self._jobs.cancel(ref)
+                    self._prefill_jobs.cancel(ref)
+                    self._decode_jobs.cancel(ref)
                 case HeartbeatAck(known=known):
-                    if not known and self._epoch is not None:
-                        raise SessionLostError("the conductor has restarted")
-                case Registered(epoch=epoch):
-                    self._epoch = epoch
+                    if not known and self._is_registered:
+                        raise SessionLostError("the conductor has restarted, or had given this worker up")
+                case Registered():
+                    self._is_registered = True
                     report(Ready(f"{self._process.role.value} on {self._executor.kv.device}"))
-                case RegisterRefused(message=reason):
-                    raise ConfigError(f"the conductor refused {self._process.instance}: {reason}")
+                case RegisterRefused(message=reason, retryable=retryable):
+                    error = SessionLostError if retryable else ConfigError
+                    raise error(f"the conductor refused {self._process.instance}: {reason}")
 
-    async def _beat(self, conductor: "Dealer[ToWorker]", pool: PoolClient) -> None:
+    async def _tell(self, message: FromWorker) -> None:
+        """Send to the Conductor; one that does not read is as good as gone."""
+        try:
+            await self._conductor.send(message)
+        except PeerGoneError as error:
+            raise SessionLostError(str(error)) from None
+
+    async def _beat(self, pool: PoolClient) -> None:
         """Register, then heartbeats; both double as the test whether the Conductor answers."""
+        deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
         while True:
-            message: FromWorker = self._registration(pool) if self._epoch is None else self._heartbeat()
-            await conductor.send(message)
-            await asyncio.sleep(HEARTBEAT_S)
-            if self._epoch is not None and time.monotonic() - self._heard_at_s > CONDUCTOR_TIMEOUT_S:
-                raise SessionLostError(f"the conductor has been silent for {CONDUCTOR_TIMEOUT_S:g} s")
+            await self._tell(self._heartbeat() if self._is_registered else self._registration(pool))
+            await asyncio.sleep(self._heartbeat_s)
+            if self._is_registered and time.monotonic() - self._heard_at_s > deadline_s:
+                raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     def _registration(self, pool: PoolClient) -> Register:
         return Register(
             PROTOCOL_VERSION,
             self._process.instance,
-            self._process.incarnation,
+            self._incarnation,
             self._process.role,
             self._fingerprint,
             self._layout,
@@ -168,6 +186,12 @@ class Session:
         for endpoint, output in outputs:
             by_front[endpoint].append(output)
         for endpoint, of_front in by_front.items():
-            if endpoint not in self._fronts:
-                self._fronts[endpoint] = Dealer(endpoint, self._identity, ToWorker)
-            await self._fronts[endpoint].send(Tokens(of_front))
+            try:
+                if endpoint not in self._fronts:
+                    self._fronts[endpoint] = Dealer(endpoint, self._identity, ToFront)
+                await self._fronts[endpoint].send(Tokens(of_front))
+            except (ConfigError, PeerGoneError) as error:
+                # Its requests end by the front's own deadlines, or with the front.
+                log.warning("tokens for the front at %s are lost: %s", endpoint, error)
+                if (front := self._fronts.pop(endpoint, None)) is not None:
+                    front.close()

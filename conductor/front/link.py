@@ -69,7 +69,8 @@ class Reception:
 
     inbox: Inbox
     last_s: float
-    attempt: int = 0
+    attempt: tuple[int, int] = (0, 0)
+    """epoch of the Conductor that placed it, and attempt"""
     token_ids: list[int] = field(default_factory=list)
 
     def accept(self, output: TokenOutput) -> list[int] | None:
@@ -78,19 +79,20 @@ class Reception:
         Raises GenerationFailedError when tokens before these are missing, or differ from those that an
         earlier attempt has given: what the client has read cannot be taken back.
         """
-        if output.ref.attempt < self.attempt:
+        attempt = (output.ref.epoch, output.ref.attempt)
+        if attempt < self.attempt:
             return None
-        self.attempt = output.ref.attempt
+        self.attempt = attempt
         num_received = len(self.token_ids)
         if output.position > num_received:
             raise GenerationFailedError(
                 f"internal error: tokens {num_received} to {output.position - 1} "
-                f"of attempt {self.attempt} did not arrive"
+                f"of attempt {self.attempt[1]} did not arrive"
             )
         known = self.token_ids[output.position : output.position + len(output.token_ids)]
         if known != output.token_ids[: len(known)]:
             raise GenerationFailedError(
-                f"attempt {self.attempt} drew other tokens from {output.position} on than were sent"
+                f"attempt {self.attempt[1]} drew other tokens from {output.position} on than were sent"
             )
         new = output.token_ids[len(known) :]
         self.token_ids += new
@@ -154,11 +156,12 @@ class Link:
 
         Raises UnavailableError.
         """
+        self._in_flight[request.request_id] = Reception(inbox, _now())
         try:
             await self._conductor.send(Submit(request))
         except PeerGoneError as error:
+            del self._in_flight[request.request_id]
             raise UnavailableError(f"the conductor does not answer: {error}") from None
-        self._in_flight[request.request_id] = Reception(inbox, _now())
 
     async def cancel(self, request_id: str) -> None:
         """Forget the request, and tell the Conductor unless it has ended by itself."""

@@ -160,7 +160,7 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
     Raises RequestError when no pair of instances could ever hold one of the prompts, or the output that was
     asked for.
     """
-    pool_len = cluster.max_prompt_blocks * block_size
+    pool_len = cluster.max_sequence_blocks * block_size
     held = f"the instances' KVCache can hold at most {pool_len}"
     num_tokens = max(len(prompt.token_ids) for prompt in job.prompts)
     if num_tokens >= pool_len:

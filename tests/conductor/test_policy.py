@@ -125,7 +125,7 @@ def test_least_loaded_pair_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("order", "status", "word"),
     [
-        (request(num_tokens=400), 400, "the KVCache pool holds at most 99 blocks of 4 tokens"),
+        (request(num_tokens=396), 400, "KVCache holds at most 100 blocks of 4 tokens"),
         (request("taken"), 409, "already running"),
     ],
 )
@@ -137,6 +137,12 @@ def test_impossible_requests_are_rejected(order: Request, status: int, word: str
     assert effect.message.status == status
     assert word in effect.message.message
     assert conductor.num_running == 1
+
+
+def test_fronts_that_were_not_accepted_submit_nothing() -> None:
+    [effect] = new_conductor().handle(b"front#2", Submit(request()), 1.0)
+    assert isinstance(effect.message, Rejected)
+    assert effect.message.status == 503
 
 
 def test_full_and_empty_clusters_say_when_to_come_back() -> None:
@@ -200,9 +206,27 @@ def test_an_earlier_life_is_fenced_off() -> None:
     conductor.handle(FRONT, Submit(request()), 1.0)
     conductor.handle(peer_identity("d0", 2), registration("d0", Role.DECODE, 2), 2.0)
     assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == []
-    assert conductor.handle(D0, Heartbeat(0, 0, 0), 2.0) == [Effect(D0, HeartbeatAck(EPOCH, known=False))]
+    assert conductor.handle(D0, Heartbeat(0, 0, 0), 2.0) == [Effect(D0, HeartbeatAck(known=False))]
     [refused] = conductor.handle(D0, registration("d0", Role.DECODE, 1), 2.0)
     assert isinstance(refused.message, RegisterRefused)
+    assert refused.message.retryable
+
+
+def test_a_repeated_registration_of_the_same_life_costs_nothing() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered(EPOCH))]
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == [Effect(P0, Prefill(ref(), request(), GRANT))]
+
+
+def test_the_conductors_own_silence_is_not_held_against_others() -> None:
+    conductor = new_conductor(Limits(peer_timeout_s=5.0))
+    conductor.tick(1.0)
+    assert conductor.tick(60.0) == []  # it was stopped for a minute
+    assert len(list(conductor.instances)) == 2
+    for now_s in (61.0, 62.0, 63.0, 64.0, 65.5):
+        conductor.tick(now_s)
+    assert list(conductor.instances) == []
 
 
 def test_prefill_may_die_once_its_part_is_done() -> None:

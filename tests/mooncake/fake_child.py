@@ -10,13 +10,13 @@ from typing import Literal
 from pydantic import BaseModel
 
 from mooncake.errors import ModelError
-from mooncake.process import Progress, Ready, child_main, report
+from mooncake.process import STATUS_FD_VARIABLE, Progress, Ready, child_main, report
 
 
 class FakeConfig(BaseModel):
     """`lives_file` counts starts; the behaviour is that of the first start, later ones serve."""
 
-    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm"]
+    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm", "babble"]
     lives_file: str
 
 
@@ -33,6 +33,9 @@ async def serve(config: FakeConfig) -> None:
     if config.behaviour == "crash" and num_lives == 1:
         print("these are my last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+    if config.behaviour == "babble":
+        print("x" * 1_000_000, flush=True)
+        os.write(int(os.environ[STATUS_FD_VARIABLE]), b"this is no status\n")
     if config.behaviour == "fatal":
         raise ModelError("the model is not there")
     report(Ready("served", f"try {num_lives}"))

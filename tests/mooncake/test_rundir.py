@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.errors import ConfigError
 from mooncake.rundir import RunDirectory
 
 
@@ -30,7 +31,15 @@ def test_an_abandoned_directory_is_removed_and_a_live_one_kept(base: Path) -> No
 
 
 def test_another_programs_directory_is_left_alone(base: Path) -> None:
-    foreign = base / "mooncake-notes"
+    foreign = base / "mooncake-serve-notes"
     foreign.mkdir()
     with RunDirectory():
         assert foreign.exists()
+
+
+def test_places_that_cannot_be_used_are_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunDirectory() as run_dir, pytest.raises(ConfigError, match="longer than 107 bytes"):
+        run_dir.socket("x" * 100)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/directory")
+    with pytest.raises(ConfigError, match="/no/such/directory"):
+        RunDirectory()

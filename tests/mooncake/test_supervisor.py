@@ -68,6 +68,15 @@ def test_a_child_that_dies_is_reported_and_restarted(
     assert len(lives(tmp_path, "a")) == 2
 
 
+def test_lines_of_any_length_and_broken_statuses_do_no_harm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output = supervise([child("a", "babble", tmp_path)], "ready in", capsys)
+    assert code == 0
+    assert "this is no status" in output
+    assert "x" * 1000 in output
+
+
 def test_a_fatal_error_ends_everything_with_its_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,15 +79,15 @@ class InstanceUnderTest:
             cluster.spec, cluster.model.layers, sizes.num_device_pages, BLOCK_SIZE, torch.float32
         )
         self.executor = Executor(cluster.model, kv)
-        self.jobs = Jobs(cluster.group)
+        self.prefill_jobs, self.decode_jobs = Jobs(cluster.group), Jobs(cluster.group)
         view = PoolView(pool.segment, cluster.layout)
 
         async def send(message: object) -> None:
             cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
 
-        self.prefill = PrefillRunner(self.executor, pool, view, sizes.prefill_chunk, send, self.jobs)
+        self.prefill = PrefillRunner(self.executor, pool, view, sizes.prefill_chunk, send, self.prefill_jobs)
         self.decode = DecodeRunner(
-            self.executor, pool, view, sizes.max_batch, DEADLINE_S, send, cluster.receive, self.jobs
+            self.executor, pool, view, sizes.max_batch, DEADLINE_S, send, cluster.receive, self.decode_jobs
         )
         self.registration = Register(
             PROTOCOL_VERSION,
@@ -109,7 +109,12 @@ class InstanceUnderTest:
             case Decode():
                 self.decode.decode(message)
             case Abort(ref=ref):
-                self.jobs.cancel(ref)
+                self.prefill_jobs.cancel(ref)
+                self.decode_jobs.cancel(ref)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.prefill_jobs.refs or self.decode_jobs.refs)
 
 
 class MiniCluster:
@@ -164,7 +169,7 @@ class MiniCluster:
     async def idle(self) -> None:
         """Returns when nobody works any more; raises TimeoutError otherwise."""
         async with asyncio.timeout(DEADLINE_S):
-            while self.conductor.num_running or any(instance.jobs.refs for instance in self.instances):
+            while self.conductor.num_running or any(instance.is_busy for instance in self.instances):
                 await asyncio.sleep(0.002)
 
     async def assert_nothing_is_held(self) -> None:

@@ -97,7 +97,7 @@ class FakeCluster:
 
     def reset(self) -> None:
         self.behaviour: Behaviour = answer_hello
-        self.state = ClusterState(epoch=1, num_prefill=1, num_decode=1, max_prompt_blocks=1000)
+        self.state = ClusterState(epoch=1, num_prefill=1, num_decode=1, max_sequence_blocks=1000)
         self.silent = False
         self.num_hellos = 0
         self.submitted: list[Request] = []

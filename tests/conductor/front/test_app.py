@@ -290,7 +290,7 @@ def test_body_of_unknown_length_is_limited_too(front: Running) -> None:
 
 
 def test_prompt_larger_than_the_pool_is_refused(front: Running, client: openai.OpenAI) -> None:
-    front.publish(ClusterState(1, 2, 1, max_prompt_blocks=2))
+    front.publish(ClusterState(1, 2, 1, max_sequence_blocks=2))
     with pytest.raises(openai.BadRequestError, match=r"40 tokens.*at most 32"):
         client.completions.create(model=MODEL_NAME, prompt="x" * 40)
     assert front.cluster.submitted == []

@@ -229,16 +229,16 @@ def test_context_length_exceeded_names_the_numbers(
 
 def test_what_no_pool_can_hold_is_refused_with_both_sizes() -> None:
     job = completion(prompt=["x", "x" * 32])
-    assert fit_into_pool(job, ClusterState(1, 1, 1, max_prompt_blocks=3), MODEL.block_size) == job
+    assert fit_into_pool(job, ClusterState(1, 1, 1, max_sequence_blocks=3), MODEL.block_size) == job
     with pytest.raises(RequestError, match=r"32 tokens.*at most 32") as caught:
-        fit_into_pool(job, ClusterState(1, 1, 1, max_prompt_blocks=2), MODEL.block_size)
+        fit_into_pool(job, ClusterState(1, 1, 1, max_sequence_blocks=2), MODEL.block_size)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
     job = completion(prompt="x" * 40, max_tokens=9)
     with pytest.raises(RequestError, match=r"40 tokens and max_tokens is 9.*at most 48.*to 8") as caught:
-        fit_into_pool(job, ClusterState(1, 1, 1, max_prompt_blocks=3), MODEL.block_size)
+        fit_into_pool(job, ClusterState(1, 1, 1, max_sequence_blocks=3), MODEL.block_size)
     assert (caught.value.status, caught.value.param) == (400, "max_tokens")
 
 
 def test_default_output_length_is_cut_to_the_pool() -> None:
-    job = fit_into_pool(chat(), ClusterState(1, 1, 1, max_prompt_blocks=3), MODEL.block_size)
+    job = fit_into_pool(chat(), ClusterState(1, 1, 1, max_sequence_blocks=3), MODEL.block_size)
     assert job.sampling[0].max_tokens == 48 - len(job.prompts[0].token_ids)
