@@ -3,6 +3,7 @@
 Load is the Conductor's own count of what it assigned and has not seen end, not what heartbeats claim.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -45,15 +46,20 @@ class Instances:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Instance] = {}
+        self._lost_at_s: dict[Role, float] = {}
 
     def add(self, instance: Instance) -> None:
         """The name must be free: remove an earlier life first."""
         assert instance.name not in self._by_name
         self._by_name[instance.name] = instance
 
-    def remove(self, name: str) -> Instance:
+    def remove(self, name: str, now_s: float) -> None:
         """Forget this life."""
-        return self._by_name.pop(name)
+        self._lost_at_s[self._by_name.pop(name).registration.role] = now_s
+
+    def may_serve(self, role: Role, lost_after_s: float) -> bool:
+        """Whether there is an instance of this role, or was one after `lost_after_s` that may come back."""
+        return bool(self.of_role(role)) or self._lost_at_s.get(role, -math.inf) > lost_after_s
 
     def get(self, name: str | None) -> Instance | None:
         """By name; None when it is not registered."""

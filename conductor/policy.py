@@ -24,6 +24,7 @@ from mooncake.messages import (
     FrontHello,
     Heartbeat,
     HeartbeatAck,
+    Leave,
     Prefill,
     Prefilled,
     Ref,
@@ -58,6 +59,7 @@ class Limits:
     max_attempts: int = 3
     peer_timeout_s: float = 5.0
     placement_timeout_s: float = 60.0
+    return_grace_s: float = 10.0
     retry_after_s: float = 1.0
 
 
@@ -136,7 +138,7 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
-        rejection = self._reason_to_reject(sender, submit)
+        rejection = self._reason_to_reject(sender, submit, now_s)
         if rejection is not None:
             return [Effect(sender, rejection)]
         self._fronts[sender] = now_s
@@ -144,16 +146,17 @@ class Conductor:
         self.requests[request.request_id] = tracked
         return self._place_or_wait(tracked, now_s)
 
-    def _reason_to_reject(self, front: bytes, submit: Submit) -> Rejected | None:
+    def _reason_to_reject(self, front: bytes, submit: Submit, now_s: float) -> Rejected | None:
         request_id, retry_after_s = submit.request.request_id, self.limits.retry_after_s
         if front not in self._fronts:
             return Rejected(request_id, 503, "this front has not said hello", retry_after_s)
         if request_id in self.requests:
             return Rejected(request_id, 409, f"request id {request_id!r} is already running")
         for role in Role:
-            if not self.instances.of_role(role):
+            if not self.instances.may_serve(role, now_s - self.limits.return_grace_s):
                 return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
-        if place(submit.request, self.instances) is None:
+        has_pair = all(self.instances.of_role(role) for role in Role)
+        if has_pair and place(submit.request, self.instances) is None:
             layout = next(iter(self.instances)).registration.layout
             num_tokens = len(submit.request.token_ids)
             return Rejected(
@@ -227,6 +230,8 @@ class Conductor:
             if instance is not None:
                 instance.last_seen_s, instance.heartbeat = now_s, message
             return [Effect(sender, HeartbeatAck(known=instance is not None))]
+        if isinstance(message, Leave):
+            return self._drop_instance(instance, f"{instance.name} has left", now_s) if instance else []
         if instance is None or isinstance(message, Register):
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s
@@ -254,7 +259,7 @@ class Conductor:
         return []  # a duplicate of a step already taken
 
     def _drop_instance(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
-        self.instances.remove(instance.name)
+        self.instances.remove(instance.name, now_s)
         effects = self._tell_fronts()
         for request_id in list(instance.requests):
             effects += self._on_work_failed(self.requests[request_id], reason, True, now_s)
@@ -263,8 +268,11 @@ class Conductor:
     # -- requests -----------------------------------------------------------------------------------
 
     def _current(self, ref: Ref) -> TrackedRequest | None:
+        """The request that `ref` is the running attempt of."""
         tracked = self.requests.get(ref.request_id)
-        return tracked if tracked is not None and tracked.ref == ref else None
+        if tracked is None or tracked.ref != ref or tracked.state is RequestState.WAITING:
+            return None
+        return tracked
 
     def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         placement = place(tracked.request, self.instances)

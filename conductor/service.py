@@ -15,7 +15,7 @@ import time
 from prometheus_client import CollectorRegistry
 
 from conductor.front.config import FrontConfig
-from conductor.front.model import load_served_model
+from conductor.front.model import ServedModel, load_served_model
 from conductor.front.server import listen
 from conductor.front.server import serve as serve_front
 from conductor.metrics import ConductorMetrics
@@ -90,21 +90,31 @@ async def serve(process: ConductorProcess) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(ConductorService(conductor, router).run())
-                await serve_front(front, model, registry, listener, lambda url: report(_ready(url, front)))
+                await serve_front(
+                    front,
+                    model,
+                    registry,
+                    listener,
+                    lambda url: report(_ready(url, front, model, config.role == "all")),
+                )
         finally:
             router.close()
 
 
-def _ready(url: str, front: FrontConfig) -> Ready:
-    """Where to find the API, and a command that shows that it works."""
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": front.served_model_name, "messages": [question], "temperature": 0}
+def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
+    """Where to find the API and, if instances come up beside it, a command that shows that it works."""
+    if not is_whole_cluster:
+        return Ready(url)
+    text = "What is the capital of France?"
+    prompt: dict[str, object]
+    if model.tokenizer.has_chat_template:
+        path, prompt = "chat/completions", {"messages": [{"role": "user", "content": text}]}
+    else:
+        path, prompt = "completions", {"prompt": text}
+    body = json.dumps({"model": front.served_model_name, **prompt, "temperature": 0})
     reachable = url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-    hint = (
-        f"curl -s {reachable}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
-    )
-    return Ready(url, hint)
+    header = "'Content-Type: application/json'"
+    return Ready(url, f"curl -s {reachable}/v1/{path} -H {header} -d {shlex.quote(body)}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from kvstore.messages import (
     GetStats,
     Granted,
     OpenGrant,
-    PoolStats,
     Release,
     Reservation,
     Reserve,
@@ -44,10 +43,12 @@ from kvstore.segment import Segment
 from messenger.protocol import CHECKSUM_BYTES
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import Grant, MessengerAddress
+from mooncake.messages import Grant, MessengerAddress, PoolStats
 
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 _RETRY_S = 0.02
+_ANSWER_TIMEOUT_S = 10.0
+"""for calls that a working messenger answers at once"""
 _COMMIT_BYTES = 1 << 17
 """checksums in one commit message; larger commits are split"""
 
@@ -149,8 +150,15 @@ class PoolClient:
             await self._send(Commit(reservation_id, layers.start, layers.stop, list(pages[part]), packed))
 
     async def release(self, reservation_id: int) -> None:
-        """Gives everything of a reservation back: cancels its send, revokes its grant. Idempotent."""
-        await self._call(Release(next(self._call_ids), reservation_id))
+        """Gives everything of a reservation back: cancels its send, revokes its grant. Idempotent.
+
+        A messenger that is gone has released everything.
+        """
+        try:
+            await self._call(Release(next(self._call_ids), reservation_id))
+        except PoolError:
+            if not self.closed.is_set():
+                raise
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -182,8 +190,9 @@ class PoolClient:
 
     # -- the rest ---------------------------------------------------------------------------------
 
-    async def stats(self) -> PoolStats:
-        answer = await self._call(GetStats(next(self._call_ids)))
+    async def stats(self, check_integrity: bool = False) -> PoolStats:
+        """Counters; `check_integrity` also looks at every page, which takes time in a large pool."""
+        answer = await self._call(GetStats(next(self._call_ids), check_integrity))
         assert isinstance(answer, Stats)
         return answer.stats
 
@@ -215,16 +224,23 @@ class PoolClient:
         if self.closed.is_set():
             raise PoolError(self._gone_reason)
         try:
-            await self._channel.send(message)
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await self._channel.send(message)
         except ConnectionError as error:
             raise PoolError(self._gone_reason) from error
+        except TimeoutError:
+            raise self._stalled() from None
 
     async def _call(self, call: Call) -> Answer:
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = answered
         try:
             await self._send(call)
-            answer = await answered
+            waits = isinstance(call, AwaitSpace | AwaitSent | AwaitArrived)
+            async with asyncio.timeout(None if waits else _ANSWER_TIMEOUT_S):
+                answer = await answered
+        except TimeoutError:
+            raise self._stalled() from None
         finally:
             del self._calls[call.call_id]
         if isinstance(answer, CallFailed):
@@ -244,6 +260,12 @@ class PoolClient:
                     answered.set_result(message)
         finally:
             self._end()
+
+    def _stalled(self) -> PoolError:
+        """A messenger that does not answer is as good as gone: what it holds for this worker must end."""
+        self._gone_reason = f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s"
+        self._reader.cancel()
+        return PoolError(self._gone_reason)
 
     def _end(self) -> None:
         if self.closed.is_set():

@@ -10,9 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-from messenger.transports import Transport
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import Grant, MessengerAddress
+from mooncake.messages import Grant, MessengerAddress, PoolStats
 
 MAX_MESSAGE_BYTES = 384 * 1024
 """Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
@@ -95,9 +94,10 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Stats`."""
+    """Answered by `Stats`. `check_integrity` looks at every page."""
 
     call_id: int
+    check_integrity: bool
 
 
 class Attached(msgspec.Struct, tag=True, frozen=True):
@@ -124,29 +124,6 @@ class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
 class Granted(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     grant: Grant
-
-
-class PoolStats(msgspec.Struct, frozen=True):
-    """Counts are in pages (blocks), totals are since the messenger started.
-
-    `integrity` is None while every page is accounted for exactly once, else what is wrong.
-    """
-
-    num_pages: int
-    num_free: int
-    num_reserved: int
-    num_sealed: int
-    num_quarantined: int
-    num_used: int
-    num_reservations: int
-    num_hits: int
-    num_misses: int
-    num_evictions: int
-    num_dropped: int
-    num_checksum_failures: int
-    sent_bytes: dict[Transport, int]
-    received_bytes: dict[Transport, int]
-    integrity: str | None
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):

@@ -30,7 +30,6 @@ from kvstore.messages import (
     GetStats,
     Granted,
     OpenGrant,
-    PoolStats,
     Release,
     Reserve,
     ReservedBlock,
@@ -45,9 +44,10 @@ from kvstore.sends import Send
 from messenger.identity import Identity
 from messenger.protocol import CHECKSUM_BYTES
 from messenger.sender import Links
-from messenger.transports import Traffic
+from messenger.transports import Traffic, Transport
 from mooncake.blocks import KEY_BYTES
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.messages import PoolStats
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ class Session:
                 await asyncio.shield(self._find_send(reservation_id).outcome)
             case AwaitArrived(_, reservation_id):
                 await self._store.grants.wait_arrived(self._find(reservation_id))
-            case GetStats(call_id):
-                return Stats(call_id, self._stats())
+            case GetStats(call_id, check_integrity):
+                return Stats(call_id, self._stats(check_integrity))
             case _:
                 raise PoolError("this connection is attached already")
         return Done(call.call_id)
@@ -211,7 +211,7 @@ class Session:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         return self._sends[reservation_id][0]
 
-    def _stats(self) -> PoolStats:
+    def _stats(self, check_integrity: bool) -> PoolStats:
         pool, traffic = self._store.pool, self._store.traffic
         counts = pool.table.count()
         return PoolStats(
@@ -227,10 +227,15 @@ class Session:
             num_evictions=pool.counters.num_evictions,
             num_dropped=pool.counters.num_dropped,
             num_checksum_failures=traffic.num_checksum_failures,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            integrity=pool.check_integrity(),
+            sent_bytes=by_name(traffic.sent_bytes),
+            received_bytes=by_name(traffic.received_bytes),
+            integrity=pool.check_integrity() if check_integrity else None,
         )
+
+
+def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
+    """Transports by the names that messages carry."""
+    return {transport.value: count for transport, count in num_bytes.items()}
 
 
 def failed_call(call_id: int, error: MooncakeError, space_epoch: int = 0) -> CallFailed:

@@ -47,9 +47,9 @@ class _Socket(Generic[Incoming]):
             return None
         return message
 
-    def close(self) -> None:
-        """Close at once; what was not sent is dropped."""
-        self._socket.close(linger=0)
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close at once; what was not sent may still leave within `linger_s`."""
+        self._socket.close(linger=int(1000 * linger_s))
 
 
 class Router(_Socket[Incoming]):

@@ -3,18 +3,21 @@
 Owns: keys, types, defaults, and the errors that name them. Does not know: who uses a value.
 """
 
+import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from mooncake.blocks import KVDtype
 from mooncake.errors import ConfigError
 from mooncake.messages import Role
 
 ENV_PREFIX = "MOONCAKE_"
+# Kubernetes gives every container the addresses of its services; one may be called mooncake.
+KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 Port = Annotated[int, Field(ge=0, le=65535)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -82,7 +85,9 @@ class Config(_Section):
         None, description="Hugging Face directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights")
-    dtype: KVDtype | Literal["auto"] = Field("auto", description="arithmetic; auto: the checkpoint's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="arithmetic; auto: the checkpoint's own"
+    )
     served_model_name: str | None = Field(None, description="the name that clients ask for")
     instance: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="name of this instance (--role prefill, decode)"
@@ -95,6 +100,15 @@ class Config(_Section):
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     messenger: MessengerConfig = Field(default_factory=MessengerConfig)
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "Config":
+        """A key that has no effect with this role is a mistake, not a wish to be ignored."""
+        if self.role != "all" and (self.num_prefill, self.num_decode) != (1, 1):
+            raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
+        if self.role in ("all", "conductor") and self.instance is not None:
+            raise ValueError(f"instance names one prefill or decode instance, not role {self.role}")
+        return self
 
 
 class ConductorProcess(_Section):
@@ -127,11 +141,15 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> 
 
 
 def describe(path: tuple[str, ...]) -> str:
-    """The description of a key."""
+    """What a key means, its choices and its default."""
     model: Any = Config
     for name in path[:-1]:
         model = model.model_fields[name].annotation
-    return model.model_fields[path[-1]].description or ""
+    field = model.model_fields[path[-1]]
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    text = f"{field.description}; one of {', '.join(choices)}" if choices else str(field.description)
+    default = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
+    return text if default is None else f"{text} (default: {default})"
 
 
 def env_name(path: tuple[str, ...]) -> str:
@@ -150,8 +168,11 @@ def load_config(
         if not variable.startswith(ENV_PREFIX) or variable in RESERVED_ENV:
             continue
         if variable not in by_variable:
+            if KUBERNETES_SERVICE.search(f"{variable}={value}"):
+                continue
+            near = difflib.get_close_matches(variable, by_variable, n=3, cutoff=0.0)
             raise ConfigError(
-                f"{variable}: unknown variable; known ones are {', '.join(sorted(by_variable))}"
+                f"{variable}: unknown variable; near ones are {', '.join(near)} (--help lists all keys)"
             )
         _put(merged, by_variable[variable], value)
         origins[by_variable[variable]] = variable
@@ -164,9 +185,20 @@ def load_config(
         raise ConfigError(_explain(error, origins, file)) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, of which PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.load(file.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -175,7 +207,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
-    return content
+    sections = {path[0] for path in leaf_keys() if len(path) > 1}
+    return {key: {} if key in sections and value is None else value for key, value in content.items()}
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: str) -> None:
@@ -195,7 +228,11 @@ def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str], fil
         )
         path = next((key for key in leaf_keys() if path[: len(key)] == key), path)
         origin = origins.get(path, str(file) if file is not None else "default")
-        if problem["type"] == "extra_forbidden":
+        if not path:  # the keys do not go together
+            lines.append(problem["msg"].removeprefix("Value error, "))
+        elif problem["type"] == "model_type":
+            lines.append(f"{'.'.join(path)}: expected keys and values, found {problem['input']!r} ({origin})")
+        elif problem["type"] == "extra_forbidden":
             section = path[:-1]
             known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
             lines.append(f"{'.'.join(path)}: unknown key ({origin}); known keys here are {', '.join(known)}")

@@ -105,6 +105,30 @@ class Capacity(msgspec.Struct, frozen=True):
     num_device_pages: int
 
 
+class PoolStats(msgspec.Struct, frozen=True):
+    """An instance's part of the pool. Counts are pages (blocks), totals are since its messenger started.
+
+    `integrity` says what is wrong when pages are not each accounted for exactly once; it is None otherwise,
+    and when it was not checked.
+    """
+
+    num_pages: int
+    num_free: int
+    num_reserved: int
+    num_sealed: int
+    num_quarantined: int
+    num_used: int
+    num_reservations: int
+    num_hits: int
+    num_misses: int
+    num_evictions: int
+    num_dropped: int
+    num_checksum_failures: int
+    sent_bytes: dict[str, int]
+    received_bytes: dict[str, int]
+    integrity: str | None = None
+
+
 # -- worker -> Conductor ----------------------------------------------------------------------------
 
 
@@ -127,6 +151,11 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     num_running: int
     num_waiting: int
     num_free_device_pages: int
+    pool: PoolStats
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """The worker stops now: its work is to be placed elsewhere. Needs no answer."""
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
@@ -280,7 +309,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     outputs: list[TokenOutput]
 
 
-FromWorker = Register | Heartbeat | Reserved | Prefilled | Finished | WorkFailed
+FromWorker = Register | Heartbeat | Leave | Reserved | Prefilled | Finished | WorkFailed
 FromFront = FrontHello | Submit | Cancel
 ToConductor = FromWorker | FromFront
 ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort

@@ -6,16 +6,20 @@
 --role decode     one messenger and one worker
 """
 
+import contextlib
 import json
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mooncake.config import ConductorProcess, Config, WorkerProcess
 from mooncake.errors import ConfigError
 from mooncake.messages import Role
 from mooncake.rundir import RunDirectory
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +44,48 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
             update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
         )
         config = config.model_copy(update={"conductor": conductor})
-    instances = _instances(config)
+    instances = _instances(config, run_dir)
+    _check_memory(config, len(instances))
     specs = [_conductor(config)] if config.role in ("all", "conductor") else []
     for name, role in instances:
         specs += _instance(config, run_dir, name, role, len(instances))
     return specs
 
 
-def _instances(config: Config) -> list[tuple[str, Role]]:
+def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
     if config.role == "all":
         counts = {Role.PREFILL: config.num_prefill, Role.DECODE: config.num_decode}
         return [(f"{role.value}-{index}", role) for role, count in counts.items() for index in range(count)]
     if config.role == "conductor":
         return []
-    return [(config.instance or f"{config.role}-{socket.gethostname()}", Role(config.role))]
+    # Two nodes may have one hostname, but a name belongs to one instance.
+    name = config.instance or f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
+    return [(name, Role(config.role))]
+
+
+def _check_memory(config: Config, num_instances: int) -> None:
+    """Taking more memory than there is would not fail: it would get some process killed."""
+    wanted = num_instances * int(config.kvcache.pool_bytes)
+    available = _available_bytes()
+    if available is not None and wanted > available:
+        raise ConfigError(
+            f"kvcache.pool_bytes: the pools of {num_instances} instances take {wanted / GIB:.1f} GiB, "
+            f"{available / GIB:.1f} GiB of memory are available on this node"
+        )
+
+
+def _available_bytes() -> int | None:
+    """Memory that this process may still take: the machine's, or its control group's if that is less."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())  # "max" when there is none
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available
 
 
 def _conductor(config: Config) -> ChildSpec:
@@ -65,7 +97,7 @@ def _instance(
     config: Config, run_dir: RunDirectory, name: str, role: Role, num_local_workers: int
 ) -> list[ChildSpec]:
     segment_fd = create_segment(name, int(config.kvcache.pool_bytes))
-    worker_socket = run_dir.socket(name)
+    worker_socket, peer_socket = run_dir.socket(name), run_dir.socket(f"{name}-peers")
 
     def messenger(incarnation: int) -> str:
         return json.dumps(
@@ -73,7 +105,7 @@ def _instance(
                 "instance": name,
                 "incarnation": incarnation,
                 "socket_path": worker_socket,
-                "peer_socket_path": run_dir.socket(f"{name}-peers"),
+                "peer_socket_path": peer_socket,
                 "tcp_host": config.messenger.host,
                 "tcp_port": config.messenger.port,
                 "segment_fd": segment_fd,

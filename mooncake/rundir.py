@@ -37,6 +37,11 @@ class RunDirectory:
         self.path = base / (PREFIX + starting.name.removeprefix(STARTING_PREFIX))
         starting.rename(self.path)
 
+    @property
+    def unique_name(self) -> str:
+        """Told apart from that of every other run on this machine."""
+        return self.path.name.removeprefix(PREFIX)
+
     def socket(self, name: str) -> str:
         """Path of a socket in this directory. Raises ConfigError where Unix sockets allow no path so long."""
         path = str(self.path / f"{name}.sock")

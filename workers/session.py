@@ -4,6 +4,7 @@ Owns: the worker's connections and the loop that reads orders. Does not know: ho
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -12,7 +13,7 @@ from kvstore.client import PoolClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.config import WorkerProcess
-from mooncake.errors import ConfigError, MooncakeError
+from mooncake.errors import ConfigError, MooncakeError, PoolError
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -21,6 +22,7 @@ from mooncake.messages import (
     FromWorker,
     Heartbeat,
     HeartbeatAck,
+    Leave,
     Prefill,
     Register,
     Registered,
@@ -41,6 +43,8 @@ from workers.prefill import PrefillRunner
 HEARTBEATS_PER_TIMEOUT = 5
 TIMEOUTS_OF_THE_CONDUCTOR = 2
 """a worker gives up its Conductor later than the Conductor gives up a worker"""
+LEAVE_S = 0.5
+"""how long the last message may take to leave"""
 log = logging.getLogger(__name__)
 
 
@@ -88,12 +92,14 @@ class Session:
                 group.create_task(self._beat(pool))
                 group.create_task(self._decode.run())
                 await self._obey()
-        except* SessionLostError as errors:
+        except* (SessionLostError, PoolError) as errors:
             raise SessionLostError(str(errors.exceptions[0])) from None
         except* ConfigError as errors:
             raise errors.exceptions[0] from None
         finally:
-            self._conductor.close()
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(Leave())
+            self._conductor.close(linger_s=LEAVE_S)
             for front in self._fronts.values():
                 front.close()
             await pool.close()
@@ -135,8 +141,9 @@ class Session:
                     if not known and self._is_registered:
                         raise SessionLostError("the conductor has restarted, or had given this worker up")
                 case Registered():
-                    self._is_registered = True
-                    report(Ready(f"{self._process.role.value} on {self._executor.kv.device}"))
+                    if not self._is_registered:
+                        self._is_registered = True
+                        report(Ready(f"{self._process.role.value} on {self._executor.kv.device}"))
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
@@ -152,7 +159,7 @@ class Session:
         """Register, then heartbeats; both double as the test whether the Conductor answers."""
         deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
         while True:
-            await self._tell(self._heartbeat() if self._is_registered else self._registration(pool))
+            await self._tell(await self._heartbeat(pool) if self._is_registered else self._registration(pool))
             await asyncio.sleep(self._heartbeat_s)
             if self._is_registered and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
@@ -169,11 +176,12 @@ class Session:
             Capacity(pool.num_pages, self._executor.kv.num_pages),
         )
 
-    def _heartbeat(self) -> Heartbeat:
+    async def _heartbeat(self, pool: PoolClient) -> Heartbeat:
         return Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
+            pool=await pool.stats(),
         )
 
     async def _watch(self, pool: PoolClient) -> None:

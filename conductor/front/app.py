@@ -51,11 +51,16 @@ class Front:
             config.control_endpoint, config.reply_endpoint, model.fingerprint, self.metrics.output_dropped
         )
 
-    def ready_cluster(self) -> ClusterState:
-        """The cluster's state. Raises UnavailableError that says what is missing, if it cannot serve."""
+    def cluster(self) -> ClusterState:
+        """The cluster's state. Raises UnavailableError if it is not known."""
         cluster = self.link.cluster
         if cluster is None:
             raise UnavailableError("not ready: the conductor does not answer")
+        return cluster
+
+    def ready_cluster(self) -> ClusterState:
+        """The cluster's state. Raises UnavailableError that says what is missing, if it cannot serve."""
+        cluster = self.cluster()
         missing = [
             f"no {role} instance"
             for role, num in (("prefill", cluster.num_prefill), ("decode", cluster.num_decode))
@@ -66,12 +71,15 @@ class Front:
         return cluster
 
     async def read_job(self, endpoint: Endpoint, body: bytes) -> Job:
-        """The valid job in `body`, for a cluster that is ready and could hold it. Raises RequestError."""
+        """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
+
+        Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
+        """
         read = functools.partial(
             read_job, endpoint, body, self.model, self.config.served_model_name, self.config.max_choices
         )
         job = read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
-        return fit_into_pool(job, self.ready_cluster(), self.model.block_size)
+        return fit_into_pool(job, self.cluster(), self.model.block_size)
 
 
 def create_app(front: Front) -> FastAPI:

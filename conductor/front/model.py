@@ -18,6 +18,10 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises RequestError."""
 

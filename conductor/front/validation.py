@@ -158,8 +158,10 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
     """The job, its default output length cut to what the instances' KVCache can hold.
 
     Raises RequestError when no pair of instances could ever hold one of the prompts, or the output that was
-    asked for.
+    asked for. While there is no pair, nothing is known of sizes, and the job stays as it is.
     """
+    if cluster.max_sequence_blocks == 0:
+        return job
     pool_len = cluster.max_sequence_blocks * block_size
     held = f"the instances' KVCache can hold at most {pool_len}"
     num_tokens = max(len(prompt.token_ids) for prompt in job.prompts)

@@ -67,7 +67,7 @@ def client_of(server: Server) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models_of_every_family(family: str, tmp_path: Path) -> None:
+def test_tiny_models_of_every_family(family: str, tmp_path: Path, run_dir: Path) -> None:
     model = tiny_model(family, tmp_path / "model")
     write_tiny_tokenizer(tmp_path / "model")
     rng = random.Random(family)
@@ -75,7 +75,7 @@ def test_tiny_models_of_every_family(family: str, tmp_path: Path) -> None:
     expected = [reference(model, prompt, 16) for prompt in prompts]
     arguments = [f"--model={tmp_path / 'model'}", "--kvcache-block-size=8", "--worker-prefill-chunk=20"]
     sizes = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"]
-    with Server(*arguments, *sizes, run_dir=tmp_path) as server, ThreadPoolExecutor(8) as threads:
+    with Server(*arguments, *sizes, run_dir=run_dir) as server, ThreadPoolExecutor(8) as threads:
         client = client_of(server)
         assert [complete(client, prompt, 16, stream=False) for prompt in prompts] == expected
         assert (

@@ -19,13 +19,11 @@ NUM_TOKENS = 300
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
     """A tiny model in float32, small pools."""
     directory = tmp_path / "tiny"
     tiny_model("smollm2", directory)
     write_tiny_tokenizer(directory)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
     arguments = ["--model", str(directory), "--kvcache-block-size=8"]
     sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
     with Server(*arguments, *sizes, run_dir=run_dir) as running:
@@ -150,7 +148,9 @@ def test_a_client_that_hangs_up_frees_everything(server: Server, stream: bool) -
     wait_until_idle(server)
 
 
-def test_more_requests_than_the_device_holds_are_preempted_and_finish_unchanged(tmp_path: Path) -> None:
+def test_more_requests_than_the_device_holds_are_preempted_and_finish_unchanged(
+    tmp_path: Path, run_dir: Path
+) -> None:
     directory = tmp_path / "tiny"
     tiny_model("smollm2", directory)
     write_tiny_tokenizer(directory)
@@ -158,7 +158,7 @@ def test_more_requests_than_the_device_holds_are_preempted_and_finish_unchanged(
     # 20 pages of 8 tokens: two of these sequences at their full length of 71 tokens, never six.
     page_bytes = 8 * 4 * 1 * 2 * 16 * 4
     arguments = ["--model", str(directory), "--kvcache-block-size=8", "--kvcache-pool-bytes=8MiB"]
-    with Server(*arguments, f"--kvcache-device-bytes={20 * page_bytes}", run_dir=tmp_path) as server:
+    with Server(*arguments, f"--kvcache-device-bytes={20 * page_bytes}", run_dir=run_dir) as server:
         expected = [text_of(complete(server, prompt=prompt, num_tokens=40)) for prompt in prompts]
         with ThreadPoolExecutor(6) as threads:
             answers = threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=40), prompts)

@@ -44,10 +44,10 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_ends_within_five_seconds_and_leaves_nothing(
-    tiny: str, tmp_path: Path, signum: signal.Signals
+    tiny: str, run_dir: Path, signum: signal.Signals
 ) -> None:
     before = shared_memory()
-    with Server("--model", tiny, *SMALL, run_dir=tmp_path) as server:
+    with Server("--model", tiny, *SMALL, run_dir=run_dir) as server:
         pids = descendants(server)
         assert len(pids) == 5
         # A stream that is running when the signal comes must not hold up the end.
@@ -69,20 +69,20 @@ def test_ends_within_five_seconds_and_leaves_nothing(
             assert server.stop(signum) < STOP_DEADLINE_S
     assert server.process.returncode == 0
     assert not [pid for pid in pids if is_running(pid)]
-    assert list(tmp_path.iterdir()) == []
+    assert list(run_dir.iterdir()) == []
     assert shared_memory() == before
 
 
-def test_killed_supervisor_takes_its_processes_along(tiny: str, tmp_path: Path) -> None:
-    with Server("--model", tiny, *SMALL, run_dir=tmp_path) as server:
+def test_killed_supervisor_takes_its_processes_along(tiny: str, run_dir: Path) -> None:
+    with Server("--model", tiny, *SMALL, run_dir=run_dir) as server:
         pids = descendants(server)
         server.process.kill()
         server.process.wait()
         eventually(lambda: not any(map(is_running, pids)), "children end when their supervisor is gone")
     # The next start removes what the killed supervisor could not.
-    [abandoned] = tmp_path.iterdir()
-    with Server("--model", tiny, *SMALL, run_dir=tmp_path):
-        assert abandoned not in tmp_path.iterdir()
+    [abandoned] = run_dir.iterdir()
+    with Server("--model", tiny, *SMALL, run_dir=run_dir):
+        assert abandoned not in run_dir.iterdir()
 
 
 def refused(*arguments: str, run_dir: Path, port: int | None = None) -> str:
@@ -98,18 +98,16 @@ def refused(*arguments: str, run_dir: Path, port: int | None = None) -> str:
     return errors[0]
 
 
-def test_a_port_in_use_is_one_clear_line(tiny: str, tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_clear_line(tiny: str, run_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        message = refused("--model", tiny, *SMALL, run_dir=tmp_path, port=port)
+        message = refused("--model", tiny, *SMALL, run_dir=run_dir, port=port)
     assert f"port {port} on 127.0.0.1 is in use" in message
 
 
-def test_models_that_cannot_be_served_are_one_clear_line(tiny: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+def test_models_that_cannot_be_served_are_one_clear_line(tmp_path: Path, run_dir: Path) -> None:
     assert "/no/such/model" in refused("--model=/no/such/model", run_dir=run_dir)
     corrupt = tmp_path / "corrupt.gguf"
     corrupt.write_bytes(b"GGUF" + bytes(100))
@@ -130,19 +128,19 @@ def test_models_that_cannot_be_served_are_one_clear_line(tiny: str, tmp_path: Pa
     assert "LlamaForCausalLM" in message
 
 
-def test_too_little_memory_is_one_clear_line(tiny: str, tmp_path: Path) -> None:
-    assert "device_bytes" in refused("--model", tiny, "--kvcache-device-bytes=1KiB", run_dir=tmp_path)
-    assert "pool" in refused("--model", tiny, "--kvcache-pool-bytes=1KiB", run_dir=tmp_path)
+def test_too_little_memory_is_one_clear_line(tiny: str, run_dir: Path) -> None:
+    assert "device_bytes" in refused("--model", tiny, "--kvcache-device-bytes=1KiB", run_dir=run_dir)
+    assert "pool" in refused("--model", tiny, "--kvcache-pool-bytes=1KiB", run_dir=run_dir)
 
 
-def test_dummy_weights_serve(tiny: str, tmp_path: Path) -> None:
-    with Server("--model", tiny, "--load-format=dummy", *SMALL, run_dir=tmp_path) as server:
+def test_dummy_weights_serve(tiny: str, run_dir: Path) -> None:
+    with Server("--model", tiny, "--load-format=dummy", *SMALL, run_dir=run_dir) as server:
         body = {"model": Path(tiny).name, "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_separate_roles_over_tcp_make_a_cluster(tiny: str, tmp_path: Path) -> None:
+def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path) -> None:
     """Conductor, prefill and decode under supervisors of their own, no memory shared between instances."""
 
     def free_endpoint() -> str:
@@ -161,15 +159,15 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, tmp_path: Path) -> No
     prompt = list(range(3, 103))
     body = {"model": Path(tiny).name, "prompt": prompt, "max_tokens": 5, "ignore_eos": True, "temperature": 0}
     with (
-        Server("--role=prefill", *common, run_dir=tmp_path, until="waiting for the conductor") as prefill,
-        Server("--role=conductor", *common, run_dir=tmp_path) as conductor,
+        Server("--role=prefill", *common, run_dir=run_dir, until="waiting for the conductor") as prefill,
+        Server("--role=conductor", *common, run_dir=run_dir) as conductor,
         httpx.Client(base_url=conductor.url, timeout=30) as client,
     ):
         prefill.wait_for_line("ready prefill")
         assert client.get("/ready").status_code == 503
         assert "decode" in client.get("/ready").text
         assert client.post("/v1/completions", json=body).status_code == 503
-        with Server("--role=decode", *common, run_dir=tmp_path):
+        with Server("--role=decode", *common, run_dir=run_dir):
             eventually(lambda: client.get("/ready").status_code == 200, "the cluster is ready")
             first = client.post("/v1/completions", json=body).raise_for_status().json()
             again = client.post("/v1/completions", json=body).raise_for_status().json()
@@ -177,7 +175,7 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, tmp_path: Path) -> No
             assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
             other = refused(
-                "--role=decode", "--instance=other", *common, "--dtype=bfloat16", run_dir=_new(tmp_path)
+                "--role=decode", "--instance=other", *common, "--dtype=bfloat16", run_dir=_new(run_dir)
             )
             assert "fingerprint differs" in other
             assert "other" in other

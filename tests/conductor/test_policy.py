@@ -24,7 +24,9 @@ from mooncake.messages import (
     Grant,
     Heartbeat,
     HeartbeatAck,
+    Leave,
     MessengerAddress,
+    PoolStats,
     Prefill,
     Prefilled,
     Ref,
@@ -67,6 +69,7 @@ def ref(attempt: int = 1, request_id: str = "r") -> Ref:
     return Ref(EPOCH, request_id, attempt)
 
 
+HEARTBEAT = Heartbeat(0, 0, 0, PoolStats(9, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}))
 GRANT = Grant(1, address("d0"), [])
 
 
@@ -180,13 +183,26 @@ def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
     conductor, order = new_conductor(), request()
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
-    conductor.handle(P0, Heartbeat(0, 0, 0), 5.0)
+    conductor.handle(P0, HEARTBEAT, 5.0)
     effects = conductor.tick(5.5)
     assert Effect(FRONT, ClusterState(EPOCH, 1, 0, 0)) in effects
     assert Effect(P0, Abort(ref())) in effects
     d0_again = peer_identity("d0", 2)
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
     assert effects[:2] == [Effect(d0_again, Registered(EPOCH)), Effect(d0_again, Reserve(ref(2), order))]
+
+
+def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
+    conductor, order = new_conductor(Limits(return_grace_s=10.0)), request()
+    conductor.peer_gone(D0, 1.0)
+    assert conductor.handle(FRONT, Submit(order), 2.0) == []
+    d0_again = peer_identity("d0", 2)
+    effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 3.0)
+    assert Effect(d0_again, Reserve(ref(1), order)) in effects
+    conductor.peer_gone(d0_again, 4.0)
+    [rejected] = conductor.handle(FRONT, Submit(request("late")), 15.0)
+    assert isinstance(rejected.message, Rejected)
+    assert rejected.message.status == 503
 
 
 def test_a_request_does_not_wait_for_ever() -> None:
@@ -206,7 +222,7 @@ def test_an_earlier_life_is_fenced_off() -> None:
     conductor.handle(FRONT, Submit(request()), 1.0)
     conductor.handle(peer_identity("d0", 2), registration("d0", Role.DECODE, 2), 2.0)
     assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == []
-    assert conductor.handle(D0, Heartbeat(0, 0, 0), 2.0) == [Effect(D0, HeartbeatAck(known=False))]
+    assert conductor.handle(D0, HEARTBEAT, 2.0) == [Effect(D0, HeartbeatAck(known=False))]
     [refused] = conductor.handle(D0, registration("d0", Role.DECODE, 1), 2.0)
     assert isinstance(refused.message, RegisterRefused)
     assert refused.message.retryable
@@ -227,6 +243,17 @@ def test_the_conductors_own_silence_is_not_held_against_others() -> None:
     for now_s in (61.0, 62.0, 63.0, 64.0, 65.5):
         conductor.tick(now_s)
     assert list(conductor.instances) == []
+
+
+def test_work_of_an_instance_that_leaves_is_placed_elsewhere_at_once() -> None:
+    conductor, order = new_conductor(), request()
+    d1 = peer_identity("d1", 1)
+    conductor.handle(d1, registration("d1", Role.DECODE), 0.0)
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.handle(D0, Leave(), 2.0)
+    assert Effect(d1, Reserve(ref(2), order)) in effects
+    assert Effect(FRONT, ClusterState(EPOCH, 1, 1, 100)) in effects
+    assert conductor.handle(D0, Leave(), 2.0) == []
 
 
 def test_prefill_may_die_once_its_part_is_done() -> None:
@@ -263,7 +290,7 @@ def test_requests_of_a_vanished_front_are_aborted() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
     for identity in (P0, D0):
-        conductor.handle(identity, Heartbeat(0, 0, 0), 7.0)
+        conductor.handle(identity, HEARTBEAT, 7.0)
     assert [effect.message for effect in conductor.tick(7.0)] == [Abort(ref()), Abort(ref())]
     assert conductor.num_running == 0
 

@@ -14,9 +14,10 @@ import xxhash
 
 from kvstore.client import PoolClient
 from kvstore.config import MessengerConfig
-from kvstore.messages import PoolStats, Reservation
+from kvstore.messages import Reservation
 from messenger.transports import TransportChoice
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
+from mooncake.messages import PoolStats
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
@@ -161,6 +162,6 @@ async def until(client: PoolClient, condition: Callable[[PoolStats], bool]) -> P
     """The messenger's first statistics that fulfil `condition`."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            stats = await client.stats()
+            stats = await client.stats(check_integrity=True)
             if condition(stats):
                 return stats

@@ -35,7 +35,7 @@ def test_committed_blocks_are_found_by_the_next_prompt(start_node: StartNode) ->
         longer = await client.reserve(prompt_keys(4), 0)
         assert [block.sealed for block in longer.blocks] == [True, True, True, False]
         assert_holds(client, msgspec.structs.replace(longer, blocks=longer.blocks[:3]), keys)
-        stats = await client.stats()
+        stats = await client.stats(check_integrity=True)
         assert (stats.num_hits, stats.num_misses, stats.integrity) == (3, 4, None)
         await client.close()
 
@@ -49,7 +49,7 @@ def test_full_pool_is_an_error_until_somebody_releases(start_node: StartNode) ->
         with pytest.raises(PoolFullError, match="1 pages are needed, 0 are free and 0 evictable"):
             await client.reserve([], 1)
         waiting = asyncio.create_task(client.wait_for_space())
-        await client.stats()  # answered behind the wait
+        await client.stats(check_integrity=True)  # answered behind the wait
         assert not waiting.done()
         await client.release(first.reservation_id)
         await waiting
@@ -95,7 +95,7 @@ def test_second_worker_is_refused_while_the_first_lives(start_node: StartNode) -
         first = await node.connect()
         with pytest.raises(PoolError, match=r"serves a live worker already \(incarnation 1\)"):
             await node.connect()
-        await first.stats()  # undisturbed
+        await first.stats(check_integrity=True)  # undisturbed
         await first.close()
         await (await node.connect()).close()
 
@@ -127,11 +127,11 @@ def test_prompt_of_4096_blocks_fits_one_message_and_a_larger_one_is_a_typed_erro
         await client.commit(
             reservation.reservation_id, ALL_LAYERS, pages, [[0] * len(ALL_LAYERS)] * len(pages)
         )
-        stats = await client.stats()
+        stats = await client.stats(check_integrity=True)
         assert (stats.num_sealed, stats.num_reserved) == (4096, 1)
         with pytest.raises(PoolError, match="a Reserve message takes"):
             await client.reserve(keys * 8, 0)
-        await client.stats()  # undisturbed
+        await client.stats(check_integrity=True)  # undisturbed
         await client.close()
 
     run(test())
@@ -157,9 +157,9 @@ def test_wrong_commit_ends_the_session_with_its_reason(start_node: StartNode, mi
                 await client.commit(commit, range(9, 10), [page], [[0]])
         await client.closed.wait()
         with pytest.raises(PoolError, match=r"ended the session: .*(page|layers|checksums)"):
-            await client.stats()
+            await client.stats(check_integrity=True)
         await client.close()
-        stats = await (await node.connect()).stats()
+        stats = await (await node.connect()).stats(check_integrity=True)
         assert (stats.num_used, stats.integrity) == (0, None)
 
     run(test())
@@ -172,7 +172,7 @@ def test_commit_of_a_released_reservation_is_ignored(start_node: StartNode) -> N
         await client.release(reservation.reservation_id)
         await client.release(reservation.reservation_id)
         await client.commit(reservation.reservation_id, range(1), [reservation.blocks[0].page], [[0]])
-        stats = await client.stats()
+        stats = await client.stats(check_integrity=True)
         assert (stats.num_sealed, stats.num_reserved) == (0, 0)
         await client.close()
 
@@ -193,13 +193,13 @@ def test_killed_messenger_fails_pending_calls_and_its_successor_finds_the_sealed
         with pytest.raises(PoolFullError):
             await client.reserve([], client.num_pages)
         waiting = asyncio.create_task(client.wait_for_space())
-        await client.stats()
+        await client.stats(check_integrity=True)
         node.kill()
         with pytest.raises(PoolError, match="messenger of node gone"):
             await waiting
         assert client.closed.is_set()
         with pytest.raises(PoolError, match="messenger of node gone"):
-            await client.stats()
+            await client.stats(check_integrity=True)
         await client.close()
 
         node.start()
@@ -209,7 +209,7 @@ def test_killed_messenger_fails_pending_calls_and_its_successor_finds_the_sealed
         assert_holds(client, again, keys)
         lost = await client.reserve(prompt_keys(2, first_token=5000), 1)
         assert not any(block.sealed for block in lost.blocks)
-        stats = await client.stats()
+        stats = await client.stats(check_integrity=True)
         assert (stats.num_sealed, stats.num_reserved, stats.integrity) == (3, 3, None)
         await client.close()
 

@@ -89,9 +89,9 @@ def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(start_node: St
         sender.write(entry, data[:100])
         page = reservation.blocks[0].page
         while client.segment.layer_view(page, 0)[:100] != data[:100]:
-            await client.stats()
+            await client.stats(check_integrity=True)
         await client.release(reservation.reservation_id)
-        stats = await client.stats()
+        stats = await client.stats(check_integrity=True)
         assert (stats.num_quarantined, stats.integrity) == (1, None)
         with pytest.raises(PoolFullError):
             await client.reserve([], client.num_pages)
@@ -176,7 +176,7 @@ def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> 
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):  # it may not have read all of ours
                 assert sock.recv(1) == b""
-        await client.stats()
+        await client.stats(check_integrity=True)
         await client.close()
 
     run(test())

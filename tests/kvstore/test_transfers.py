@@ -112,7 +112,7 @@ def test_only_lacking_blocks_travel_and_sealed_ones_at_once(
             await nodes.prefill.wait_sent(source.reservation_id)
             await nodes.decode.wait_arrived(to.reservation_id)
             assert_holds(nodes.decode, to, keys)
-            assert (await nodes.prefill.stats()).sent_bytes[transport] == 2 * BLOCK_BYTES
+            assert (await nodes.prefill.stats(check_integrity=True)).sent_bytes[transport] == 2 * BLOCK_BYTES
             # Nothing is lacking now: an empty grant is complete from the start.
             source, to, grant = await nodes.begin(keys)
             assert grant.pages == []
@@ -127,7 +127,10 @@ def test_auto_prefers_shared_memory_on_one_host_and_falls_back_to_tcp(start_node
         nodes = [start_node(name) for name in ("prefill", "decode")]
         both = Pair(nodes[0], nodes[1], await nodes[0].connect(), await nodes[1].connect())
         await both.assert_works()
-        assert (await both.prefill.stats()).sent_bytes == {Transport.SHM: 3 * BLOCK_BYTES, Transport.TCP: 0}
+        assert (await both.prefill.stats(check_integrity=True)).sent_bytes == {
+            Transport.SHM: 3 * BLOCK_BYTES,
+            Transport.TCP: 0,
+        }
         os.unlink(nodes[1].peer_socket_path)
         source = await both.decode.reserve(prompt_keys(1), 0)
         await write_layers(both.decode, source, prompt_keys(1), ALL_LAYERS)
@@ -139,7 +142,7 @@ def test_auto_prefers_shared_memory_on_one_host_and_falls_back_to_tcp(start_node
         source, _, _ = await both.begin(keys)
         await write_layers(both.prefill, source, keys, ALL_LAYERS)
         await both.prefill.wait_sent(source.reservation_id)
-        assert (await both.prefill.stats()).sent_bytes[Transport.TCP] == BLOCK_BYTES
+        assert (await both.prefill.stats(check_integrity=True)).sent_bytes[Transport.TCP] == BLOCK_BYTES
         await both.prefill.close()
         await both.decode.close()
 
@@ -303,7 +306,7 @@ def test_damaged_source_is_detected_and_never_sealed(start_node: StartNode, tran
             keys = prompt_keys(2)
             stored = await nodes.prefill.reserve(keys, 0)
             await write_layers(nodes.prefill, stored, keys, ALL_LAYERS)
-            await nodes.prefill.stats()
+            await nodes.prefill.stats(check_integrity=True)
             nodes.prefill.segment.layer_view(stored.blocks[1].page, 3)[5] ^= 0xFF
             await nodes.prefill.release(stored.reservation_id)
             source, to, _ = await nodes.begin(keys)
@@ -318,7 +321,7 @@ def test_damaged_source_is_detected_and_never_sealed(start_node: StartNode, tran
             # The source drops its damaged block, so that the next prompt recomputes it.
             again = await nodes.prefill.reserve(keys, 0)
             assert [block.sealed for block in again.blocks] == [True, False]
-            assert (await nodes.prefill.stats()).num_dropped == 1
+            assert (await nodes.prefill.stats(check_integrity=True)).num_dropped == 1
 
     run(test())
 

@@ -20,6 +20,19 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert (config.http.port, config.http.host, config.kvcache.pool_bytes) == (3, "b", 2 << 30)
 
 
+def test_an_empty_section_is_one_of_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("http:\nkvcache:\n  block_size: 8\n")
+    assert load_config(file, {}, {}).http == Config().http
+
+
+def test_variables_that_kubernetes_sets_are_not_ours() -> None:
+    service = {"MOONCAKE_PORT": "tcp://10.0.0.1:80", "MOONCAKE_SERVICE_HOST": "10.0.0.1"}
+    service |= {"MOONCAKE_PORT_80_TCP_ADDR": "10.0.0.1", "MOONCAKE_SERVE_SERVICE_PORT_HTTP": "80"}
+    assert load_config(None, service, {}) == Config()
+    assert load_config(None, {**service, "MOONCAKE_HTTP_PORT": "81"}, {}).http.port == 81
+
+
 def test_defaults_need_no_source() -> None:
     assert load_config(None, {}, {}) == Config()
 
@@ -30,7 +43,12 @@ def test_defaults_need_no_source() -> None:
         ("htp: {port: 1}", ["htp: unknown key", "c.yaml", "http", "kvcache"]),
         ("http: {prot: 1}", ["http.prot: unknown key", "host, max_request_bytes, port"]),
         ("http: {port: 70000}", ["http.port: Input should be less than or equal to 65535", "70000"]),
-        ("http: 3", ["http:", "3"]),
+        ("http: 3", ["http: expected keys and values", "3"]),
+        ("role: all\nrole: decode", ["role is given twice"]),
+        ("http: {port: 1, port: 2}", ["port is given twice"]),
+        ("dtype: int8", ["dtype:", "'auto', 'float32', 'bfloat16' or 'float16'"]),
+        ("{role: decode, num_decode: 3}", ["num_decode need role all, not decode"]),
+        ("instance: x", ["instance names one prefill or decode instance"]),
         ("kvcache: {pool_bytes: many}", ["kvcache.pool_bytes:", "many"]),
         ("worker: {num_threads: some}", ["worker.num_threads", "some"]),
         ("messenger: {transport: pigeon}", ["messenger.transport:", "'auto', 'shm' or 'tcp'", "pigeon"]),
@@ -96,3 +114,10 @@ def test_command_line_errors_are_one_line() -> None:
     assert result.stderr.startswith("error: http.port:")
     assert result.stderr.count("\n") == 1
     assert run_command("--no-such-flag").returncode == 2
+
+
+def test_help_names_choices_and_defaults() -> None:
+    text = " ".join(run_command("--help").stdout.split())
+    assert "--worker-prefill-chunk VALUE most tokens of one prefill pass (default: 512)" in text
+    assert "one of all, conductor, prefill, decode (default: all)" in text
+    assert "(default: 1.0GiB)" in text

@@ -177,13 +177,13 @@ class MiniCluster:
         await self.idle()
         for instance in self.instances:
             kv = instance.executor.kv
-            stats = await instance.pool.stats()
+            stats = await instance.pool.stats(check_integrity=True)
             async with asyncio.timeout(
                 DEADLINE_S
             ):  # the batch lets go of aborted sequences in its next round
                 while kv.num_free_pages < kv.num_pages or stats.num_used:
                     await asyncio.sleep(0.002)
-                    stats = await instance.pool.stats()
+                    stats = await instance.pool.stats(check_integrity=True)
             assert stats.num_reservations == 0
             assert stats.integrity is None
 

@@ -305,8 +305,6 @@ def test_incomplete_cluster_is_not_ready(front: Running, num_prefill: int, num_d
     message = response.json()["error"]["message"]
     assert ("prefill" in message) == (num_prefill == 0)
     assert ("decode" in message) == (num_decode == 0)
-    response = post(front, "/v1/chat/completions", {"model": MODEL_NAME, "messages": HI})
-    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert httpx.get(f"{front.url}/health").status_code == 200
 
 
