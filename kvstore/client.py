@@ -34,7 +34,7 @@ from kvstore.messages import (
     OpenGrant,
     Release,
     Reservation,
-    Reserve,
+    ReservePages,
     StartSend,
     Stats,
     ToWorker,
@@ -121,7 +121,7 @@ class PoolClient:
         All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError
         if there never will be. Cancelled, it leaves nothing reserved.
         """
-        reserving = self._spawn(self._call(Reserve(next(self._call_ids), list(keys), num_private)))
+        reserving = self._spawn(self._call(ReservePages(next(self._call_ids), list(keys), num_private)))
         try:
             answer = await asyncio.shield(reserving)
         except asyncio.CancelledError:

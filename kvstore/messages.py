@@ -27,7 +27,7 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     layout: KVLayout
 
 
-class Reserve(msgspec.Struct, tag=True, frozen=True):
+class ReservePages(msgspec.Struct, tag=True, frozen=True):
     """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reserved`."""
 
     call_id: int
@@ -161,7 +161,9 @@ class Detached(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Call = Attach | Reserve | AwaitSpace | OpenGrant | StartSend | AwaitSent | AwaitArrived | Release | GetStats
+Call = (
+    Attach | ReservePages | AwaitSpace | OpenGrant | StartSend | AwaitSent | AwaitArrived | Release | GetStats
+)
 FromWorker = Call | Commit
 Answer = Attached | Reservation | Granted | Stats | Done | CallFailed
 ToWorker = Answer | Detached

@@ -141,11 +141,6 @@ class Pool:
         """Ids of what `owner` has reserved."""
         return [r.reservation_id for r in self._reservations.values() if r.owner == owner]
 
-    def end_owner(self, owner: int) -> None:
-        """The owner is gone: releases all of its reservations."""
-        for reservation_id in self.reservations_of(owner):
-            self.release(reservation_id)
-
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:

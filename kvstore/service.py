@@ -18,18 +18,18 @@ from collections.abc import Iterator
 import msgspec
 
 from kvstore.channel import Channel
-from kvstore.config import MessengerConfig
 from kvstore.grants import Grants
 from kvstore.messages import Attach, Attached, FromWorker
 from kvstore.pages import PageState
 from kvstore.pool import Pool
 from kvstore.segment import Segment
-from kvstore.session import Session, Store, failed_call
+from kvstore.session import Store, WorkerSession, failed_call
 from messenger.identity import Identity, host_id
 from messenger.receiver import Receiver, refuse
 from messenger.sender import Links
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic
+from mooncake.config import MessengerProcess
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
 from mooncake.messages import MessengerAddress
 from mooncake.process import Ready, child_main, report
@@ -43,18 +43,18 @@ _BACKLOG = 128
 class Service:
     """Listens for its worker and for other messengers, and connects both to the store."""
 
-    def __init__(self, config: MessengerConfig, tasks: asyncio.TaskGroup, tcp_port: int) -> None:
+    def __init__(self, config: MessengerProcess, tasks: asyncio.TaskGroup, tcp_port: int) -> None:
         self._config = config
         self._tasks = tasks
         self._traffic = Traffic()
         self._owners = itertools.count(1)
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self.address = MessengerAddress(
             instance=config.instance,
             incarnation=config.incarnation,
             host_id=host_id(),
-            unix_path=config.peer_socket_path,
-            tcp_host=config.tcp_host,
+            unix_path=config.peer_socket,
+            tcp_host=config.settings.host,
             tcp_port=tcp_port,
         )
         segment = Segment.open(config.segment_fd)
@@ -75,21 +75,21 @@ class Service:
     async def _serve_peer(self, stream: Stream) -> None:
         if self.store is None:
             reason = f"{self._config.instance} has no pool yet, its worker has not attached"
-            await refuse(stream, reason, self._config.connect_timeout_s)
+            await refuse(stream, reason, self._config.settings.connect_timeout_s)
             return
         receiver = Receiver(
             stream,
             self.store.grants,
             self._traffic,
-            ack_timeout_s=self._config.ack_timeout_s,
-            connect_timeout_s=self._config.connect_timeout_s,
+            ack_timeout_s=self._config.settings.ack_timeout_s,
+            connect_timeout_s=self._config.settings.connect_timeout_s,
         )
         await receiver.run(self.store.identity)
 
     async def _serve_worker(self, channel: Channel[FromWorker]) -> None:
-        session: Session | None = None
+        session: WorkerSession | None = None
         try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
+            async with asyncio.timeout(self._config.settings.connect_timeout_s):
                 attach = await channel.receive()
                 if not isinstance(attach, Attach):
                     return
@@ -99,7 +99,7 @@ class Service:
                     log.warning("worker of incarnation %d refused: %s", attach.incarnation, error)
                     await channel.send(failed_call(attach.call_id, error))
                     return
-                session = Session(next(self._owners), attach.incarnation, channel, store, self._tasks)
+                session = WorkerSession(next(self._owners), attach.incarnation, channel, store, self._tasks)
                 self._session = session
                 await channel.send(Attached(attach.call_id, self.address), fd=self._config.segment_fd)
             await session.run()
@@ -140,9 +140,9 @@ class Service:
             SourceSegment.of(config.segment_fd, segment.buffer),
             self._traffic,
             identity=identity,
-            choice=config.transport,
-            ack_timeout_s=config.ack_timeout_s,
-            connect_timeout_s=config.connect_timeout_s,
+            choice=config.settings.transport,
+            ack_timeout_s=config.settings.ack_timeout_s,
+            connect_timeout_s=config.settings.connect_timeout_s,
         )
         grants = Grants(pool, segment, self.address)
         return Store(identity, segment, pool, grants, links, self._traffic, space)
@@ -191,20 +191,20 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-async def serve(config: MessengerConfig) -> None:
+async def serve(config: MessengerProcess) -> None:
     """Serves one instance until cancelled."""
     with (
-        listen_unix(config.socket_path, socket.SOCK_SEQPACKET) as worker_listener,
-        listen_unix(config.peer_socket_path, socket.SOCK_STREAM) as peer_listener,
-        listen_tcp(config.tcp_host, config.tcp_port) as tcp_listener,
+        listen_unix(config.worker_socket, socket.SOCK_SEQPACKET) as worker_listener,
+        listen_unix(config.peer_socket, socket.SOCK_STREAM) as peer_listener,
+        listen_tcp(config.settings.host, config.settings.port) as tcp_listener,
     ):
         async with asyncio.TaskGroup() as tasks:
             service = Service(config, tasks, tcp_port=tcp_listener.getsockname()[1])
             tasks.create_task(service.accept_peers(peer_listener))
             tasks.create_task(service.accept_peers(tcp_listener))
-            report(Ready(f"{config.tcp_host}:{service.address.tcp_port}"))
+            report(Ready(f"{config.settings.host}:{service.address.tcp_port}"))
             await service.accept_workers(worker_listener)
 
 
 if __name__ == "__main__":
-    child_main(MessengerConfig, serve)
+    child_main(MessengerProcess, serve)

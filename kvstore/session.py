@@ -31,8 +31,8 @@ from kvstore.messages import (
     Granted,
     OpenGrant,
     Release,
-    Reserve,
     ReservedBlock,
+    ReservePages,
     StartSend,
     Stats,
 )
@@ -66,7 +66,7 @@ class Store:
     """set whenever a page becomes free or evictable"""
 
 
-class Session:
+class WorkerSession:
     """Serves one worker until its socket closes."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Session:
 
     async def _perform(self, call: Call) -> Answer:
         match call:
-            case Reserve(call_id, keys, num_private):
+            case ReservePages(call_id, keys, num_private):
                 return self._reserve(call_id, keys, num_private)
             case OpenGrant(call_id, reservation_id):
                 return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))

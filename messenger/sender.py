@@ -39,11 +39,11 @@ from messenger.transports import (
     SourceSegment,
     Traffic,
     Transport,
-    TransportChoice,
     candidates,
     open_socket,
     read_frame,
 )
+from mooncake.config import TransportChoice
 from mooncake.errors import TransferError
 from mooncake.messages import MessengerAddress
 

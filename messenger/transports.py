@@ -13,14 +13,14 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Protocol
 
 from messenger.protocol import Frame, FrameReader, WriteEntry
 from messenger.stream import Stream
+from mooncake.config import TransportChoice
 from mooncake.errors import TransferError
 from mooncake.messages import MessengerAddress
 
-TransportChoice = Literal["auto", "shm", "tcp"]
 _DISCARD_BYTES = 1 << 18
 
 

@@ -20,6 +20,7 @@ ENV_PREFIX = "MOONCAKE_"
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 Port = Annotated[int, Field(ge=0, le=65535)]
+TransportChoice = Literal["auto", "shm", "tcp"]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
@@ -69,7 +70,7 @@ class MessengerConfig(_Section):
 
     host: str = Field("127.0.0.1", description="address for KVCache transfers over TCP")
     port: Port = Field(0, description="port for KVCache transfers over TCP; 0 takes a free one")
-    transport: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on one host, else tcp")
+    transport: TransportChoice = Field("auto", description="auto: shm on one host, else tcp")
     connect_timeout_s: PositiveSeconds = Field(5.0, description="deadline of a connection and its handshake")
     ack_timeout_s: PositiveSeconds = Field(30.0, description="deadline of a transfer's acknowledgement")
     arrival_timeout_s: PositiveSeconds = Field(
@@ -115,6 +116,21 @@ class ConductorProcess(_Section):
     """What the conductor process is started with."""
 
     config: Config
+
+
+class MessengerProcess(_Section):
+    """What a messenger process is started with.
+
+    `segment_fd` is inherited: allocated memory whose size is the pool's. The worker connects to
+    `worker_socket`, messengers on the same host to `peer_socket`.
+    """
+
+    settings: MessengerConfig
+    instance: str
+    incarnation: int
+    worker_socket: str
+    peer_socket: str
+    segment_fd: int
 
 
 class WorkerProcess(_Section):

@@ -7,14 +7,13 @@
 """
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake.config import ConductorProcess, Config, WorkerProcess
+from mooncake.config import ConductorProcess, Config, MessengerProcess, WorkerProcess
 from mooncake.errors import ConfigError
 from mooncake.messages import Role
 from mooncake.rundir import RunDirectory
@@ -100,20 +99,14 @@ def _instance(
     worker_socket, peer_socket = run_dir.socket(name), run_dir.socket(f"{name}-peers")
 
     def messenger(incarnation: int) -> str:
-        return json.dumps(
-            {
-                "instance": name,
-                "incarnation": incarnation,
-                "socket_path": worker_socket,
-                "peer_socket_path": peer_socket,
-                "tcp_host": config.messenger.host,
-                "tcp_port": config.messenger.port,
-                "segment_fd": segment_fd,
-                "transport": config.messenger.transport,
-                "ack_timeout_s": config.messenger.ack_timeout_s,
-                "connect_timeout_s": config.messenger.connect_timeout_s,
-            }
-        )
+        return MessengerProcess(
+            settings=config.messenger,
+            instance=name,
+            incarnation=incarnation,
+            worker_socket=worker_socket,
+            peer_socket=peer_socket,
+            segment_fd=segment_fd,
+        ).model_dump_json()
 
     def worker(incarnation: int) -> str:
         return WorkerProcess(

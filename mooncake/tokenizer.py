@@ -46,7 +46,7 @@ _RESERVED_KWARGS = frozenset(
 class Tokenizer:
     """A checkpoint's tokenizer. Safe to use from several threads at once: no call changes it."""
 
-    __slots__ = ("_backend", "_wrapped", "bos_token_id", "eos_token_ids", "special_token_ids", "vocab_size")
+    __slots__ = ("_backend", "_wrapped", "eos_token_ids", "special_token_ids", "vocab_size")
 
     def __init__(self, wrapped: "PreTrainedTokenizerFast", eos_token_ids: tuple[int, ...]) -> None:
         self._wrapped = wrapped
@@ -55,7 +55,6 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eos_token_ids: tuple[int, ...] = eos_token_ids
-        self.bos_token_id: int | None = wrapped.bos_token_id
         # One more than the largest id: some vocabularies have holes, so their count is too small.
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.special_token_ids = frozenset(

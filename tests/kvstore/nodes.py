@@ -13,10 +13,9 @@ import numpy as np
 import xxhash
 
 from kvstore.client import PoolClient
-from kvstore.config import MessengerConfig
 from kvstore.messages import Reservation
-from messenger.transports import TransportChoice
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
+from mooncake.config import MessengerConfig, MessengerProcess, TransportChoice
 from mooncake.messages import PoolStats
 
 ROOT = Path(__file__).parents[2]
@@ -45,14 +44,13 @@ class Node:
     def start(self) -> None:
         """Starts a messenger in its next incarnation, on the same memory."""
         self.incarnation += 1
-        config = MessengerConfig(
+        config = MessengerProcess(
+            settings=MessengerConfig(transport=self.transport, ack_timeout_s=self.ack_timeout_s),
             instance=self.name,
             incarnation=self.incarnation,
-            socket_path=self.socket_path,
-            peer_socket_path=self.peer_socket_path,
+            worker_socket=self.socket_path,
+            peer_socket=self.peer_socket_path,
             segment_fd=self.segment_fd,
-            transport=self.transport,
-            ack_timeout_s=self.ack_timeout_s,
         )
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()

@@ -129,7 +129,7 @@ def test_prompt_of_4096_blocks_fits_one_message_and_a_larger_one_is_a_typed_erro
         )
         stats = await client.stats(check_integrity=True)
         assert (stats.num_sealed, stats.num_reserved) == (4096, 1)
-        with pytest.raises(PoolError, match="a Reserve message takes"):
+        with pytest.raises(PoolError, match="a ReservePages message takes"):
             await client.reserve(keys * 8, 0)
         await client.stats(check_integrity=True)  # undisturbed
         await client.close()

@@ -103,7 +103,7 @@ def test_page_of_an_outstanding_write_is_quarantined_until_that_ends() -> None:
     reservation = pool.reserve(1, [], 1)
     page, generation = reservation.blocks[0].page, reservation.blocks[0].generation
     pool.hold(page)
-    pool.end_owner(1)
+    pool.release(reservation.reservation_id)
     assert pool.table.state(page) is PageState.QUARANTINED
     with pytest.raises(PoolFullError):
         pool.reserve(2, [], 1)

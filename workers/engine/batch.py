@@ -47,10 +47,6 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(self.query_lens)
 
-    @property
-    def num_chunks(self) -> int:
-        return len(self.query_lens)
-
     @classmethod
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
         """Prepares `chunks` (prefill and decode may be mixed) for the pages of `kv`.
