@@ -1,7 +1,10 @@
-# make serve   install if needed, fetch the default model, run the cluster on this machine
-# make check   format, lint, types, unit tests: before every commit
-# make test    everything that CI runs
-# make soak    full counts
+# make serve     install if needed, fetch the default model, run the cluster on this machine
+# make check     format, lint, types, unit tests: before every commit
+# make test      everything that CI runs
+# make soak      full counts
+# make gpu       check CUDA against the CPU and print tok/s, where there is a GPU
+# make install   only the virtual environment and the default model
+# make clean     remove what make has made
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +17,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 # The stamp is newer than everything that decides what is installed, so a second run does nothing.
 install: $(VENV)/installed

@@ -1,14 +1,16 @@
 """Every error that crosses a boundary of this system, in one small tree.
 
     MooncakeError
-    ├── ConfigError        a key or value in YAML, flags or environment      -> exit code 2
-    ├── ModelError         a checkpoint that cannot be found, read or served -> exit code 3
+    ├── ConfigError        a key or value in YAML, flags or environment
+    ├── ModelError         a checkpoint that cannot be found, read or served
     ├── MismatchError      two sides that must agree and do not (fingerprint, layout, version)
     ├── RequestError       the client's request is wrong                     -> HTTP 4xx
     │   └── OverloadedError    no room for it now                            -> HTTP 429 + Retry-After
     ├── PoolError          the KVCache pool refuses an operation
     │   └── PoolFullError      no page is free and none can be evicted
     └── TransferError      bytes did not reach the other side
+
+The first three end a process for good (`mooncake.process`): a restart would only repeat them.
 
 A message says what was expected, what came, and what to do about it.
 """

@@ -218,8 +218,10 @@ def _from_directory(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         wrapped = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # `tokenizers` raises bare Exception for a damaged file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{path} has no tokenizer that can be loaded: {reason}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
+        raise ModelError(
+            f"{path} has no tokenizer that can be loaded ({reason}); put tokenizer.json beside config.json"
+        ) from error
     if not isinstance(wrapped, PreTrainedTokenizerFast):
         raise ModelError(
             f"{path}: its tokenizer has no tokenizer.json form; convert it with transformers first"
