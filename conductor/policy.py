@@ -187,7 +187,9 @@ class Conductor:
     def _drop_front(self, front: bytes) -> list[Effect]:
         self._fronts.pop(front, None)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
-        return [effect for tracked in orphans for effect in self._abort(tracked)]
+        # If it lives after all, it must know that nothing more comes.
+        reason = "the conductor had lost its connection to this front"
+        return [effect for tracked in orphans for effect in self._fail(tracked, reason)]
 
     # -- instances ----------------------------------------------------------------------------------
 

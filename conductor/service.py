@@ -58,8 +58,9 @@ class ConductorService:
             try:
                 await self._router.send(effect.peer, effect.message)
             except PeerGoneError as error:
-                log.warning("%s", error)
-                pending += self._conductor.peer_gone(effect.peer, time.monotonic())
+                consequences = self._conductor.peer_gone(effect.peer, time.monotonic())
+                log.log(logging.WARNING if consequences else logging.DEBUG, "%s", error)
+                pending += consequences
 
 
 async def serve(process: ConductorProcess) -> None:

@@ -97,8 +97,9 @@ class Channel(Generic[Incoming]):
             return None
         try:
             return self._decoder.decode(self._buffer[:num_bytes])
-        except msgspec.MsgspecError as error:
-            raise PoolError(f"a message between worker and messenger cannot be read: {error}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            reason = str(error)[:200]  # it may quote the message
+            raise PoolError(f"a message between worker and messenger cannot be read: {reason}") from error
 
     async def _until_writable(self) -> None:
         self._writable.clear()

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(FromWorker)
 _BACKLOG = 128
+_ACCEPT_RETRY_S = 0.5
 
 
 class Service:
@@ -61,15 +62,13 @@ class Service:
         self.store = self._open_store(segment) if segment is not None else None
 
     async def accept_workers(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            sock = await _accept(listener)
             self._tasks.create_task(self._serve_worker(Channel(sock, _DECODER)))
 
     async def accept_peers(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            sock = await _accept(listener)
             self._tasks.create_task(self._serve_peer(Stream(sock)))
 
     async def _serve_peer(self, stream: Stream) -> None:
@@ -146,6 +145,18 @@ class Service:
         )
         grants = Grants(pool, segment, self.address)
         return Store(identity, segment, pool, grants, links, self._traffic, space)
+
+
+async def _accept(listener: socket.socket) -> socket.socket:
+    """The next connection. Without descriptors for it, those who connect wait until some are free again."""
+    while True:
+        try:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error)
+            await asyncio.sleep(_ACCEPT_RETRY_S)
+        else:
+            return sock
 
 
 @contextlib.contextmanager

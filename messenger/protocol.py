@@ -204,8 +204,8 @@ class FrameReader:
     def _decode(self) -> Message:
         try:
             message: Message = _decoder.decode(self._pending)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"a frame cannot be read: {error}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise TransferError(f"a frame cannot be read: {str(error)[:200]}") from error
         expected = EXPECTED[self._side, self.phase]
         if type(message) not in expected:
             names = " or ".join(kind.__name__ for kind in expected)

@@ -19,6 +19,7 @@ from mooncake.errors import ConfigError, TransferError
 
 Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
+LOGGED_CHARS = 200
 log = logging.getLogger(__name__)
 
 
@@ -41,9 +42,10 @@ class _Socket(Generic[Incoming]):
     def _parse(self, sender: bytes, payload: bytes) -> Incoming | None:
         try:
             message: Incoming = self._decode(payload)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self.num_malformed += 1
-            log.warning("dropped a malformed message of %d bytes from %r: %s", len(payload), sender, error)
+            reason = str(error)[:LOGGED_CHARS]  # it may quote the message
+            log.warning("dropped a malformed message of %d bytes from %r: %s", len(payload), sender, reason)
             return None
         return message
 

@@ -60,7 +60,9 @@ class WorkerConfig(_Section):
     """How an instance computes."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
-    num_threads: int | Literal["auto"] = Field("auto", description="CPU threads of a worker")
+    num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="CPU threads of a worker"
+    )
     prefill_chunk: int = Field(512, ge=1, description="most tokens of one prefill pass")
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
 

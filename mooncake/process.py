@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -74,6 +75,7 @@ def child_main(config_type: type[Config], serve: Callable[[Config], Awaitable[No
     """
     level = os.environ.get(LOG_LEVEL_VARIABLE, "warning").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    _raise_descriptor_limit()
     config = config_type.model_validate_json(sys.stdin.readline())
     try:
         asyncio.run(_run(serve(config)))
@@ -82,6 +84,12 @@ def child_main(config_type: type[Config], serve: Callable[[Config], Awaitable[No
         report(Fatal(message))
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(FATAL_EXIT_CODE)
+
+
+def _raise_descriptor_limit() -> None:
+    """Every client is a descriptor, and the usual soft limit of 1,024 is soon reached."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _first_message(errors: BaseExceptionGroup[BaseException]) -> str:

@@ -44,9 +44,19 @@ _RESERVED_KWARGS = frozenset(
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Safe to use from several threads at once: no call changes it."""
+    """A checkpoint's tokenizer. Safe to use from several threads at once: no call changes it.
 
-    __slots__ = ("_backend", "_wrapped", "eos_token_ids", "special_token_ids", "vocab_size")
+    `vocab_size` bounds all token ids; no token stands for more than `max_token_chars` characters.
+    """
+
+    __slots__ = (
+        "_backend",
+        "_wrapped",
+        "eos_token_ids",
+        "max_token_chars",
+        "special_token_ids",
+        "vocab_size",
+    )
 
     def __init__(self, wrapped: "PreTrainedTokenizerFast", eos_token_ids: tuple[int, ...]) -> None:
         self._wrapped = wrapped
@@ -56,7 +66,10 @@ class Tokenizer:
         self._backend.no_padding()
         self.eos_token_ids: tuple[int, ...] = eos_token_ids
         # One more than the largest id: some vocabularies have holes, so their count is too small.
-        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        # Byte-level vocabularies write a token with one character a byte, so it never stands for more.
+        self.max_token_chars: int = max(map(len, vocabulary))
         self.special_token_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
@@ -78,7 +91,9 @@ class Tokenizer:
             raise RequestError(
                 f"text is no valid Unicode: {error.reason} at character {error.start}"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: only batches let other threads run meanwhile.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:

@@ -16,6 +16,7 @@ class Tokenizer(Protocol):
     """What the front needs of a tokenizer; `mooncake.tokenizer.Tokenizer` has it. Called from threads."""
 
     vocab_size: int
+    max_token_chars: int
     eos_token_ids: tuple[int, ...]
 
     @property

@@ -16,6 +16,8 @@ from mooncake.errors import RequestError
 def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
     """The conversation through the model's chat template. Raises RequestError."""
     rendered = []
+    if len(messages) > model.context_len:  # each takes at least one token
+        raise _too_long(f"{len(messages)} messages", model.context_len, "messages")
     for index, message in enumerate(messages):
         # OpenAI renamed "system" for its own models; templates know the old name.
         role = "system" if message.role == "developer" else message.role
@@ -26,6 +28,7 @@ def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
         if message.name is not None:
             entry["name"] = message.name
         rendered.append(entry)
+    _check_num_chars(sum(len(entry["content"]) for entry in rendered), model, "messages")
     prompt = model.tokenizer.render_chat(rendered)
     _check_room(prompt, model.context_len, "messages")
     return prompt
@@ -59,14 +62,25 @@ def _text(content: object, path: str) -> str:
     return "\n".join(texts)
 
 
+def num_prompts_of(prompt: object) -> int:
+    """How many prompts `prompt` holds."""
+    return len(_many(prompt) or (prompt,))
+
+
+def _many(prompt: object) -> list[object] | None:
+    """The list of prompts, or None if `prompt` is one prompt."""
+    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
+
+
 def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
     """`prompt` is a string, token ids, or a list of either. Raises RequestError."""
-    many = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
+    many = _many(prompt)
     given = [prompt] if many is None else many
     prompts = []
     for index, item in enumerate(given):
         path = "prompt" if many is None else f"prompt[{index}]"
         if isinstance(item, str):
+            _check_num_chars(len(item), model, path)
             token_ids = model.tokenizer.encode(item, add_special_tokens=True)
         elif isinstance(item, list):
             token_ids = item
@@ -96,11 +110,21 @@ def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) 
             )
 
 
+def _check_num_chars(num_chars: int, model: ServedModel, path: str) -> None:
+    """Refuses hopeless text before seconds are spent on tokenizing it."""
+    if num_chars > model.context_len * model.tokenizer.max_token_chars:
+        raise _too_long(f"{num_chars} characters", model.context_len, path)
+
+
 def _check_room(prompt: Sequence[int], context_len: int, path: str) -> None:
     if len(prompt) >= context_len:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, but the model's context is {context_len} tokens, "
-            "the answer included; shorten it",
-            param=path,
-            code="context_length_exceeded",
-        )
+        raise _too_long(f"{len(prompt)} tokens", context_len, path)
+
+
+def _too_long(size: str, context_len: int, path: str) -> RequestError:
+    return RequestError(
+        f"the prompt has {size}, but the model's context is {context_len} tokens, "
+        "the answer included; shorten it",
+        param=path,
+        code="context_length_exceeded",
+    )

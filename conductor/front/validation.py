@@ -15,7 +15,7 @@ import msgspec
 from pydantic import ValidationError
 
 from conductor.front.model import ServedModel
-from conductor.front.prompt import chat_prompt, check_token_ids, prompts_of
+from conductor.front.prompt import chat_prompt, check_token_ids, num_prompts_of, prompts_of
 from conductor.front.schema import (
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -114,24 +114,20 @@ def read_job(
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
     stops = _stops(request.stop)
+    num_choices_per_prompt = request.n or 1
     if isinstance(request, ChatCompletionRequest):
+        _check_choices(1, num_choices_per_prompt, max_choices)
         prompts = [chat_prompt(request.messages, model)]
     else:
+        _check_choices(num_prompts_of(request.prompt), num_choices_per_prompt, max_choices)
         prompts = prompts_of(request.prompt, model)
-    num_choices_per_prompt = request.n or 1
-    if len(prompts) * num_choices_per_prompt > max_choices:
-        raise RequestError(
-            f"{len(prompts)} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
-            "send several requests",
-            param="prompt" if len(prompts) > 1 else "n",
-        )
     stop_token_ids = _stop_token_ids(request, model)
     sampling = [
         SamplingParams(
             max_tokens=_max_tokens(request, len(prompt), model.context_len),
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(request.top_k or 0, 0),
+            top_k=min(max(request.top_k or 0, 0), model.tokenizer.vocab_size),
             seed=_choice_seed(request.seed, index),
             stop_token_ids=stop_token_ids,
         )
@@ -152,6 +148,16 @@ def read_job(
         return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
     )
+
+
+def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: int) -> None:
+    """Before anything is tokenized: a million prompts would take minutes."""
+    if num_prompts * num_choices_per_prompt > max_choices:
+        raise RequestError(
+            f"{num_prompts} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
+            "send several requests",
+            param="prompt" if num_prompts > 1 else "n",
+        )
 
 
 def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:

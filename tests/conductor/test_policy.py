@@ -286,12 +286,15 @@ def test_fronts_that_do_not_fit_are_refused() -> None:
         assert isinstance(effect.message, RegisterRefused)
 
 
-def test_requests_of_a_vanished_front_are_aborted() -> None:
+def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
     for identity in (P0, D0):
         conductor.handle(identity, HEARTBEAT, 7.0)
-    assert [effect.message for effect in conductor.tick(7.0)] == [Abort(ref()), Abort(ref())]
+    [*aborts, failed] = conductor.tick(7.0)
+    assert [effect.message for effect in aborts] == [Abort(ref()), Abort(ref())]
+    assert failed.peer == FRONT
+    assert isinstance(failed.message, Failed)
     assert conductor.num_running == 0
 
 

@@ -53,17 +53,32 @@ def test_sending_to_an_unknown_or_earlier_peer_is_an_error(tmp_path: Path) -> No
     run(test())
 
 
-def test_malformed_messages_are_counted_and_do_no_harm(tmp_path: Path) -> None:
+def test_malformed_messages_are_counted_and_do_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor)
         stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         stranger.connect(router.endpoint)
         wrong_type = msgspec.msgpack.encode(ABORT)  # goes to workers, never to the conductor
-        for frames in ([b""], [b"\xff" * 100], [wrong_type], [b"a", b"b", b"c"]):
+        not_unicode = b"\x81\xa4type\xa4\xff\xff\xff\xff"
+        deep = b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xa4type\xa6Cancel"
+        long_tag = b"\x81\xa4type\xdb" + (1 << 17).to_bytes(4, "big") + b"A" * (1 << 17)
+        malformed = (
+            [b""],
+            [b"\xff" * 100],
+            [wrong_type],
+            [b"a", b"b", b"c"],
+            [not_unicode],
+            [deep],
+            [long_tag],
+        )
+        for frames in malformed:
             await stranger.send_multipart(frames)
         await stranger.send(msgspec.msgpack.encode(Cancel("r")))
         assert (await router.recv())[1] == Cancel("r")
-        assert router.num_malformed == 4
+        assert router.num_malformed == len(malformed)
+        assert max(map(len, caplog.messages)) < 1000
         router.close()
         stranger.close(linger=0)
 

@@ -48,6 +48,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.vocab_size = 257
+        self.max_token_chars = 1
         self.eos_token_ids: tuple[int, ...] = (EOS,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

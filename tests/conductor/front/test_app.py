@@ -332,7 +332,8 @@ def test_long_prompt_is_tokenized_beside_the_loop(front: Running, monkeypatch: p
 
     monkeypatch.setattr(tokenizer, "encode", encode)
     for length in (10, 5000):
-        response = post(front, "/v1/completions", {"model": MODEL_NAME, "prompt": "x" * length})
+        body = {"model": MODEL_NAME, "prompt": "x", "user": "u" * length}
+        response = post(front, "/v1/completions", body)
         assert response.status_code == 200
     assert threads[0] != threads[1]
 

@@ -227,6 +227,27 @@ def test_context_length_exceeded_names_the_numbers(
     assert all(number in str(caught.value) for number in numbers)
 
 
+def test_hopeless_input_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(MODEL.tokenizer), "encode", never)
+    monkeypatch.setattr(type(MODEL.tokenizer), "render_chat", never)
+    with pytest.raises(RequestError, match="101 characters"):
+        completion(prompt="x" * 101)
+    with pytest.raises(RequestError, match="120 characters"):
+        chat(messages=[{"role": "user", "content": "x" * 60}] * 2)
+    with pytest.raises(RequestError, match="101 messages"):
+        chat(messages=USER * 101)
+    with pytest.raises(RequestError, match="9 prompts"):
+        completion(prompt=["x"] * 9)
+
+
+def test_top_k_of_any_size_fits_the_vocabulary() -> None:
+    assert completion(top_k=2**200).sampling[0].top_k == MODEL.tokenizer.vocab_size
+    assert completion(top_k=-1).sampling[0].top_k == 0
+
+
 def test_what_no_pool_can_hold_is_refused_with_both_sizes() -> None:
     job = completion(prompt=["x", "x" * 32])
     assert fit_into_pool(job, ClusterState(1, 1, 1, max_sequence_blocks=3), MODEL.block_size) == job
