@@ -180,7 +180,7 @@ def _describe(
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
         if not isinstance(config.get(key), int) or config[key] <= 0:
             raise ModelError(
-                f"{path}: {key} is {config.get(key)!r}, expected a positive number; this describes no decoder "
+                f"{path}: {key} is {config.get(key)!r}, expected a positive number: this is no decoder "
                 f"of the Llama family (architectures: {config.get('architectures')})"
             )
     if not config.get("architectures"):

@@ -1,7 +1,9 @@
 """Clients that leave and processes that die while the cluster works."""
 
 import os
+import random
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +52,17 @@ def complete(server: Server, **fields: object) -> dict[str, object]:
 def text_of(answer: dict[str, object]) -> str:
     [choice] = answer["choices"]  # type: ignore[misc]
     return str(choice["text"])
+
+
+def cached_tokens(answer: dict[str, object]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])  # type: ignore[index]
+
+
+def is_ready(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def metric(server: Server, name: str) -> float | None:
@@ -101,6 +114,21 @@ def test_a_killed_process_changes_no_token(server: Server, module: str, index: i
     wait_until_idle(server)
 
 
+def test_a_killed_conductor_loses_what_runs_and_nothing_else(server: Server) -> None:
+    expected = text_of(complete(server))
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=90) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(server.pids_of("conductor.service")[0], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    eventually(lambda: is_ready(server), "workers have registered with the next conductor")
+    again = complete(server)
+    assert text_of(again) == expected
+    assert cached_tokens(again) == 72
+    wait_until_idle(server)
+
+
 def test_streamed_text_survives_the_death_of_its_decode_worker(server: Server) -> None:
     expected = text_of(complete(server))
     [_, decode] = server.pids_of("workers.service")
@@ -120,9 +148,8 @@ def test_streamed_text_survives_the_death_of_its_decode_worker(server: Server) -
 
 
 def test_sealed_blocks_outlive_their_worker_and_their_messenger(server: Server) -> None:
-    def cached() -> object:
-        usage = complete(server, num_tokens=2)["usage"]
-        return usage["prompt_tokens_details"]["cached_tokens"]  # type: ignore[index]
+    def cached() -> int:
+        return cached_tokens(complete(server, num_tokens=2))
 
     assert cached() == 0
     assert cached() == 72
@@ -148,9 +175,7 @@ def test_a_client_that_hangs_up_frees_everything(server: Server, stream: bool) -
     wait_until_idle(server)
 
 
-def test_more_requests_than_the_device_holds_are_preempted_and_finish_unchanged(
-    tmp_path: Path, run_dir: Path
-) -> None:
+def test_preempted_requests_finish_unchanged(tmp_path: Path, run_dir: Path) -> None:
     directory = tmp_path / "tiny"
     tiny_model("smollm2", directory)
     write_tiny_tokenizer(directory)
@@ -163,3 +188,41 @@ def test_more_requests_than_the_device_holds_are_preempted_and_finish_unchanged(
         with ThreadPoolExecutor(6) as threads:
             answers = threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=40), prompts)
             assert [text_of(answer) for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_random_kills_never_change_a_text(server: Server, num_kills: int) -> None:
+    """Workers and messengers die at random moments; what is answered is right, and nothing stays held."""
+    rng = random.Random(num_kills)
+    prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, 7)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=100)) for prompt in prompts]
+    over = threading.Event()
+
+    def keep_asking(index: int) -> int:
+        num_answers = 0
+        while not over.is_set():
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json=body(prompt=prompts[index], num_tokens=100), timeout=120
+            )
+            if answer.status_code == 200:
+                assert text_of(answer.json()) == expected[index]
+                num_answers += 1
+            else:
+                assert answer.status_code in (500, 503), answer.text
+                assert "error" in answer.json()
+        return num_answers
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+        for _ in range(num_kills):
+            over.wait(rng.uniform(0.2, 3.0))
+            victims = [*server.pids_of("workers.service"), *server.pids_of("kvstore.service")]
+            if victims:
+                os.kill(rng.choice(victims), signal.SIGKILL)
+        over.set()
+        assert all(answer.result() > 0 for answer in answers)
+    eventually(lambda: is_ready(server), "all instances are back", deadline_s=60)
+    assert [text_of(complete(server, prompt=prompt, num_tokens=100)) for prompt in prompts] == expected
+    wait_until_idle(server)

@@ -144,7 +144,9 @@ def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
 @pytest.mark.parametrize(
     "sizes", [Sizes(), Sizes(num_pool_pages=16, num_device_pages=14)], ids=["ample", "scarce"]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 60))]
+)
 def test_random_aborts_leave_nothing_behind(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes, seed: int
 ) -> None:
