@@ -160,7 +160,7 @@ def test_random_aborts_leave_nothing_behind(
         name = f"r{index}"
         answer = cluster.submit(name, prompts[index % 8], GREEDY)
         if rng.random() < 0.6:
-            with_luck_s = rng.random() * 0.1
+            with_luck_s = rng.random() * 0.05
             try:
                 await asyncio.wait_for(answer.ended.wait(), with_luck_s)
             except TimeoutError:
@@ -175,6 +175,6 @@ def test_random_aborts_leave_nothing_behind(
                 for index in range(40):
                     clients.create_task(one(cluster, index))
             await cluster.assert_nothing_is_held()
-        assert len(cancelled_after) > 3
+        assert cancelled_after
 
     run(test())
