@@ -89,10 +89,11 @@ def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: KVDtype) -> KVLayo
     """The whole model's KVCache block; `block_size` in tokens."""
     config = checkpoint.config
     num_heads = config["num_attention_heads"]
+    default_head_dim = 128 if config.get("model_type") == "qwen3" else config["hidden_size"] // num_heads
     return KVLayout(
         num_layers=config["num_hidden_layers"],
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        head_dim=config.get("head_dim") or default_head_dim,
         block_size=block_size,
         dtype=dtype,
     )

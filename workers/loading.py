@@ -35,6 +35,7 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
         )
     try:
         spec = ModelSpec.from_hf_config(checkpoint.config)
+        _check_layout(spec, layout)
         layers = range(spec.num_layers)
         model = DecoderModel(spec, layers, dtype, device)
         if checkpoint.kind is CheckpointKind.DUMMY:
@@ -44,6 +45,14 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
     except (UnsupportedModel, WeightsError) as error:
         raise ModelError(f"{checkpoint.name}: {error}") from None
     return Executor(model, DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device))
+
+
+def _check_layout(spec: ModelSpec, layout: KVLayout) -> None:
+    """The cluster's idea of a block, which comes from the configuration alone, must be the engine's."""
+    engine = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    cluster = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    if engine != cluster:
+        raise ModelError(f"config.json is ambiguous: layers, KV heads and head_dim are {cluster} or {engine}")
 
 
 def pick_device(name: str) -> torch.device:
