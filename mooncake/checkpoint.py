@@ -178,7 +178,13 @@ def _describe(
     weight_files: list[WeightFile],
     load_format: LoadFormat,
 ) -> Checkpoint:
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
+    for key in (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ):
         if not isinstance(config.get(key), int) or config[key] <= 0:
             raise ModelError(
                 f"{path}: {key} is {config.get(key)!r}, expected a positive number: this is no decoder "

@@ -42,11 +42,15 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice."""
+    """`context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice.
+
+    The model has weights for token ids below `vocab_size`; its tokenizer may know more of them, or fewer.
+    """
 
     tokenizer: Tokenizer
     new_detokenizer: Callable[[], Detokenizer]
     context_len: int
+    vocab_size: int
     fingerprint: str
     block_size: int
 
@@ -58,6 +62,7 @@ def load_served_model(checkpoint: Checkpoint, dtype: KVDtype, block_size: int) -
         tokenizer=tokenizer,
         new_detokenizer=lambda: IncrementalDetokenizer(tokenizer),
         context_len=checkpoint.context_len,
+        vocab_size=int(checkpoint.config["vocab_size"]),
         fingerprint=checkpoint.fingerprint(dtype, block_size),
         block_size=block_size,
     )

@@ -30,6 +30,7 @@ def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
         rendered.append(entry)
     _check_num_chars(sum(len(entry["content"]) for entry in rendered), model, "messages")
     prompt = model.tokenizer.render_chat(rendered)
+    check_token_ids(prompt, model, "messages")
     _check_room(prompt, model.context_len, "messages")
     return prompt
 
@@ -84,13 +85,13 @@ def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
             token_ids = model.tokenizer.encode(item, add_special_tokens=True)
         elif isinstance(item, list):
             token_ids = item
-            check_token_ids(token_ids, model, path)
         else:
             raise RequestError(
                 f"{path}: expected a string, token ids, or a list of either", param=path, code="invalid_value"
             )
         if not token_ids:
             raise RequestError(f"{path} is empty", param=path, code="invalid_value")
+        check_token_ids(token_ids, model, path)
         _check_room(token_ids, model.context_len, path)
         prompts.append(token_ids)
     return prompts
@@ -98,7 +99,7 @@ def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
 
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:
     """Raises RequestError, naming the place, for what is no token of the model."""
-    vocab_size = model.tokenizer.vocab_size
+    vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             where = f"{path}[{index}]"

@@ -72,7 +72,7 @@ class ByteDetokenizer:
 
 
 def byte_model(context_len: int = 1000, block_size: int = 16) -> ServedModel:
-    return ServedModel(ByteTokenizer(), ByteDetokenizer, context_len, "f" * 32, block_size)
+    return ServedModel(ByteTokenizer(), ByteDetokenizer, context_len, 257, "f" * 32, block_size)
 
 
 Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]

@@ -1,6 +1,7 @@
 """Requests become what OpenAI's reference says, or errors that name the field."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -241,6 +242,14 @@ def test_hopeless_input_is_refused_before_it_is_tokenized(monkeypatch: pytest.Mo
         chat(messages=USER * 101)
     with pytest.raises(RequestError, match="9 prompts"):
         completion(prompt=["x"] * 9)
+
+
+def test_tokens_without_weights_are_refused_from_text_as_from_ids() -> None:
+    small = replace(MODEL, vocab_size=100)
+    for prompt in ("ab~", [97, 98, 126]):
+        body = json.dumps({"model": MODEL_NAME, "prompt": prompt}).encode()
+        with pytest.raises(RequestError, match=r"prompt\[2\]: expected a token id from 0 to 99, got 126"):
+            read_job(Endpoint.COMPLETION, body, small, MODEL_NAME, max_choices=8)
 
 
 def test_top_k_of_any_size_fits_the_vocabulary() -> None:
