@@ -22,6 +22,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "max_position_embeddings": 128,
+    "vocab_size": 512,
     "eos_token_id": 7,
     "torch_dtype": "bfloat16",
 }

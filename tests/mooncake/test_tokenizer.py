@@ -23,6 +23,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "max_position_embeddings": 128,
+    "vocab_size": 512,
 }
 
 

@@ -20,6 +20,7 @@ CONFIG = {
     "num_attention_heads": 1,
     "num_hidden_layers": 3,
     "max_position_embeddings": 128,
+    "vocab_size": 512,
 }
 
 
