@@ -18,6 +18,7 @@ from mooncake.messages import (
     Cancel,
     ClusterState,
     Decode,
+    Ended,
     Failed,
     Finished,
     FromWorker,
@@ -32,6 +33,7 @@ from mooncake.messages import (
     Registered,
     RegisterRefused,
     Rejected,
+    Request,
     Reserve,
     Reserved,
     Role,
@@ -74,6 +76,7 @@ class Conductor:
         self.requests: dict[str, TrackedRequest] = {}
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None
+        self._max_sequence_blocks = 0  # of the last pair there was
 
     @property
     def num_running(self) -> int:
@@ -114,9 +117,9 @@ class Conductor:
         self._last_tick_s = now_s
         if gap_s > self.limits.peer_timeout_s / 2:
             for instance in self.instances:
-                instance.last_seen_s += gap_s
-            for front in self._fronts:
-                self._fronts[front] += gap_s
+                instance.last_seen_s = min(instance.last_seen_s + gap_s, now_s)
+            for front, last_seen_s in self._fronts.items():
+                self._fronts[front] = min(last_seen_s + gap_s, now_s)
 
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
         """A send failed: the peer is not connected."""
@@ -155,17 +158,8 @@ class Conductor:
         for role in Role:
             if not self.instances.may_serve(role, now_s - self.limits.return_grace_s):
                 return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
-        has_pair = all(self.instances.of_role(role) for role in Role)
-        if has_pair and place(submit.request, self.instances) is None:
-            layout = next(iter(self.instances)).registration.layout
-            num_tokens = len(submit.request.token_ids)
-            return Rejected(
-                request_id,
-                400,
-                f"the prompt has {num_tokens} tokens and max_tokens is {submit.request.sampling.max_tokens}; "
-                f"an instance's KVCache holds at most {self.instances.max_sequence_blocks()} blocks of "
-                f"{layout.block_size} tokens",
-            )
+        if self._has_pair and place(submit.request, self.instances) is None:
+            return Rejected(request_id, 400, self._too_large(submit.request))
         if self.num_running >= self.limits.max_running_requests:
             message = (
                 f"{self.num_running} requests are running, the limit is {self.limits.max_running_requests}"
@@ -255,7 +249,7 @@ class Conductor:
                 return [Effect(decode.identity, order)]
             case Finished() if tracked.state is RequestState.DECODING:
                 self._end(tracked, RequestState.FINISHED)
-                return []
+                return [Effect(tracked.front, Ended(message.ref.request_id, message.num_output_tokens))]
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # a duplicate of a step already taken
@@ -280,9 +274,32 @@ class Conductor:
         placement = place(tracked.request, self.instances)
         if placement is not None:
             return self._assign(tracked, placement)
+        if self._has_pair:
+            return self._give_up(tracked, 400, self._too_large(tracked.request))
         if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
-            return self._fail(tracked, f"no pair of instances came back in time ({tracked.last_failure})")
+            why = f" ({tracked.last_failure})" if tracked.last_failure else ""
+            return self._give_up(tracked, 503, f"no pair of instances came back in time{why}")
         return []
+
+    def _give_up(self, tracked: TrackedRequest, status: int, reason: str) -> list[Effect]:
+        """Reject what was never placed; what was has failed."""
+        if tracked.attempt:
+            return self._fail(tracked, reason)
+        self._end(tracked, RequestState.FAILED)
+        retry_after_s = self.limits.retry_after_s if status == 503 else None
+        return [Effect(tracked.front, Rejected(tracked.request.request_id, status, reason, retry_after_s))]
+
+    @property
+    def _has_pair(self) -> bool:
+        return all(self.instances.of_role(role) for role in Role)
+
+    def _too_large(self, request: Request) -> str:
+        layout = next(iter(self.instances)).registration.layout
+        return (
+            f"the prompt has {len(request.token_ids)} tokens, max_tokens is {request.sampling.max_tokens}; "
+            f"an instance's KVCache holds at most {self.instances.max_sequence_blocks()} blocks of "
+            f"{layout.block_size} tokens"
+        )
 
     def _assign(self, tracked: TrackedRequest, placement: Placement) -> list[Effect]:
         tracked.attempt += 1
@@ -330,11 +347,13 @@ class Conductor:
         ]
 
     def _cluster_state(self) -> ClusterState:
+        if self._has_pair:
+            self._max_sequence_blocks = self.instances.max_sequence_blocks()
         return ClusterState(
             self.epoch,
             len(self.instances.of_role(Role.PREFILL)),
             len(self.instances.of_role(Role.DECODE)),
-            self.instances.max_sequence_blocks(),
+            self._max_sequence_blocks,
         )
 
     def _tell_fronts(self) -> list[Effect]:

@@ -91,7 +91,7 @@ class Config(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="arithmetic; auto: the checkpoint's own"
     )
-    served_model_name: str | None = Field(None, description="the name that clients ask for")
+    served_model_name: str | None = Field(None, min_length=1, description="the name that clients ask for")
     instance: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="name of this instance (--role prefill, decode)"
     )

@@ -244,7 +244,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A client's request. Answered by tokens from a worker, or by `Rejected`, or by `Failed`."""
+    """A client's request. Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`."""
 
     request: Request
 
@@ -265,7 +265,8 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
     """What a front must know to answer /ready and to size requests. Also sent after each change.
 
-    `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold.
+    `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
+    or could when there last was a pair; 0 before.
     """
 
     epoch: int
@@ -288,6 +289,13 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
     request_id: str
     message: str
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """The decode instance has sent all `num_output_tokens`. A front that lacks some has lost them."""
+
+    request_id: str
+    num_output_tokens: int
 
 
 # -- worker -> front --------------------------------------------------------------------------------
@@ -313,4 +321,4 @@ FromWorker = Register | Heartbeat | Leave | Reserved | Prefilled | Finished | Wo
 FromFront = FrontHello | Submit | Cancel
 ToConductor = FromWorker | FromFront
 ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort
-ToFront = ClusterState | RegisterRefused | Rejected | Failed | Tokens
+ToFront = ClusterState | RegisterRefused | Rejected | Failed | Ended | Tokens

@@ -46,8 +46,10 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     instances = _instances(config, run_dir)
     _check_memory(config, len(instances))
     specs = [_conductor(config)] if config.role in ("all", "conductor") else []
-    for name, role in instances:
-        specs += _instance(config, run_dir, name, role, len(instances))
+    for index, (name, role) in enumerate(instances):
+        # Sockets are numbered: a host's name may be longer than a socket's path.
+        sockets = run_dir.socket(f"worker-{index}"), run_dir.socket(f"peers-{index}")
+        specs += _instance(config, sockets, name, role, len(instances))
     return specs
 
 
@@ -93,10 +95,10 @@ def _conductor(config: Config) -> ChildSpec:
 
 
 def _instance(
-    config: Config, run_dir: RunDirectory, name: str, role: Role, num_local_workers: int
+    config: Config, sockets: tuple[str, str], name: str, role: Role, num_local_workers: int
 ) -> list[ChildSpec]:
     segment_fd = create_segment(name, int(config.kvcache.pool_bytes))
-    worker_socket, peer_socket = run_dir.socket(name), run_dir.socket(f"{name}-peers")
+    worker_socket, peer_socket = sockets
 
     def messenger(incarnation: int) -> str:
         return MessengerProcess(

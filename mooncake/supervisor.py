@@ -45,7 +45,11 @@ async def supervise(config: Config) -> int:
     """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
     with RunDirectory() as run_dir:
         children = [Child(spec, config.log_level) for spec in plan_node(config, run_dir)]
-        return await Supervisor(children).run()
+        supervisor = Supervisor(children)
+        code = await supervisor.run()
+    if supervisor.is_stuck:
+        os._exit(code)  # the interpreter would wait for the console's writer
+    return code
 
 
 class Child:
@@ -58,6 +62,7 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._log_level = log_level
         self._incarnation = 0
+        self._signal: signal.Signals | None = None
 
     async def start(self) -> AsyncIterator[Status | str]:
         """Start one life; yields its status messages and its output lines until it has ended."""
@@ -76,6 +81,8 @@ class Child:
             env={**os.environ, STATUS_FD_VARIABLE: str(status_write), LOG_LEVEL_VARIABLE: self._log_level},
         )
         os.close(status_write)
+        if self._signal is not None:
+            self.process.send_signal(self._signal)  # it came while the process was being started
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         # stdin stays open: its end tells the child that the supervisor is gone.
@@ -97,7 +104,8 @@ class Child:
         await self.process.wait()
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the current life, if there is one."""
+        """Send a signal to the current life, and to one that is just being started."""
+        self._signal = signum
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signum)
@@ -115,6 +123,11 @@ class Supervisor:
         self._announced = False
         self._started_at_s = time.monotonic()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nobody reads the output; once `run` has ended."""
+        return self._console.is_stuck
+
     async def run(self) -> int:
         """Start all, wait for the end, stop all. 0 after a signal, 1 after a fatal error."""
         loop = asyncio.get_running_loop()
@@ -125,10 +138,9 @@ class Supervisor:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
                 await self._stop.wait()
                 await self._stop_children(keepers)
-        if self._fatal is not None:
-            print(f"error: {self._fatal}", file=sys.stderr)
-            return 1
-        return 0
+            if self._fatal is not None:
+                self._console.error(self._fatal)
+        return 1 if self._fatal is not None else 0
 
     async def _keep(self, child: Child) -> None:
         backoff_s = FIRST_BACKOFF_S

@@ -15,7 +15,8 @@ from mooncake.process import Progress, child_main, report
 from workers.loading import load_executor
 from workers.session import Session, SessionLostError
 
-RETRY_S = 0.2
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
 log = logging.getLogger(__name__)
 
 
@@ -27,16 +28,19 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
+    retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
         report(Progress(f"waiting for the conductor at {config.conductor.endpoint}", 0, 0))
+        session = Session(process, incarnation, executor, layout, fingerprint)
         try:
-            await Session(process, incarnation, executor, layout, fingerprint).run()
+            await session.run()
         except (SessionLostError, PoolError) as error:
             this_task = asyncio.current_task()
             if this_task is not None and this_task.cancelling():
                 raise asyncio.CancelledError from None  # the messenger was only quicker to stop than we are
             log.warning("%s; all its work has ended, registering again", error)
-            await asyncio.sleep(RETRY_S)
+            retry_s = FIRST_RETRY_S if session.is_registered else min(2 * retry_s, LONGEST_RETRY_S)
+            await asyncio.sleep(retry_s)
 
 
 if __name__ == "__main__":

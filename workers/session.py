@@ -44,7 +44,7 @@ HEARTBEATS_PER_TIMEOUT = 5
 TIMEOUTS_OF_THE_CONDUCTOR = 2
 """a worker gives up its Conductor later than the Conductor gives up a worker"""
 LEAVE_S = 0.5
-"""how long the last message may take to leave"""
+"""how long the last messages may take to leave"""
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ class Session:
         self._identity = peer_identity(process.instance, incarnation)
         self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._fronts: dict[str, Dealer[ToFront]] = {}
-        self._is_registered = False
+        self.is_registered = False
         self._heard_at_s = time.monotonic()
 
     async def run(self) -> None:
@@ -101,7 +101,7 @@ class Session:
                 await self._conductor.send(Leave())
             self._conductor.close(linger_s=LEAVE_S)
             for front in self._fronts.values():
-                front.close()
+                front.close(linger_s=LEAVE_S)
             await pool.close()
 
     def _start_runners(self, group: asyncio.TaskGroup, pool: PoolClient) -> None:
@@ -138,11 +138,11 @@ class Session:
                     self._prefill_jobs.cancel(ref)
                     self._decode_jobs.cancel(ref)
                 case HeartbeatAck(known=known):
-                    if not known and self._is_registered:
+                    if not known and self.is_registered:
                         raise SessionLostError("the conductor has restarted, or had given this worker up")
                 case Registered():
-                    if not self._is_registered:
-                        self._is_registered = True
+                    if not self.is_registered:
+                        self.is_registered = True
                         report(Ready(f"{self._process.role.value} on {self._executor.kv.device}"))
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
@@ -159,9 +159,9 @@ class Session:
         """Register, then heartbeats; both double as the test whether the Conductor answers."""
         deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
         while True:
-            await self._tell(await self._heartbeat(pool) if self._is_registered else self._registration(pool))
+            await self._tell(await self._heartbeat(pool) if self.is_registered else self._registration(pool))
             await asyncio.sleep(self._heartbeat_s)
-            if self._is_registered and time.monotonic() - self._heard_at_s > deadline_s:
+            if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     def _registration(self, pool: PoolClient) -> Register:
@@ -199,7 +199,7 @@ class Session:
                     self._fronts[endpoint] = Dealer(endpoint, self._identity, ToFront)
                 await self._fronts[endpoint].send(Tokens(of_front))
             except (ConfigError, PeerGoneError) as error:
-                # Its requests end by the front's own deadlines, or with the front.
+                # The front learns from the Conductor that they were sent, and misses them.
                 log.warning("tokens for the front at %s are lost: %s", endpoint, error)
                 if (front := self._fronts.pop(endpoint, None)) is not None:
                     front.close()

@@ -22,6 +22,7 @@ from mooncake.messages import (
     PROTOCOL_VERSION,
     Cancel,
     ClusterState,
+    Ended,
     Failed,
     FinishReason,
     FrontHello,
@@ -35,6 +36,7 @@ from mooncake.messages import (
 
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0
+LAST_TOKENS_TIMEOUT_S = 3.0
 STREAM_TIMEOUT_S = (
     30.0  # without a token while the Conductor is gone, which alone could place the request again
 )
@@ -58,7 +60,7 @@ class Lost(NamedTuple):
     error: RequestError
 
 
-FromConductor = ClusterState | RegisterRefused | Rejected | Failed
+FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Ended
 Event = Received | Lost
 Inbox = asyncio.Queue[Event]
 
@@ -72,6 +74,8 @@ class Reception:
     attempt: tuple[int, int] = (0, 0)
     """epoch of the Conductor that placed it, and attempt"""
     token_ids: list[int] = field(default_factory=list)
+    ended_s: float | None = None
+    """when the Conductor said that all tokens had been sent"""
 
     def accept(self, output: TokenOutput) -> list[int] | None:
         """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
@@ -175,10 +179,17 @@ class Link:
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(self._hello)
             await asyncio.sleep(HEARTBEAT_S)
+            self._fail_what_lost_its_end()
             if self.cluster is None:
                 oldest_s = _now() - STREAM_TIMEOUT_S
                 for request_id in [key for key, value in self._in_flight.items() if value.last_s < oldest_s]:
                     self._end(request_id, GenerationFailedError("the conductor is gone and no tokens arrive"))
+
+    def _fail_what_lost_its_end(self) -> None:
+        deadline_s = _now() - LAST_TOKENS_TIMEOUT_S
+        for request_id, reception in list(self._in_flight.items()):
+            if reception.ended_s is not None and reception.ended_s < deadline_s:
+                self._end(request_id, GenerationFailedError("the last tokens were lost on their way"))
 
     async def _receive_from_conductor(self) -> None:
         while True:
@@ -191,6 +202,9 @@ class Link:
                     self._end(request_id, _rejection(status, message, retry_after_s))
                 case Failed(request_id, message):
                     self._end(request_id, GenerationFailedError(message))
+                case Ended(request_id):
+                    if (reception := self._in_flight.get(request_id)) is not None:
+                        reception.ended_s = _now()  # its last tokens are on their way, or lost
 
     async def _adopt(self, cluster: ClusterState) -> None:
         restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch

@@ -18,6 +18,7 @@ from conductor.front.model import ServedModel
 from mooncake.errors import ConfigError
 
 _BACKLOG = 2048
+_ACCEPTS_AT_ONCE = 64  # asyncio tries, and logs, each of them when descriptors run out
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 
 
@@ -71,6 +72,7 @@ async def serve(
             uvicorn.Config(
                 create_app(front),
                 lifespan="off",
+                backlog=_ACCEPTS_AT_ONCE,
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -4,6 +4,7 @@ Owns: parsing, defaults, and checks against the model's limits. Does not know: H
 Everything here is a plain function of its input and may run in a thread.
 """
 
+import gc
 import hashlib
 import reprlib
 import secrets
@@ -164,7 +165,7 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
     """The job, its default output length cut to what the instances' KVCache can hold.
 
     Raises RequestError when no pair of instances could ever hold one of the prompts, or the output that was
-    asked for. While there is no pair, nothing is known of sizes, and the job stays as it is.
+    asked for. Before there was a pair nothing is known of sizes, and the job stays as it is.
     """
     if cluster.max_sequence_blocks == 0:
         return job
@@ -206,12 +207,15 @@ def unknown_model(name: str, served_model_name: str) -> RequestError:
 
 
 def _parse(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
         raise RequestError("the request body is nested too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    finally:
+        gc.enable()
     if not isinstance(value, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_json")
     schema = ChatCompletionRequest if endpoint is Endpoint.CHAT else CompletionRequest

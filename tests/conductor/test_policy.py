@@ -17,6 +17,7 @@ from mooncake.messages import (
     Capacity,
     ClusterState,
     Decode,
+    Ended,
     Failed,
     Finished,
     FinishReason,
@@ -86,7 +87,8 @@ def test_a_request_takes_the_steps_of_the_request_path() -> None:
     assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order))]
     assert conductor.handle(D0, Reserved(ref(), GRANT), 1.0) == [Effect(P0, Prefill(ref(), order, GRANT))]
     assert conductor.handle(P0, Prefilled(ref(), 42, 4), 1.0) == [Effect(D0, Decode(ref(), 42, 4))]
-    assert conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0) == []
+    finished = conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0)
+    assert finished == [Effect(FRONT, Ended("r", 3))]
     assert conductor.num_running == 0
     assert all(not instance.requests for instance in conductor.instances)
 
@@ -185,7 +187,7 @@ def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
     conductor.handle(P0, HEARTBEAT, 5.0)
     effects = conductor.tick(5.5)
-    assert Effect(FRONT, ClusterState(EPOCH, 1, 0, 0)) in effects
+    assert Effect(FRONT, ClusterState(EPOCH, 1, 0, 100)) in effects
     assert Effect(P0, Abort(ref())) in effects
     d0_again = peer_identity("d0", 2)
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
@@ -203,6 +205,26 @@ def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
     [rejected] = conductor.handle(FRONT, Submit(request("late")), 15.0)
     assert isinstance(rejected.message, Rejected)
     assert rejected.message.status == 503
+
+
+def test_what_was_never_placed_is_rejected_with_its_reason() -> None:
+    conductor = new_conductor(Limits(placement_timeout_s=10.0))
+    conductor.peer_gone(D0, 0.5)
+    conductor.handle(FRONT, Submit(request("large", 300)), 1.0)
+    conductor.handle(FRONT, Submit(request("late", 9)), 1.0)
+    small = registration("d0", Role.DECODE, 2, pages=50)
+    rejections = [
+        effect.message
+        for effect in conductor.handle(peer_identity("d0", 2), small, 2.0)
+        if isinstance(effect.message, Rejected)
+    ]
+    assert [(rejected.request_id, rejected.status) for rejected in rejections] == [("large", 400)]
+    conductor = new_conductor(Limits(placement_timeout_s=3.0, peer_timeout_s=100.0))
+    conductor.peer_gone(D0, 0.5)
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    [rejected] = [effect.message for effect in conductor.tick(5.0)]
+    assert isinstance(rejected, Rejected)
+    assert (rejected.status, rejected.retry_after_s) == (503, 1.0)
 
 
 def test_a_request_does_not_wait_for_ever() -> None:
@@ -245,6 +267,16 @@ def test_the_conductors_own_silence_is_not_held_against_others() -> None:
     assert list(conductor.instances) == []
 
 
+def test_the_conductors_own_silence_does_not_hide_a_death() -> None:
+    conductor = new_conductor(Limits(peer_timeout_s=5.0))
+    conductor.tick(1.0)
+    conductor.handle(D0, HEARTBEAT, 600.0)
+    conductor.tick(600.1)
+    for now_s in (602.0, 604.0, 605.5):
+        conductor.tick(now_s)
+    assert list(conductor.instances) == []
+
+
 def test_work_of_an_instance_that_leaves_is_placed_elsewhere_at_once() -> None:
     conductor, order = new_conductor(), request()
     d1 = peer_identity("d1", 1)
@@ -262,7 +294,9 @@ def test_prefill_may_die_once_its_part_is_done() -> None:
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
     conductor.peer_gone(P0, 2.0)
-    assert conductor.handle(D0, Finished(ref(), FinishReason.LENGTH, 5), 3.0) == []
+    assert conductor.handle(D0, Finished(ref(), FinishReason.LENGTH, 5), 3.0) == [
+        Effect(FRONT, Ended("r", 5))
+    ]
     assert conductor.num_running == 0
 
 

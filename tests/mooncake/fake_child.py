@@ -16,7 +16,7 @@ from mooncake.process import STATUS_FD_VARIABLE, Progress, Ready, child_main, re
 class FakeConfig(BaseModel):
     """`lives_file` counts starts; the behaviour is that of the first start, later ones serve."""
 
-    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm", "babble"]
+    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm", "babble", "babble-for-ever"]
     lives_file: str
 
 
@@ -38,6 +38,9 @@ async def serve(config: FakeConfig) -> None:
         os.write(int(os.environ[STATUS_FD_VARIABLE]), b"this is no status\n")
     if config.behaviour == "fatal":
         raise ModelError("the model is not there")
+    while config.behaviour == "babble-for-ever":
+        print("x" * 1000, flush=True)
+        await asyncio.sleep(0.001)
     report(Ready("served", f"try {num_lives}"))
     try:
         await asyncio.Event().wait()

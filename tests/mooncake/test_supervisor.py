@@ -1,6 +1,11 @@
+import array
 import asyncio
+import fcntl
 import os
 import signal
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 
@@ -85,6 +90,35 @@ def test_a_fatal_error_ends_everything_with_its_message(
     assert output.splitlines()[-1] == "error: the model is not there"
     assert "Traceback" not in output
     assert len(lives(tmp_path, "b")) == 1
+
+
+def test_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
+    config = FakeConfig(behaviour="babble-for-ever", lives_file=str(tmp_path / "a"))
+    program = (
+        "import asyncio, os, sys\n"
+        "from mooncake.node import ChildSpec\n"
+        "from mooncake.supervisor import Child, Supervisor\n"
+        f"spec = ChildSpec('a', 'tests.mooncake.fake_child', lambda _: {config.model_dump_json()!r})\n"
+        "supervisor = Supervisor([Child(spec, 'warning')])\n"
+        "code = asyncio.run(supervisor.run())\n"
+        "os._exit(code if supervisor.is_stuck else 99)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        deadline_s = time.monotonic() + DEADLINE_S
+        num_bytes, earlier = 0, -1
+        while num_bytes == 0 or num_bytes != earlier:  # it no longer grows: the writer is stuck
+            assert time.monotonic() < deadline_s
+            time.sleep(0.3)
+            num_bytes, earlier = pipe_len(process.stderr.fileno()), num_bytes
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+
+
+def pipe_len(descriptor: int) -> int:
+    buffer = array.array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, buffer)
+    return buffer[0]
 
 
 def test_a_child_that_does_not_stop_is_killed_in_time(

@@ -13,6 +13,7 @@ from conductor.front.link import Inbox, Link, Lost, Received, Reception
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.messages import (
     ClusterState,
+    Ended,
     FinishReason,
     Ref,
     Request,
@@ -121,6 +122,27 @@ def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
             assert isinstance(event, Lost)
             assert event.error.status == 500
             await until(lambda: cluster.cancelled == ["r"])
+
+    run(test)
+
+
+def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(link_module, "LAST_TOKENS_TIMEOUT_S", 0.1)
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox: Inbox = asyncio.Queue()
+            await until(lambda: link.cluster is not None)
+            await link.submit(request := request_to(link), inbox)
+            await until(lambda: len(cluster.submitted) == 1)
+            await cluster.send_tokens(request, [1], 0)
+            assert await inbox.get() == Received("r", [1], 16, None)
+            await cluster.to_front(Ended("r", 2))
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert "lost" in str(event.error)
+            assert link.num_in_flight == 0
 
     run(test)
 
