@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/engine.py
 
-SmolLM2-135M's shape with random weights, bfloat16; medians of several runs. Decode is at 200 tokens of context.
+SmolLM2-135M's shape with random weights, bfloat16; medians of several runs. Decode has 200 tokens of context.
 """
 
 import statistics
@@ -37,13 +37,13 @@ NUM_RUNS = 5
 NUM_STEPS = 10
 
 
-def median_s(call: Callable[[], object]) -> float:
+def median_s(call: Callable[..., object], *arguments: object) -> float:
     """Seconds of one call, after one that warms up."""
-    call()
+    call(*arguments)
     times = []
     for _ in range(NUM_RUNS):
         started_s = time.perf_counter()
-        call()
+        call(*arguments)
         times.append(time.perf_counter() - started_s)
     return statistics.median(times)
 
@@ -56,24 +56,23 @@ def main() -> None:
     model = DecoderModel(spec, layers, torch.bfloat16)
     model.init_dummy_weights()
     kv = DeviceKVCache(spec, layers, 512, PAGE_SIZE, torch.bfloat16)
+
+    def passes(chunks: list[Chunk], num_passes: int) -> None:
+        for _ in range(num_passes):
+            model.forward(Batch.build(chunks, kv), kv).argmax(-1)
+
     print("| | tok/s |\n|---|---|")
     for num_tokens in (512, 1024, 2048):
         pages = kv.allocate(-(-num_tokens // PAGE_SIZE))
         chunk = Chunk(list(range(1000, 1000 + num_tokens)), 0, pages)
-        elapsed_s = median_s(lambda chunk=chunk: model.forward(Batch.build([chunk], kv), kv))  # type: ignore[misc]
+        elapsed_s = median_s(passes, [chunk], 1)
         print(f"| prefill, {num_tokens} tokens | {num_tokens / elapsed_s:.0f} |", flush=True)
         kv.free(pages)
     for batch_size in (1, 8, 32):
         tables = [kv.allocate(-(-(CONTEXT_LEN + 1) // PAGE_SIZE)) for _ in range(batch_size)]
         chunks = [Chunk([1000], CONTEXT_LEN, pages) for pages in tables]
-
-        def steps(chunks: list[Chunk] = chunks) -> None:
-            for _ in range(NUM_STEPS):
-                model.forward(Batch.build(chunks, kv), kv).argmax(-1)
-
-        print(
-            f"| decode, {batch_size} sequences | {NUM_STEPS * batch_size / median_s(steps):.0f} |", flush=True
-        )
+        elapsed_s = median_s(passes, chunks, NUM_STEPS)
+        print(f"| decode, {batch_size} sequences | {NUM_STEPS * batch_size / elapsed_s:.0f} |", flush=True)
         for pages in tables:
             kv.free(pages)
 
