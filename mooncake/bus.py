@@ -20,6 +20,8 @@ from mooncake.errors import ConfigError, TransferError
 Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
 LOGGED_CHARS = 200
+QUEUE_LEN = 10_000
+"""messages that wait for a peer: minutes of decoding steps, some MB"""
 log = logging.getLogger(__name__)
 
 
@@ -36,6 +38,7 @@ class _Socket(Generic[Incoming]):
     def __init__(self, kind: int, incoming: Any) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(kind)
         self._socket.linger = 0
+        self._socket.set_hwm(QUEUE_LEN)
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self.num_malformed = 0
 
@@ -114,7 +117,7 @@ class Dealer(_Socket[Incoming]):
                 return message
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queued while the other side is away, up to ZeroMQ's high-water mark; then `PeerGoneError`."""
+        """Queued while the other side is away, up to `QUEUE_LEN` messages; then `PeerGoneError`."""
         try:
             await self._socket.send(_encode(message), flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
