@@ -3,7 +3,6 @@
 Load is the Conductor's own count of what it assigned and has not seen end, not what heartbeats claim.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -46,20 +45,26 @@ class Instances:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Instance] = {}
-        self._lost_at_s: dict[Role, float] = {}
+        self._lost: dict[str, tuple[Instance, float]] = {}  # and when
 
     def add(self, instance: Instance) -> None:
         """The name must be free: remove an earlier life first."""
         assert instance.name not in self._by_name
+        self._lost.pop(instance.name, None)
         self._by_name[instance.name] = instance
 
     def remove(self, name: str, now_s: float) -> None:
-        """Forget this life."""
-        self._lost_at_s[self._by_name.pop(name).registration.role] = now_s
+        """This life has ended; the next may be about to come."""
+        self._lost[name] = (self._by_name.pop(name), now_s)
 
-    def may_serve(self, role: Role, lost_after_s: float) -> bool:
-        """Whether there is an instance of this role, or was one after `lost_after_s` that may come back."""
-        return bool(self.of_role(role)) or self._lost_at_s.get(role, -math.inf) > lost_after_s
+    def forget_lost(self, before_s: float) -> None:
+        """Expect those no longer that were lost before this time."""
+        self._lost = {name: lost for name, lost in self._lost.items() if lost[1] >= before_s}
+
+    def expected(self, role: Role) -> list[Instance]:
+        """Those of this role that are there or may be about to return."""
+        lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
+        return self.of_role(role) + lost
 
     def get(self, name: str | None) -> Instance | None:
         """By name; None when it is not registered."""
@@ -79,9 +84,10 @@ class Instances:
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
     def max_sequence_blocks(self) -> int:
-        """The longest prompt and output that some pair can hold, in blocks; 0 without a pair."""
+        """The longest prompt and output that some expected pair can hold, in blocks; 0 without a pair."""
         return min(
-            max((instance.max_sequence_blocks for instance in self.of_role(role)), default=0) for role in Role
+            max((instance.max_sequence_blocks for instance in self.expected(role)), default=0)
+            for role in Role
         )
 
     def __iter__(self) -> Iterator[Instance]:

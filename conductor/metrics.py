@@ -47,6 +47,9 @@ class ConductorMetrics(Collector):
         free = GaugeMetricFamily(
             "mooncake_instance_free_device_pages", "free pages of the device's KVCache", labels=["instance"]
         )
+        requests = GaugeMetricFamily(
+            "mooncake_instance_requests", "requests in the batch, and others", labels=["instance", "state"]
+        )
         pages = GaugeMetricFamily(
             "mooncake_pool_pages", "pages of the pool by state", labels=["instance", "state"]
         )
@@ -61,6 +64,8 @@ class ConductorMetrics(Collector):
                 continue
             name, pool = instance.name, heartbeat.pool
             free.add_metric([name], heartbeat.num_free_device_pages)
+            requests.add_metric([name, "running"], heartbeat.num_running)
+            requests.add_metric([name, "waiting"], heartbeat.num_waiting)
             for state in ("free", "reserved", "sealed", "quarantined"):
                 pages.add_metric([name, state], getattr(pool, f"num_{state}"))
             for event in ("hits", "misses", "evictions", "dropped", "checksum_failures"):
@@ -68,4 +73,4 @@ class ConductorMetrics(Collector):
             for direction, by_transport in (("sent", pool.sent_bytes), ("received", pool.received_bytes)):
                 for transport, num_bytes in by_transport.items():
                     transferred.add_metric([name, transport, direction], num_bytes)
-        yield from (free, pages, blocks, transferred)
+        yield from (free, requests, pages, blocks, transferred)

@@ -17,15 +17,28 @@ class Placement:
     decode: Instance
 
 
-def place(request: Request, instances: Instances) -> Placement | None:
-    """The pair with the fewest assigned prompt tokens; None when no pair can hold the request.
-
-    Prefill holds the prompt, decode the output as well.
-    """
+def num_tokens_held(request: Request, role: Role) -> int:
+    """Prefill holds the prompt, decode the output as well."""
     num_prompt_tokens = len(request.token_ids)
-    prefill = _least_loaded(instances.of_role(Role.PREFILL), num_prompt_tokens)
-    decode = _least_loaded(instances.of_role(Role.DECODE), num_prompt_tokens + request.sampling.max_tokens)
+    return num_prompt_tokens + (request.sampling.max_tokens if role is Role.DECODE else 0)
+
+
+def place(request: Request, instances: Instances) -> Placement | None:
+    """The pair with the fewest assigned prompt tokens; None when no pair can hold the request now."""
+    prefill, decode = (
+        _least_loaded(instances.of_role(role), num_tokens_held(request, role))
+        for role in (Role.PREFILL, Role.DECODE)
+    )
     return Placement(prefill, decode) if prefill is not None and decode is not None else None
+
+
+def is_too_large(request: Request, instances: Instances) -> bool:
+    """Whether no instance of some role could hold it, those included that may be about to return."""
+    return any(
+        not any(instance.can_hold(num_tokens_held(request, role)) for instance in expected)
+        for role in Role
+        if (expected := instances.expected(role))
+    )
 
 
 def _least_loaded(candidates: list[Instance], num_tokens: int) -> Instance | None:

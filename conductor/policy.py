@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import RequestState, TrackedRequest
-from conductor.placement import Placement, place
+from conductor.placement import Placement, is_too_large, place
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -76,7 +76,7 @@ class Conductor:
         self.requests: dict[str, TrackedRequest] = {}
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None
-        self._max_sequence_blocks = 0  # of the last pair there was
+        self._max_sequence_blocks = 0  # of the last pair that was expected
 
     @property
     def num_running(self) -> int:
@@ -104,8 +104,8 @@ class Conductor:
         deadline_s = now_s - self.limits.peer_timeout_s
         for front in [identity for identity, seen_s in self._fronts.items() if seen_s < deadline_s]:
             effects += self._drop_front(front)
-        for instance in self.instances.silent_since(deadline_s):
-            effects += self._drop_instance(instance, f"{instance.name} stopped answering", now_s)
+        self.instances.forget_lost(now_s - self.limits.return_grace_s)
+        effects += self._drop_instances(self.instances.silent_since(deadline_s), "stopped answering", now_s)
         for tracked in list(self.requests.values()):
             if tracked.state is RequestState.WAITING:
                 effects += self._place_or_wait(tracked, now_s)
@@ -128,7 +128,7 @@ class Conductor:
         instance = self.instances.by_identity(peer)
         if instance is None:
             return []
-        return self._drop_instance(instance, f"{instance.name} is not connected", now_s)
+        return self._drop_instances([instance], "is not connected", now_s)
 
     # -- fronts -------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
-        rejection = self._reason_to_reject(sender, submit, now_s)
+        rejection = self._reason_to_reject(sender, submit)
         if rejection is not None:
             return [Effect(sender, rejection)]
         self._fronts[sender] = now_s
@@ -149,16 +149,16 @@ class Conductor:
         self.requests[request.request_id] = tracked
         return self._place_or_wait(tracked, now_s)
 
-    def _reason_to_reject(self, front: bytes, submit: Submit, now_s: float) -> Rejected | None:
+    def _reason_to_reject(self, front: bytes, submit: Submit) -> Rejected | None:
         request_id, retry_after_s = submit.request.request_id, self.limits.retry_after_s
         if front not in self._fronts:
             return Rejected(request_id, 503, "this front has not said hello", retry_after_s)
         if request_id in self.requests:
             return Rejected(request_id, 409, f"request id {request_id!r} is already running")
         for role in Role:
-            if not self.instances.may_serve(role, now_s - self.limits.return_grace_s):
+            if not self.instances.expected(role):
                 return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
-        if self._has_pair and place(submit.request, self.instances) is None:
+        if is_too_large(submit.request, self.instances):
             return Rejected(request_id, 400, self._too_large(submit.request))
         if self.num_running >= self.limits.max_running_requests:
             message = (
@@ -190,18 +190,19 @@ class Conductor:
     def _on_register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
         earlier = self.instances.get(register.instance)
         if earlier is not None and earlier.registration.incarnation > register.incarnation:
-            refusal = f"a newer life of {register.instance} is registered"
+            refusal = f"a newer {register.instance} is registered; give each instance its own --instance"
             return [Effect(sender, RegisterRefused(refusal, retryable=True))]
         mismatch = self._mismatch(register.instance, register.protocol_version, register.fingerprint)
         if mismatch is not None:
             return [Effect(sender, RegisterRefused(mismatch))]
         effects: list[Effect] = []
         if earlier is not None and earlier.identity == sender:
-            return [Effect(sender, Registered(self.epoch))]  # it had not heard the first answer yet
+            earlier.last_seen_s = now_s
+            return [Effect(sender, Registered())]  # it had not heard the first answer yet
         if earlier is not None:
-            effects += self._drop_instance(earlier, f"{earlier.name} has restarted", now_s)
+            effects += self._drop_instances([earlier], "has restarted", now_s)
         self.instances.add(Instance(register, sender, last_seen_s=now_s))
-        effects.append(Effect(sender, Registered(self.epoch)))
+        effects.append(Effect(sender, Registered()))
         for tracked in list(self.requests.values()):
             if tracked.state is RequestState.WAITING:
                 effects += self._place_or_wait(tracked, now_s)
@@ -227,7 +228,7 @@ class Conductor:
                 instance.last_seen_s, instance.heartbeat = now_s, message
             return [Effect(sender, HeartbeatAck(known=instance is not None))]
         if isinstance(message, Leave):
-            return self._drop_instance(instance, f"{instance.name} has left", now_s) if instance else []
+            return self._drop_instances([instance], "has left", now_s) if instance else []
         if instance is None or isinstance(message, Register):
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s
@@ -254,11 +255,16 @@ class Conductor:
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # a duplicate of a step already taken
 
-    def _drop_instance(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
-        self.instances.remove(instance.name, now_s)
-        effects = self._tell_fronts()
-        for request_id in list(instance.requests):
-            effects += self._on_work_failed(self.requests[request_id], reason, True, now_s)
+    def _drop_instances(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
+        """All at once, so that no request is placed on one that is dropped next."""
+        for instance in lost:
+            self.instances.remove(instance.name, now_s)
+        effects = self._tell_fronts() if lost else []
+        for instance in lost:
+            for request_id in list(instance.requests):
+                tracked = self.requests.get(request_id)
+                if tracked is not None and instance.name in (tracked.prefill, tracked.decode):
+                    effects += self._on_work_failed(tracked, f"{instance.name} {reason}", True, now_s)
         return effects
 
     # -- requests -----------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ class Conductor:
         placement = place(tracked.request, self.instances)
         if placement is not None:
             return self._assign(tracked, placement)
-        if self._has_pair:
+        if is_too_large(tracked.request, self.instances):
             return self._give_up(tracked, 400, self._too_large(tracked.request))
         if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
             why = f" ({tracked.last_failure})" if tracked.last_failure else ""
@@ -289,12 +295,8 @@ class Conductor:
         retry_after_s = self.limits.retry_after_s if status == 503 else None
         return [Effect(tracked.front, Rejected(tracked.request.request_id, status, reason, retry_after_s))]
 
-    @property
-    def _has_pair(self) -> bool:
-        return all(self.instances.of_role(role) for role in Role)
-
     def _too_large(self, request: Request) -> str:
-        layout = next(iter(self.instances)).registration.layout
+        layout = self.instances.expected(Role.DECODE)[0].registration.layout
         return (
             f"the prompt has {len(request.token_ids)} tokens, max_tokens is {request.sampling.max_tokens}; "
             f"an instance's KVCache holds at most {self.instances.max_sequence_blocks()} blocks of "
@@ -347,8 +349,7 @@ class Conductor:
         ]
 
     def _cluster_state(self) -> ClusterState:
-        if self._has_pair:
-            self._max_sequence_blocks = self.instances.max_sequence_blocks()
+        self._max_sequence_blocks = self.instances.max_sequence_blocks() or self._max_sequence_blocks
         return ClusterState(
             self.epoch,
             len(self.instances.of_role(Role.PREFILL)),

@@ -68,6 +68,7 @@ class PoolClient:
         self._gone_reason = f"messenger of {instance} gone"
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._has_ended = False
         self._space_epoch = 0
         self._background: set[asyncio.Task[Answer]] = set()
         self._reader = asyncio.create_task(self._read())
@@ -264,12 +265,14 @@ class PoolClient:
     def _stalled(self) -> PoolError:
         """A messenger that does not answer is as good as gone: what it holds for this worker must end."""
         self._gone_reason = f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s"
-        self._reader.cancel()
+        self.closed.set()
+        self._reader.cancel()  # which ends the rest
         return PoolError(self._gone_reason)
 
     def _end(self) -> None:
-        if self.closed.is_set():
+        if self._has_ended:
             return
+        self._has_ended = True
         self.closed.set()
         self._channel.close()
         for answered in self._calls.values():

@@ -21,7 +21,7 @@ Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
 LOGGED_CHARS = 200
 QUEUE_LEN = 10_000
-"""messages that wait for a peer: minutes of decoding steps, some MB"""
+"""messages that may wait for a peer: a minute and more of decoding steps"""
 log = logging.getLogger(__name__)
 
 

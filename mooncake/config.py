@@ -18,6 +18,7 @@ from mooncake.messages import Role
 ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
+MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 Port = Annotated[int, Field(ge=0, le=65535)]
 TransportChoice = Literal["auto", "shm", "tcp"]
@@ -50,7 +51,7 @@ class ConductorConfig(_Section):
     endpoint: str = Field("tcp://127.0.0.1:7800", description="where workers find the conductor (ZeroMQ)")
     reply_endpoint: str = Field("tcp://127.0.0.1:7801", description="where workers send tokens to (ZeroMQ)")
     max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
-    peer_timeout_s: float = Field(5.0, ge=1.0, description="silence after which a peer counts as dead")
+    peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
     placement_timeout_s: PositiveSeconds = Field(
         60.0, description="how long a request waits for a lost instance to come back"
     )
@@ -207,7 +208,7 @@ class _Loader(yaml.SafeLoader):
     """YAML that refuses a key given twice, of which PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
+        keys = [self.construct_object(key) for key, _ in node.value if key.tag != MERGE_TAG]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)

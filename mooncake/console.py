@@ -48,7 +48,8 @@ class Console:
 
     def _write(self) -> None:
         while (write := self._writes.get()) is not None:
-            write()
+            with contextlib.suppress(OSError, ValueError):  # stdout or stderr is closed; the other may not be
+                write()
 
     def _put(self, write: Callable[[], None] | None) -> None:
         with contextlib.suppress(queue.Full):

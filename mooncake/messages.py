@@ -193,9 +193,7 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
-    """The instance is part of the cluster. Work of earlier epochs is void."""
-
-    epoch: int
+    """The instance is part of the cluster."""
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):

@@ -83,9 +83,14 @@ def _available_bytes() -> int | None:
     except (OSError, KeyError):
         return None
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((group / "memory.max").read_text())  # "max" when there is none
-        available = min(available, limit - int((group / "memory.current").read_text()))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text())
+        reclaimable = int(statistics["active_file"]) + int(
+            statistics["inactive_file"]
+        )  # a file that was read
+        available = min(available, limit - used + reclaimable)
     return available
 
 

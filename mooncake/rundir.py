@@ -1,7 +1,8 @@
 """The run directory: where a node's sockets live while it runs.
 
 It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a
-supervisor that was killed, and is removed by the next one.
+supervisor that was killed, and is removed by the next one. (One killed in its first instant leaves an empty
+`.mooncake-serve-starting-*`.)
 """
 
 import fcntl

@@ -102,6 +102,7 @@ class Child:
                         self.last_lines.append(item)
                     yield item
         await self.process.wait()
+        self.is_ready = False
 
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to the current life, and to one that is just being started."""

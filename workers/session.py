@@ -82,6 +82,13 @@ class Session:
             fingerprint=self._fingerprint,
             layout=self._layout,
         )
+        try:
+            await self._run_with(pool)
+        finally:
+            await pool.close()
+
+    async def _run_with(self, pool: PoolClient) -> None:
+        self._pool_stats = await pool.stats()
         self._conductor: Dealer[ToWorker] = Dealer(
             self._process.config.conductor.endpoint, self._identity, ToWorker
         )
@@ -102,7 +109,6 @@ class Session:
             self._conductor.close(linger_s=LEAVE_S)
             for front in self._fronts.values():
                 front.close(linger_s=LEAVE_S)
-            await pool.close()
 
     def _start_runners(self, group: asyncio.TaskGroup, pool: PoolClient) -> None:
         config = self._process.config
@@ -177,11 +183,14 @@ class Session:
         )
 
     async def _heartbeat(self, pool: PoolClient) -> Heartbeat:
+        with contextlib.suppress(TimeoutError):  # a slow messenger must not make this worker look dead
+            async with asyncio.timeout(self._heartbeat_s):
+                self._pool_stats = await pool.stats()
         return Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
-            pool=await pool.stats(),
+            pool=self._pool_stats,
         )
 
     async def _watch(self, pool: PoolClient) -> None:

@@ -74,8 +74,8 @@ class Reception:
     attempt: tuple[int, int] = (0, 0)
     """epoch of the Conductor that placed it, and attempt"""
     token_ids: list[int] = field(default_factory=list)
-    ended_s: float | None = None
-    """when the Conductor said that all tokens had been sent"""
+    num_sent: int | None = None
+    """all tokens there are, once the Conductor has said that they were sent"""
 
     def accept(self, output: TokenOutput) -> list[int] | None:
         """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
@@ -188,8 +188,11 @@ class Link:
     def _fail_what_lost_its_end(self) -> None:
         deadline_s = _now() - LAST_TOKENS_TIMEOUT_S
         for request_id, reception in list(self._in_flight.items()):
-            if reception.ended_s is not None and reception.ended_s < deadline_s:
-                self._end(request_id, GenerationFailedError("the last tokens were lost on their way"))
+            if reception.num_sent is not None and reception.last_s < deadline_s:
+                missing = (
+                    f"{len(reception.token_ids)} of {reception.num_sent} tokens arrived, the rest was lost"
+                )
+                self._end(request_id, GenerationFailedError(missing))
 
     async def _receive_from_conductor(self) -> None:
         while True:
@@ -202,9 +205,10 @@ class Link:
                     self._end(request_id, _rejection(status, message, retry_after_s))
                 case Failed(request_id, message):
                     self._end(request_id, GenerationFailedError(message))
-                case Ended(request_id):
+                case Ended(request_id, num_output_tokens):
                     if (reception := self._in_flight.get(request_id)) is not None:
-                        reception.ended_s = _now()  # its last tokens are on their way, or lost
+                        reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
+                        reception.last_s = _now()
 
     async def _adopt(self, cluster: ClusterState) -> None:
         restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch

@@ -191,7 +191,7 @@ def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
     assert Effect(P0, Abort(ref())) in effects
     d0_again = peer_identity("d0", 2)
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
-    assert effects[:2] == [Effect(d0_again, Registered(EPOCH)), Effect(d0_again, Reserve(ref(2), order))]
+    assert effects[:2] == [Effect(d0_again, Registered()), Effect(d0_again, Reserve(ref(2), order))]
 
 
 def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
@@ -202,9 +202,12 @@ def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 3.0)
     assert Effect(d0_again, Reserve(ref(1), order)) in effects
     conductor.peer_gone(d0_again, 4.0)
+    conductor.handle(P0, HEARTBEAT, 14.0)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 14.0)
+    conductor.tick(14.5)
     [rejected] = conductor.handle(FRONT, Submit(request("late")), 15.0)
     assert isinstance(rejected.message, Rejected)
-    assert rejected.message.status == 503
+    assert (rejected.message.status, rejected.message.message) == (503, "no decode instance is ready")
 
 
 def test_what_was_never_placed_is_rejected_with_its_reason() -> None:
@@ -253,7 +256,7 @@ def test_an_earlier_life_is_fenced_off() -> None:
 def test_a_repeated_registration_of_the_same_life_costs_nothing() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered(EPOCH))]
+    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered())]
     assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == [Effect(P0, Prefill(ref(), request(), GRANT))]
 
 
@@ -286,6 +289,31 @@ def test_work_of_an_instance_that_leaves_is_placed_elsewhere_at_once() -> None:
     assert Effect(d1, Reserve(ref(2), order)) in effects
     assert Effect(FRONT, ClusterState(EPOCH, 1, 1, 100)) in effects
     assert conductor.handle(D0, Leave(), 2.0) == []
+
+
+def test_a_large_request_waits_for_the_large_instance_that_restarts() -> None:
+    conductor, order = new_conductor(), request("large", 300)
+    small = peer_identity("small", 1)
+    conductor.handle(small, registration("small", Role.DECODE, pages=4), 0.0)
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.peer_gone(D0, 2.0)
+    assert not [effect for effect in effects if isinstance(effect.message, Failed | Reserve)]
+    assert conductor.handle(FRONT, Submit(request("another", 300)), 2.5) == []
+    again = peer_identity("d0", 2)
+    effects = conductor.handle(again, registration("d0", Role.DECODE, 2), 3.0)
+    assert Effect(again, Reserve(ref(2, "large"), order)) in effects
+
+
+def test_instances_that_fall_silent_together_cost_one_attempt() -> None:
+    conductor, order = new_conductor(Limits(max_attempts=2)), request()
+    for name in ("d1", "d2"):
+        conductor.handle(peer_identity(name, 1), registration(name, Role.DECODE), 0.0)
+    conductor.handle(FRONT, Submit(order), 1.0)
+    live = peer_identity("d9", 1)
+    conductor.handle(live, registration("d9", Role.DECODE), 5.0)
+    conductor.handle(P0, HEARTBEAT, 5.0)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
+    assert Effect(live, Reserve(ref(2), order)) in conductor.tick(5.5)
 
 
 def test_prefill_may_die_once_its_part_is_done() -> None:

@@ -26,6 +26,14 @@ def test_an_empty_section_is_one_of_defaults(tmp_path: Path) -> None:
     assert load_config(file, {}, {}).http == Config().http
 
 
+def test_yaml_merge_keys_work(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("kvcache: &sizes {block_size: 8}\nhttp: {port: 81}\nworker: {max_batch: 3}\n")
+    assert load_config(file, {}, {}).kvcache.block_size == 8
+    file.write_text("http: {<<: {port: 82}, host: a}\n")
+    assert load_config(file, {}, {}).http.port == 82
+
+
 def test_variables_that_kubernetes_sets_are_not_ours() -> None:
     service = {"MOONCAKE_PORT": "tcp://10.0.0.1:80", "MOONCAKE_SERVICE_HOST": "10.0.0.1"}
     service |= {"MOONCAKE_PORT_80_TCP_ADDR": "10.0.0.1", "MOONCAKE_SERVE_SERVICE_PORT_HTTP": "80"}
