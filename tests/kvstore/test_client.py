@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvstore import client as client_module
 from kvstore.client import PoolClient
 from mooncake.errors import MismatchError, PoolError, PoolFullError
 from tests.kvstore.nodes import (
@@ -18,6 +20,7 @@ from tests.kvstore.nodes import (
     prompt_keys,
     run,
     until,
+    unused,
     write_layers,
 )
 
@@ -268,5 +271,29 @@ def test_client_leaks_no_descriptor(start_node: StartNode) -> None:
         for _ in range(3):
             await (await node.connect()).close()
         assert open_descriptors(os.getpid()) == before
+
+    run(test())
+
+
+def test_messenger_that_does_not_answer_counts_as_gone(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        node = start_node("p0")
+        client = await node.connect()
+        reservation = await client.reserve(prompt_keys(2), 0)
+        monkeypatch.setattr(client_module, "_ANSWER_TIMEOUT_S", 0.2)
+        assert node.process is not None
+        node.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(PoolError, match="p0 did not answer within"):
+            await client.reserve(prompt_keys(2), 0)
+        assert client.closed.is_set()
+        await client.release(reservation.reservation_id)  # its messenger, or its end, has done that
+        await client.close()
+        node.process.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        again = await node.connect()
+        await until(again, unused)
+        await again.close()
 
     run(test())
