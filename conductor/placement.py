@@ -32,13 +32,20 @@ def place(request: Request, instances: Instances) -> Placement | None:
     return Placement(prefill, decode) if prefill is not None and decode is not None else None
 
 
-def is_too_large(request: Request, instances: Instances) -> bool:
-    """Whether no instance of some role could hold it, those included that may be about to return."""
-    return any(
-        not any(instance.can_hold(num_tokens_held(request, role)) for instance in expected)
-        for role in Role
-        if (expected := instances.expected(role))
-    )
+def why_too_large(request: Request, instances: Instances) -> str | None:
+    """The role none of whose instances, those included that may be about to return, could hold it; or None."""
+    for role in Role:
+        expected = instances.expected(role)
+        num_tokens = num_tokens_held(request, role)
+        if expected and not any(instance.can_hold(num_tokens) for instance in expected):
+            largest = max(expected, key=lambda instance: instance.max_sequence_blocks)
+            return (
+                f"the prompt has {len(request.token_ids)} tokens, "
+                f"max_tokens is {request.sampling.max_tokens}; "
+                f"the KVCache of a {role.value} instance holds at most "
+                f"{largest.max_sequence_blocks} blocks of {largest.registration.layout.block_size} tokens"
+            )
+    return None
 
 
 def _least_loaded(candidates: list[Instance], num_tokens: int) -> Instance | None:

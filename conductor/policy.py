@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import RequestState, TrackedRequest
-from conductor.placement import Placement, is_too_large, place
+from conductor.placement import Placement, place, why_too_large
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -33,7 +33,6 @@ from mooncake.messages import (
     Registered,
     RegisterRefused,
     Rejected,
-    Request,
     Reserve,
     Reserved,
     Role,
@@ -158,8 +157,8 @@ class Conductor:
         for role in Role:
             if not self.instances.expected(role):
                 return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
-        if is_too_large(submit.request, self.instances):
-            return Rejected(request_id, 400, self._too_large(submit.request))
+        if (reason := why_too_large(submit.request, self.instances)) is not None:
+            return Rejected(request_id, 400, reason)
         if self.num_running >= self.limits.max_running_requests:
             message = (
                 f"{self.num_running} requests are running, the limit is {self.limits.max_running_requests}"
@@ -195,12 +194,10 @@ class Conductor:
         mismatch = self._mismatch(register.instance, register.protocol_version, register.fingerprint)
         if mismatch is not None:
             return [Effect(sender, RegisterRefused(mismatch))]
-        effects: list[Effect] = []
         if earlier is not None and earlier.identity == sender:
             earlier.last_seen_s = now_s
             return [Effect(sender, Registered())]  # it had not heard the first answer yet
-        if earlier is not None:
-            effects += self._drop_instances([earlier], "has restarted", now_s)
+        effects = self._drop_instances([earlier] if earlier is not None else [], "has restarted", now_s)
         self.instances.add(Instance(register, sender, last_seen_s=now_s))
         effects.append(Effect(sender, Registered()))
         for tracked in list(self.requests.values()):
@@ -280,8 +277,8 @@ class Conductor:
         placement = place(tracked.request, self.instances)
         if placement is not None:
             return self._assign(tracked, placement)
-        if is_too_large(tracked.request, self.instances):
-            return self._give_up(tracked, 400, self._too_large(tracked.request))
+        if (reason := why_too_large(tracked.request, self.instances)) is not None:
+            return self._give_up(tracked, 400, reason)
         if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
             why = f" ({tracked.last_failure})" if tracked.last_failure else ""
             return self._give_up(tracked, 503, f"no pair of instances came back in time{why}")
@@ -294,14 +291,6 @@ class Conductor:
         self._end(tracked, RequestState.FAILED)
         retry_after_s = self.limits.retry_after_s if status == 503 else None
         return [Effect(tracked.front, Rejected(tracked.request.request_id, status, reason, retry_after_s))]
-
-    def _too_large(self, request: Request) -> str:
-        layout = self.instances.expected(Role.DECODE)[0].registration.layout
-        return (
-            f"the prompt has {len(request.token_ids)} tokens, max_tokens is {request.sampling.max_tokens}; "
-            f"an instance's KVCache holds at most {self.instances.max_sequence_blocks()} blocks of "
-            f"{layout.block_size} tokens"
-        )
 
     def _assign(self, tracked: TrackedRequest, placement: Placement) -> list[Effect]:
         tracked.attempt += 1

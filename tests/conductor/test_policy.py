@@ -130,7 +130,7 @@ def test_least_loaded_pair_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("order", "status", "word"),
     [
-        (request(num_tokens=396), 400, "KVCache holds at most 100 blocks of 4 tokens"),
+        (request(num_tokens=396), 400, "KVCache of a decode instance holds at most 100 blocks of 4 tokens"),
         (request("taken"), 409, "already running"),
     ],
 )
@@ -302,6 +302,18 @@ def test_a_large_request_waits_for_the_large_instance_that_restarts() -> None:
     again = peer_identity("d0", 2)
     effects = conductor.handle(again, registration("d0", Role.DECODE, 2), 3.0)
     assert Effect(again, Reserve(ref(2, "large"), order)) in effects
+
+
+def test_what_a_smaller_prefill_cannot_hold_is_rejected_even_without_any_decode() -> None:
+    conductor = new_conductor(Limits(return_grace_s=10.0, peer_timeout_s=100.0))
+    conductor.peer_gone(D0, 1.0)
+    conductor.handle(FRONT, Submit(request("large", 300)), 2.0)
+    conductor.peer_gone(P0, 3.0)
+    conductor.tick(12.0)  # decode is not expected any more
+    effects = conductor.handle(peer_identity("p0", 2), registration("p0", Role.PREFILL, 2, pages=4), 12.5)
+    [rejected] = [effect.message for effect in effects if isinstance(effect.message, Rejected)]
+    assert (rejected.request_id, rejected.status) == ("large", 400)
+    assert "at most 4 blocks of 4 tokens" in rejected.message
 
 
 def test_instances_that_fall_silent_together_cost_one_attempt() -> None:
