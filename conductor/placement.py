@@ -33,7 +33,7 @@ def place(request: Request, instances: Instances) -> Placement | None:
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """The role none of whose instances, those included that may be about to return, could hold it; or None."""
+    """Which role has no instance, there or about to return, that could hold it; None if both have."""
     for role in Role:
         expected = instances.expected(role)
         num_tokens = num_tokens_held(request, role)
