@@ -1,7 +1,7 @@
 """The Conductor's metrics, read from its state at each scrape."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from conductor.lifecycle import RUNNING_STATES
 from conductor.policy import Conductor
-from mooncake.messages import Role
+from mooncake.messages import PoolStats, Role
 
 
 class ConductorMetrics(Collector):
@@ -50,27 +50,77 @@ class ConductorMetrics(Collector):
         requests = GaugeMetricFamily(
             "mooncake_instance_requests", "requests in the batch, and others", labels=["instance", "state"]
         )
-        pages = GaugeMetricFamily(
-            "mooncake_pool_pages", "pages of the pool by state", labels=["instance", "state"]
-        )
-        blocks = CounterMetricFamily(
-            "mooncake_pool_blocks", "blocks by what happened to them", labels=["instance", "event"]
-        )
         transferred = CounterMetricFamily(
             "mooncake_transfer_bytes", "KVCache moved", labels=["instance", "transport", "direction"]
         )
-        for instance in self._conductor.instances:
-            if (heartbeat := instance.heartbeat) is None:
-                continue
-            name, pool = instance.name, heartbeat.pool
+        heartbeats = {
+            instance.name: instance.heartbeat
+            for instance in self._conductor.instances
+            if instance.heartbeat is not None
+        }
+        for name, heartbeat in heartbeats.items():
             free.add_metric([name], heartbeat.num_free_device_pages)
             requests.add_metric([name, "running"], heartbeat.num_running)
             requests.add_metric([name, "waiting"], heartbeat.num_waiting)
-            for state in ("free", "reserved", "sealed", "quarantined"):
-                pages.add_metric([name, state], getattr(pool, f"num_{state}"))
-            for event in ("hits", "misses", "evictions", "dropped", "checksum_failures"):
-                blocks.add_metric([name, event], getattr(pool, f"num_{event}"))
+            pool = heartbeat.pool
             for direction, by_transport in (("sent", pool.sent_bytes), ("received", pool.received_bytes)):
                 for transport, num_bytes in by_transport.items():
                     transferred.add_metric([name, transport, direction], num_bytes)
-        yield from (free, requests, pages, blocks, transferred)
+        yield from (free, requests, transferred)
+        yield from pool_metrics({name: heartbeat.pool for name, heartbeat in heartbeats.items()})
+
+
+def pool_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:
+    """The instances' parts of the KVCache pool, by instance and, where it differs, by tier."""
+    pages = GaugeMetricFamily("mooncake_pool_pages", "pages of DRAM by state", labels=["instance", "state"])
+    users = GaugeMetricFamily(
+        "mooncake_pool_users", "what keeps pages in use, by kind", labels=["instance", "kind"]
+    )
+    orphaned = GaugeMetricFamily(
+        "mooncake_pool_orphaned_pages", "pages that nobody will free: should be 0", labels=["instance"]
+    )
+    misses = CounterMetricFamily(
+        "mooncake_pool_misses", "blocks that were wanted and not there", labels=["instance", "reason"]
+    )
+    blocks = CounterMetricFamily(
+        "mooncake_pool_blocks", "blocks by what happened to them", labels=["instance", "event"]
+    )
+    for name, pool in pools.items():
+        for state in ("free", "reserved", "sealed", "quarantined"):
+            pages.add_metric([name, state], getattr(pool, f"num_{state}"))
+        for kind in ("reservations", "leases", "pins"):
+            users.add_metric([name, kind], getattr(pool, f"num_{kind}"))
+        orphaned.add_metric([name], pool.num_orphaned)
+        for reason, num_blocks in pool.num_misses.items():
+            misses.add_metric([name, reason], num_blocks)
+        for event in ("dropped", "removed", "demotions", "promotions", "expired_leases", "checksum_failures"):
+            blocks.add_metric([name, event], getattr(pool, f"num_{event}"))
+    yield from (pages, users, orphaned, misses, blocks)
+    yield from _tier_metrics(pools)
+
+
+def _tier_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:
+    labels = ["instance", "tier"]
+    slots = GaugeMetricFamily("mooncake_pool_slots", "blocks that a tier can hold", labels=labels)
+    held = GaugeMetricFamily("mooncake_pool_held_blocks", "blocks that can be found", labels=labels)
+    held_bytes = GaugeMetricFamily("mooncake_pool_held_bytes", "bytes of those", labels=labels)
+    healthy = GaugeMetricFamily("mooncake_pool_tier_healthy", "1 while all of a tier works", labels=labels)
+    hits = CounterMetricFamily("mooncake_pool_hits", "blocks that were wanted and there", labels=labels)
+    evictions = CounterMetricFamily(
+        "mooncake_pool_evictions", "blocks that made room for others", labels=[*labels, "policy"]
+    )
+    damaged = CounterMetricFamily(
+        "mooncake_pool_damaged", "blocks dropped because of their checksums", labels=labels
+    )
+    errors = CounterMetricFamily("mooncake_pool_errors", "reads and writes that failed", labels=labels)
+    for name, pool in pools.items():
+        for tier, stats in pool.tiers.items():
+            slots.add_metric([name, tier.value], stats.num_slots)
+            held.add_metric([name, tier.value], stats.num_blocks)
+            held_bytes.add_metric([name, tier.value], stats.num_blocks * pool.block_bytes)
+            healthy.add_metric([name, tier.value], stats.is_healthy)
+            hits.add_metric([name, tier.value], stats.num_hits)
+            evictions.add_metric([name, tier.value, pool.eviction_policy], stats.num_evictions)
+            damaged.add_metric([name, tier.value], stats.num_checksum_failures)
+            errors.add_metric([name, tier.value], stats.num_errors)
+    yield from (slots, held, held_bytes, healthy, hits, evictions, damaged, errors)

@@ -1,22 +1,33 @@
-"""The Unix socket between a worker and its messenger: whole messages, and a descriptor beside the first.
+"""The Unix socket between a messenger and a worker or client: whole messages, and a descriptor beside the
+first. `Connection` is the messenger's end, `Channel` the worker's.
 
 Owns: packets. Does not know: what they mean.
 """
 
 import array
 import asyncio
+import logging
 import select
 import socket
-from typing import Generic, TypeVar
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvstore.messages import MAX_MESSAGE_BYTES
+from kvstore.messages import MAX_MESSAGE_BYTES, Detached
 from mooncake.errors import PoolError
+
+log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 22
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_PEERCRED = struct.Struct("3i")
+_MOST_MESSAGES_AT_ONCE = 16
+_Ancillary = tuple[int, int, Any]
 
+_encoder = msgspec.msgpack.Encoder()
 Incoming = TypeVar("Incoming")
 
 
@@ -24,12 +35,9 @@ class Channel(Generic[Incoming]):
     """One end of the connection. Messages arrive in the order of `send`."""
 
     def __init__(self, sock: socket.socket, decoder: "msgspec.msgpack.Decoder[Incoming]") -> None:
-        sock.setblocking(False)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        _set_up(sock)
         self._sock = sock
         self._decoder = decoder
-        self._encoder = msgspec.msgpack.Encoder()
         self._loop = asyncio.get_running_loop()
         self._send_lock = asyncio.Lock()
         self._writable = asyncio.Event()
@@ -37,13 +45,7 @@ class Channel(Generic[Incoming]):
 
     async def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Raises PoolError if the message is too large, ConnectionError if the other side is gone."""
-        data = self._encoder.encode(message)
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise PoolError(
-                f"a {type(message).__name__} message takes {len(data)} bytes,"
-                f" the limit is {MAX_MESSAGE_BYTES}; name fewer blocks at once"
-            )
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+        data, ancillary = _encode(message), _passing(fd)
         async with self._send_lock:
             while self._is_open:
                 try:
@@ -75,12 +77,6 @@ class Channel(Generic[Incoming]):
             fd = next((array.array("i", data)[0] for _level, _kind, data in ancillary), None)
             return self._decode(num_bytes), fd
 
-    def peer_is_gone(self) -> bool:
-        """Whether the other side has closed, even if that has not been received yet."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP | select.POLLHUP)
-        return bool(poll.poll(0))
-
     def close(self) -> None:
         """Idempotent. The receiver must have been cancelled; waiting senders get ConnectionError."""
         if self._is_open:
@@ -93,13 +89,7 @@ class Channel(Generic[Incoming]):
         return self._sock.fileno() >= 0
 
     def _decode(self, num_bytes: int) -> Incoming | None:
-        if num_bytes == 0:
-            return None
-        try:
-            return self._decoder.decode(self._buffer[:num_bytes])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            reason = str(error)[:200]  # it may quote the message
-            raise PoolError(f"a message between worker and messenger cannot be read: {reason}") from error
+        return _decode(self._decoder, self._buffer[:num_bytes]) if num_bytes else None
 
     async def _until_writable(self) -> None:
         self._writable.clear()
@@ -119,3 +109,126 @@ class Channel(Generic[Incoming]):
             await ready.wait()
         finally:
             self._loop.remove_reader(self._sock)
+
+
+class Connection(Generic[Incoming]):
+    """The messenger's end: every message is handled as soon as it is there, without a task in between.
+
+    `on_message` may raise PoolError, which ends the connection; the other side is told why. A peer that
+    does not read its answers is not read from either.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: "msgspec.msgpack.Decoder[Incoming]",
+        on_message: Callable[[Incoming], None],
+    ) -> None:
+        _set_up(sock)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sock = sock
+        self._decoder = decoder
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._outbox: deque[tuple[bytes, list[_Ancillary]]] = deque()
+        self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
+        self._loop.add_reader(sock, self._read)
+
+    @property
+    def peer_pid(self) -> int:
+        """The process at the other end; 0 when it cannot be seen from here."""
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        return int(_PEERCRED.unpack(credentials)[0])
+
+    def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
+        """Never waits. Raises PoolError if the message is too large; what can be sent no more is dropped."""
+        packet = _encode(message)
+        if not self.ended.done():
+            self._outbox.append((packet, _passing(fd)))
+            if len(self._outbox) == 1:
+                self._flush()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.ended.done():
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+            self.ended.set_result(None)
+
+    def peer_is_gone(self) -> bool:
+        """Whether the other side has closed, even if that has not been received yet."""
+        return self.ended.done() or _has_hung_up(self._sock)
+
+    def _read(self) -> None:
+        for _ in range(_MOST_MESSAGES_AT_ONCE):
+            try:
+                num_bytes = self._sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                num_bytes = 0
+            if num_bytes == 0:
+                self.close()
+                return
+            try:
+                self._on_message(_decode(self._decoder, self._buffer[:num_bytes]))
+            except PoolError as error:
+                log.error("a connection is ended: %s", error)
+                self.send(Detached(str(error)))
+                self.close()
+            if self._outbox or self.ended.done():
+                return
+
+    def _flush(self) -> None:
+        while self._outbox:
+            packet, ancillary = self._outbox[0]
+            try:
+                self._sock.sendmsg([packet], ancillary)
+            except BlockingIOError:
+                self._loop.remove_reader(self._sock)
+                self._loop.add_writer(self._sock, self._resume)
+                return
+            except ConnectionError:
+                self.close()
+                return
+            self._outbox.popleft()
+
+    def _resume(self) -> None:
+        self._loop.remove_writer(self._sock)
+        self._loop.add_reader(self._sock, self._read)
+        self._flush()
+
+
+def _set_up(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+
+def _passing(fd: int | None) -> list[_Ancillary]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+
+
+def _encode(message: msgspec.Struct) -> bytes:
+    packet = _encoder.encode(message)
+    if len(packet) > MAX_MESSAGE_BYTES:
+        raise PoolError(
+            f"a {type(message).__name__} message takes {len(packet)} bytes,"
+            f" the limit is {MAX_MESSAGE_BYTES}; name fewer blocks at once"
+        )
+    return packet
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[Incoming]", packet: memoryview) -> Incoming:
+    try:
+        return decoder.decode(packet)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        reason = str(error)[:200]  # it may quote the message
+        raise PoolError(f"a message between messenger and client cannot be read: {reason}") from error
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP | select.POLLHUP)
+    return bool(poll.poll(0))

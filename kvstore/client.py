@@ -1,322 +1,393 @@
-"""The worker's end of its messenger: the pool as an asyncio client, and the segment mapped beside it.
+"""The KVCache pool as a library: any program stores, finds and reads blocks. See docs/kvcache-pool.md.
 
-A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, and the worker connects
-again with a new client. Before that it must have stopped writing to pages it had reserved through the
-old one: the new messenger has freed them.
+Plain blocking calls, no event loop; any number of threads may use one `KVCachePool`. Blocks of a pool on
+the same host are copied from and to shared memory; only keys and page numbers pass through its socket.
 
-Owns: the connection of one worker. Does not know: what the worker computes.
+Owns: what is asked of which pool. Does not know: connections, pages.
 """
 
-import asyncio
 import itertools
+import logging
 import os
-import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import msgspec
-import numpy as np
-
-from kvstore.channel import Channel
+from kvstore.connections import Place, PoolConnection
+from kvstore.frames import LONGEST_WAIT_S, max_keys
+from kvstore.holders import Holder, Holders, Unreachable, nobody_answers
+from kvstore.leases import Lease
+from kvstore.mapped import MappedConnection
 from kvstore.messages import (
-    Answer,
-    Attach,
-    Attached,
-    AwaitArrived,
-    AwaitSent,
-    AwaitSpace,
-    Call,
-    CallFailed,
-    Commit,
-    Detached,
-    ErrorKind,
+    LOCATIONS,
+    BlockInfo,
+    Count,
     GetStats,
-    Granted,
-    OpenGrant,
-    Release,
-    Reservation,
-    ReservePages,
-    StartSend,
+    ListBlocks,
+    Listing,
+    Located,
+    Lookup,
+    PinBlocks,
+    Prefetch,
+    RemoveBlocks,
     Stats,
-    ToWorker,
+    UnpinBlocks,
+    Verified,
+    VerifyBlocks,
 )
-from kvstore.segment import Segment
-from messenger.protocol import CHECKSUM_BYTES
-from mooncake.blocks import BlockKey, KVLayout
-from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import Grant, MessengerAddress, PoolStats
+from kvstore.replicas import Replicas, change_replica
+from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
+from mooncake.errors import ConfigError, PoolError
+from mooncake.messages import PoolStats, Tier
 
-_DECODER = msgspec.msgpack.Decoder(ToWorker)
-_RETRY_S = 0.02
-_ANSWER_TIMEOUT_S = 10.0
-"""for calls that a working messenger answers at once"""
-_COMMIT_BYTES = 1 << 17
-"""checksums in one commit message; larger commits are split"""
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+log = logging.getLogger(__name__)
+
+PUT_TIMEOUT_S = 30.0
+_BATCH_BYTES = 64 << 20
+"""of blocks in one call: bounds how long it takes, and keeps pages from others"""
+_LISTED_AT_ONCE = 1000
+Answer = TypeVar("Answer")
 
 
-class PoolClient:
-    """One attached worker. Made by `connect`, ended by `close` or by the messenger's end."""
+class Verification(NamedTuple):
+    """`damaged`: keys of which a copy was dropped."""
 
-    def __init__(
-        self, channel: "Channel[ToWorker]", instance: str, address: MessengerAddress, segment: Segment
-    ) -> None:
-        self.address = address
-        self.segment = segment
-        self.closed = asyncio.Event()
-        """set when the messenger is gone or has ended the session"""
-        self._channel = channel
-        self._instance = instance
-        self._gone_reason = f"messenger of {instance} gone"
-        self._call_ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
-        self._has_ended = False
-        self._space_epoch = 0
-        self._background: set[asyncio.Task[Answer]] = set()
-        self._reader = asyncio.create_task(self._read())
+    num_intact: int
+    damaged: list[BlockKey]
+
+
+class KVCachePool:
+    """One or more parts of the KVCache pool, each an instance's. Made by `connect`; a context manager.
+
+    Keys have 16 bytes, blocks the `block_bytes` of the layout. The first pool is where puts go and where is
+    looked first; the others are asked for what it lacks. A pool that does not answer counts as one that has
+    nothing, and is tried again about a second later; if none answers, the call raises PoolError.
+    """
+
+    def __init__(self, holders: Holders, fingerprint: str, layout: KVLayout) -> None:
+        self.fingerprint = fingerprint
+        """of the model whose blocks these are"""
+        self.layout = layout
+        self._holders = holders
+        self._pid = os.getpid()
+        self._is_closed = False
 
     @classmethod
-    async def connect(
+    def connect(
         cls,
-        socket_path: str,
-        *,
-        instance: str,
-        incarnation: int,
-        fingerprint: str,
-        layout: KVLayout,
+        *addresses: str,
+        fingerprint: str | None = None,
+        layout: KVLayout | None = None,
         timeout_s: float = 10.0,
-    ) -> "PoolClient":
-        """Attaches to the messenger at `socket_path`, waiting until it listens.
+    ) -> "KVCachePool":
+        """Connects to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
+        another.
 
-        Raises MismatchError if its pool belongs to another model or layout, PoolError if it does not
-        answer within `timeout_s` or serves a live worker already.
+        `fingerprint` and `layout` say what the caller's blocks are; by default they are what the pools hold.
+        A pool that answers nothing for `timeout_s`, now or later, counts as gone.
+
+        Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if none answers;
+        ConfigError for what is no address.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                sock = await _connect(socket_path)
-                channel = Channel(sock, _DECODER)
-                try:
-                    await channel.send(Attach(0, instance, incarnation, fingerprint, layout))
-                    answer, fd = await channel.receive_with_fd()
-                    if isinstance(answer, CallFailed):
-                        raise _error(answer)
-                    if not isinstance(answer, Attached) or fd is None:
-                        raise PoolError(f"messenger of {instance} gone before it answered")
-                    segment = _open_segment(fd)
-                except BaseException:
-                    channel.close()
-                    raise
-        except TimeoutError:
-            raise PoolError(f"no messenger of {instance} at {socket_path} within {timeout_s} s") from None
-        except ConnectionError as error:
-            raise PoolError(f"messenger of {instance} gone before it answered: {error}") from error
-        return cls(channel, instance, answer.address, segment)
-
-    @property
-    def num_pages(self) -> int:
-        return self.segment.num_pages
-
-    # -- pages ------------------------------------------------------------------------------------
-
-    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
-        """Leases the sealed blocks among `keys` and reserves pages for the others and `num_private` more.
-
-        All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError
-        if there never will be. Cancelled, it leaves nothing reserved.
-        """
-        reserving = self._spawn(self._call(ReservePages(next(self._call_ids), list(keys), num_private)))
-        try:
-            answer = await asyncio.shield(reserving)
-        except asyncio.CancelledError:
-            reserving.add_done_callback(self._give_back)
-            raise
-        assert isinstance(answer, Reservation)
-        return answer
-
-    async def wait_for_space(self) -> None:
-        """Returns when pages have become free or evictable since the last PoolFullError."""
-        await self._call(AwaitSpace(next(self._call_ids), self._space_epoch))
-
-    async def commit(
-        self, reservation_id: int, layers: range, pages: Sequence[int], checksums: Sequence[Sequence[int]]
-    ) -> None:
-        """The worker has written `layers` of `pages`: `checksums[i][j]` is the xxh3-64 of layer `layers[j]`
-        of `pages[i]` (`xxhash.xxh3_64_intdigest`). Each layer of a page is committed once.
-
-        Returns when the message has left. A wrong commit ends the session (`closed`); one for a released
-        reservation is ignored.
-        """
-        pages_per_message = max(1, _COMMIT_BYTES // (CHECKSUM_BYTES * max(1, len(layers))))
-        for start in range(0, len(pages), pages_per_message):
-            part = slice(start, start + pages_per_message)
-            packed = np.asarray(checksums[part], dtype="<u8").tobytes()
-            await self._send(Commit(reservation_id, layers.start, layers.stop, list(pages[part]), packed))
-
-    async def release(self, reservation_id: int) -> None:
-        """Gives everything of a reservation back: cancels its send, revokes its grant. Idempotent.
-
-        A messenger that is gone has released everything.
-        """
-        try:
-            await self._call(Release(next(self._call_ids), reservation_id))
-        except PoolError:
-            if not self.closed.is_set():
+        if not addresses:
+            raise ConfigError("name at least one pool: unix:/path/of.sock or tcp://host:port")
+        if not 0 < timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(
+                f"a timeout of {timeout_s} s; it must be positive, at most {LONGEST_WAIT_S:g} s"
+            )
+        holders, reasons = [], []
+        for place in map(Place.parse, addresses):
+            holder = Holder(place, fingerprint, layout, timeout_s)
+            holders.append(holder)
+            try:
+                holder.connect()
+            except Unreachable as error:
+                reasons.append(str(error))
+            except BaseException:
+                for opened in holders:
+                    opened.close()
                 raise
+            fingerprint, layout = holder.fingerprint, holder.layout
+        if len(reasons) == len(holders):
+            raise nobody_answers(reasons)
+        for reason in reasons:
+            log.warning("one of %d pools does not answer and is tried again: %s", len(holders), reason)
+        assert fingerprint is not None
+        assert layout is not None
+        for holder in holders:
+            holder.fingerprint, holder.layout = fingerprint, layout
+        return cls(Holders(holders), fingerprint, layout)
 
-    # -- transfers --------------------------------------------------------------------------------
+    # -- blocks -----------------------------------------------------------------------------------
 
-    async def grant(self, reservation_id: int) -> Grant:
-        """Decode: opens the unsealed pages of this reservation to remote writes."""
-        answer = await self._call(OpenGrant(next(self._call_ids), reservation_id))
-        assert isinstance(answer, Granted)
-        return answer.grant
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: "Sequence[ReadableBuffer]",
+        timeout_s: float = PUT_TIMEOUT_S,
+    ) -> None:
+        """Stores `blocks` under `keys`. When this returns, all of them have been sealed.
 
-    async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
-        """Prefill: starts to stream the granted blocks of this reservation to `grant.messenger`.
-
-        Blocks that are sealed go at once, other layers as they are committed. `ref_text` names the
-        request in logs.
+        A block that is there already is not written again. A full pool is waited for: up to `timeout_s`,
+        then PoolFullError; the blocks before have been stored. Goes to the first pool that answers.
         """
-        await self._call(StartSend(next(self._call_ids), reservation_id, grant, ref_text))
+        views = [self._view(block, self.layout.num_layers) for block in blocks]
+        self._check(keys, len(views))
+        if not 0 <= timeout_s <= LONGEST_WAIT_S:
+            raise PoolError(f"a timeout of {timeout_s} s; it must be 0 to {LONGEST_WAIT_S:g} s")
+        by_key = dict(zip(keys, views, strict=True))
+        distinct = list(by_key)
+        for part in self._batches(len(distinct), self.layout.num_layers):
+            some_keys = distinct[part]
+            some_blocks = [by_key[key] for key in some_keys]
+            self._holders.first(lambda connection: connection.put(some_keys, some_blocks, timeout_s))  # noqa: B023
 
-    async def wait_sent(self, reservation_id: int) -> None:
-        """Returns when the receiver has verified and acknowledged everything; TransferError otherwise."""
-        await self._call(AwaitSent(next(self._call_ids), reservation_id))
+    def get(
+        self, keys: Sequence[BlockKey], out: "Sequence[WriteableBuffer]", layers: range | None = None
+    ) -> list[bool]:
+        """Copies the blocks, or only consecutive `layers` of them, into the caller's buffers.
 
-    async def wait_arrived(self, reservation_id: int) -> None:
-        """Decode: returns when all granted pages are complete and verified.
-
-        Raises TransferError if a sender's connection was lost, sent damaged bytes or gave up before.
-        A sender that never connects is not noticed here: the caller has a deadline.
+        What is True in the answer has been verified. False: the block is not there, or was damaged and is
+        no more; its buffer may have been written to all the same.
         """
-        await self._call(AwaitArrived(next(self._call_ids), reservation_id))
+        layers = self._checked(layers)
+        views = [self._view(buffer, len(layers), writable=True) for buffer in out]
+        self._check(keys, len(views))
+        is_there = [False] * len(keys)
+        for part in self._batches(len(keys), len(layers)):
 
-    # -- the rest ---------------------------------------------------------------------------------
+            def read(connection: PoolConnection, wanted: Sequence[int]) -> Sequence[int]:
+                found = connection.get([keys[i] for i in wanted], [views[i] for i in wanted], layers)
+                for i, is_found in zip(wanted, found, strict=True):
+                    is_there[i] = is_found
+                return [i for i in wanted if not is_there[i]]
 
-    async def stats(self, check_integrity: bool = False) -> PoolStats:
-        """Counters; `check_integrity` also looks at every page, which takes time in a large pool."""
-        answer = await self._call(GetStats(next(self._call_ids), check_integrity))
-        assert isinstance(answer, Stats)
-        return answer.stats
+            self._holders.in_turn(range(len(keys))[part], read)
+        return is_there
 
-    async def close(self) -> None:
-        """Detaches: the messenger releases all that this worker had reserved."""
-        self._gone_reason = f"client of {self._instance} closed"
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._end()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        self.segment.close()
+    def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """The tier in which each block is, None for those that are nowhere. Counts as no use of them."""
+        self._check(keys)
+        tiers: list[Tier | None] = [None] * len(keys)
+        for part in self._batches(len(keys), 0):
 
-    def _spawn(self, work: Coroutine[None, None, Answer]) -> "asyncio.Task[Answer]":
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+            def look(connection: PoolConnection, wanted: Sequence[int]) -> Sequence[int]:
+                lookup = Lookup(connection.next_id(), [keys[i] for i in wanted])
+                for i, location in zip(wanted, connection.call(lookup, Located).locations, strict=True):
+                    tiers[i] = LOCATIONS[location]
+                return [i for i in wanted if tiers[i] is None]
 
-    def _give_back(self, reserving: "asyncio.Task[Answer]") -> None:
-        """A reservation whose caller was cancelled has come."""
-        if reserving.cancelled() or reserving.exception() is not None:
-            return
-        answer = reserving.result()
-        assert isinstance(answer, Reservation)
-        releasing = self._spawn(self._call(Release(next(self._call_ids), answer.reservation_id)))
-        releasing.add_done_callback(lambda task: task.cancelled() or task.exception())  # gone: released too
+            self._holders.in_turn(range(len(keys))[part], look)
+        return tiers
 
-    async def _send(self, message: Call | Commit) -> None:
-        if self.closed.is_set():
-            raise PoolError(self._gone_reason)
+    def prefix_len(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the first blocks are there, up to the first that is not."""
+        return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
+
+    def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
+        """Blocks in place, without a copy: see `Lease`. Only of pools on this host."""
+        self._check(keys)
+        local = Holders([holder for holder in self._holders.all if holder.place.tcp is None])
+        if not local.all:
+            raise PoolError("blocks can be leased only from a pool on this host (unix:...); get copies them")
+        lease = Lease(keys)
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                await self._channel.send(message)
-        except ConnectionError as error:
-            raise PoolError(self._gone_reason) from error
-        except TimeoutError:
-            raise self._stalled() from None
+            for part in self._batches(len(keys), self.layout.num_layers):
 
-    async def _call(self, call: Call) -> Answer:
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = answered
-        try:
-            await self._send(call)
-            waits = isinstance(call, AwaitSpace | AwaitSent | AwaitArrived)
-            async with asyncio.timeout(None if waits else _ANSWER_TIMEOUT_S):
-                answer = await answered
-        except TimeoutError:
-            raise self._stalled() from None
-        finally:
-            del self._calls[call.call_id]
-        if isinstance(answer, CallFailed):
-            if answer.kind is ErrorKind.POOL_FULL:
-                self._space_epoch = answer.space_epoch
-            raise _error(answer)
-        return answer
+                def take(connection: PoolConnection, wanted: Sequence[int]) -> Sequence[int]:
+                    assert isinstance(connection, MappedConnection)
+                    leased = connection.lease([keys[i] for i in wanted], ttl_s)
+                    return lease.add(connection, leased, wanted)
 
-    async def _read(self) -> None:
-        try:
-            while (message := await self._channel.receive()) is not None:
-                if isinstance(message, Detached):
-                    self._gone_reason = f"messenger of {self._instance} ended the session: {message.reason}"
-                    break
-                answered = self._calls.get(message.call_id)
-                if answered is not None and not answered.done():  # else its caller was cancelled
-                    answered.set_result(message)
-        finally:
-            self._end()
-
-    def _stalled(self) -> PoolError:
-        """A messenger that does not answer is as good as gone: what it holds for this worker must end."""
-        self._gone_reason = f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s"
-        self.closed.set()
-        self._reader.cancel()  # which ends the rest
-        return PoolError(self._gone_reason)
-
-    def _end(self) -> None:
-        if self._has_ended:
-            return
-        self._has_ended = True
-        self.closed.set()
-        self._channel.close()
-        for answered in self._calls.values():
-            if not answered.done():
-                answered.set_exception(PoolError(self._gone_reason))
-                answered.exception()  # retrieved, should its caller be gone
-
-
-async def _connect(socket_path: str) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        try:
-            await loop.sock_connect(sock, socket_path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            sock.close()
-            await asyncio.sleep(_RETRY_S)
+                local.in_turn(range(len(keys))[part], take)
         except BaseException:
-            sock.close()
+            lease.end()
             raise
-        else:
-            return sock
+        return lease
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks will be wanted soon: pools that have them on SSD begin to bring them to DRAM."""
+        self._check(keys)
+        self._of_each(keys, lambda connection, some_keys: connection.notify(Prefetch(some_keys)))
+
+    # -- what becomes of blocks -------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
+        """Keeps these blocks in DRAM for `ttl_s`: as long as others can be evicted, or `hard` at any price.
+
+        Pins outlive this client. Returns how many copies are pinned. Raises PoolError when hard pins would
+        take more than half of a pool.
+        """
+        self._check(keys)
+
+        def pin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
+            call = PinBlocks(connection.next_id(), some_keys, ttl_s, hard)
+            return connection.call(call, Count).num_blocks
+
+        return sum(self._of_each(keys, pin, moves_blocks=True))
+
+    def unpin(self, keys: Sequence[BlockKey]) -> int:
+        """Returns how many pins have been taken away."""
+        self._check(keys)
+
+        def unpin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
+            return connection.call(UnpinBlocks(connection.next_id(), some_keys), Count).num_blocks
+
+        return sum(self._of_each(keys, unpin))
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forgets these blocks in every pool and tier. Who reads one may finish. Returns how many copies
+        there were."""
+        self._check(keys)
+
+        def remove(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
+            return connection.call(RemoveBlocks(connection.next_id(), some_keys), Count).num_blocks
+
+        return sum(self._of_each(keys, remove))
+
+    def clear(self) -> int:
+        """Forgets every block of every pool. Returns how many copies there were."""
+        self._check([])
+
+        def clear(connection: PoolConnection) -> int:
+            return connection.call(RemoveBlocks(connection.next_id(), None), Count).num_blocks
+
+        return sum(self._holders.each(clear))
+
+    def change_replica(self, key: BlockKey, num_replicas: int) -> Replicas:
+        """Makes or removes copies until exactly `num_replicas` instances hold the block, on as many hosts as
+        possible. Bytes go from messenger to messenger.
+
+        Raises PoolError, which says how many copies there are now and why, if that cannot be reached.
+        """
+        self._check([key])
+        return change_replica(self._holders.all, key, num_replicas)
+
+    # -- looking after pools ----------------------------------------------------------------------
+
+    def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
+        """Of every pool that answers, by instance. `check_integrity` looks at every page."""
+        self._check([])
+
+        def ask(connection: PoolConnection) -> tuple[str, PoolStats]:
+            call = GetStats(connection.next_id(), check_integrity)
+            return connection.address.instance, connection.call(call, Stats).stats
+
+        return dict(self._holders.each(ask))
+
+    def list_blocks(self) -> Iterator[tuple[str, BlockInfo]]:
+        """Every copy of every block, with its instance. Those that come and go meanwhile may be missed, or
+        named twice."""
+        self._check([])
+        lost: list[str] = []
+        for holder in self._holders.all:
+            try:
+                yield from _list_blocks(holder)
+            except Unreachable as error:
+                lost.append(str(error))
+        if len(lost) == len(self._holders.all):
+            raise nobody_answers(lost)
+
+    def verify(self, keys: Sequence[BlockKey]) -> Verification:
+        """Has every copy of these blocks read and compared with its checksums. Damaged ones are dropped."""
+        self._check(keys)
+
+        def verify(connection: PoolConnection, some_keys: list[BlockKey]) -> Verified:
+            return connection.call(VerifyBlocks(connection.next_id(), some_keys), Verified)
+
+        answers = self._of_each(keys, verify, moves_blocks=True)
+        damaged = itertools.chain.from_iterable(answer.damaged for answer in answers)
+        return Verification(sum(answer.num_intact for answer in answers), list(dict.fromkeys(damaged)))
+
+    def close(self) -> None:
+        """Ends all connections; calls in other threads may finish, leases end. Idempotent."""
+        self._is_closed = True
+        if os.getpid() != self._pid:
+            return  # nothing of the parent's is open here
+        for holder in self._holders.all:
+            holder.close()
+
+    def __enter__(self) -> "KVCachePool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _of_each(
+        self,
+        keys: Sequence[BlockKey],
+        use: Callable[[PoolConnection, list[BlockKey]], Answer],
+        *,
+        moves_blocks: bool = False,
+    ) -> list[Answer]:
+        """`use` with every pool that answers and as many keys as one call may name."""
+        answers: list[Answer] = []
+        for part in self._batches(len(keys), self.layout.num_layers if moves_blocks else 0):
+            some_keys = list(keys[part])
+            answers += self._holders.each(lambda connection: use(connection, some_keys))  # noqa: B023
+        return answers
+
+    def _batches(self, num_keys: int, num_layers: int) -> Iterator[slice]:
+        """Parts of a list of keys, each for one call that moves or reads `num_layers` of each block."""
+        stride = max_keys(num_layers)
+        if num_layers:
+            stride = max(1, min(stride, _BATCH_BYTES // (num_layers * self.layout.layer_bytes)))
+        return (slice(start, start + stride) for start in range(0, num_keys, stride))
+
+    def _check(self, keys: Sequence[BlockKey], num_blocks: int | None = None) -> None:
+        """Before every call. Raises PoolError for what is no key, or not one for each block."""
+        if self._is_closed:
+            raise PoolError("this KVCachePool is closed; connect again")
+        if os.getpid() != self._pid:
+            raise PoolError("this KVCachePool belongs to the parent process; connect again in the child")
+        if num_blocks is not None and num_blocks != len(keys):
+            raise PoolError(f"{len(keys)} keys came with {num_blocks} blocks")
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise PoolError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+
+    def _checked(self, layers: range | None) -> range:
+        all_layers = range(self.layout.num_layers)
+        if layers is None:
+            return all_layers
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(all_layers):
+            raise PoolError(f"consecutive layers within {all_layers} can be read, not {layers}")
+        return layers
+
+    def _view(self, buffer: "ReadableBuffer", num_layers: int, *, writable: bool = False) -> memoryview:
+        """The bytes of a caller's buffer."""
+        try:
+            view = memoryview(buffer).cast("B")
+        except TypeError as error:
+            raise PoolError(f"a block must lie in one piece: {error}") from None
+        wanted_bytes = num_layers * self.layout.layer_bytes
+        if len(view) != wanted_bytes:
+            relation = "larger than a page" if len(view) > wanted_bytes else "shorter than a block"
+            raise PoolError(
+                f"a buffer of {len(view)} bytes is {relation}: {num_layers} layers of this layout take"
+                f" {wanted_bytes} bytes"
+            )
+        if writable and view.readonly:
+            raise PoolError("a buffer that is to be filled is read-only")
+        return view
 
 
-def _open_segment(fd: int) -> Segment:
-    try:
-        segment = Segment.open(fd)
-    finally:
-        os.close(fd)  # the mapping stays
-    assert segment is not None, "a messenger formats before it answers"
-    return segment
+def _list_blocks(holder: Holder) -> Iterator[tuple[str, BlockInfo]]:
+    cursor: int | None = 0
 
+    def ask(connection: PoolConnection) -> tuple[str, Listing]:
+        assert cursor is not None
+        call = ListBlocks(connection.next_id(), cursor, _LISTED_AT_ONCE)
+        return connection.address.instance, connection.call(call, Listing)
 
-def _error(failed: CallFailed) -> MooncakeError:
-    match failed.kind:
-        case ErrorKind.POOL_FULL:
-            return PoolFullError(failed.message)
-        case ErrorKind.TRANSFER:
-            return TransferError(failed.message)
-        case ErrorKind.CONFIG:
-            return ConfigError(failed.message)
-        case ErrorKind.MISMATCH if failed.mismatch is not None:
-            what, theirs, ours = failed.mismatch
-            return MismatchError(what, ours, theirs, "this worker and its messenger's pool must agree")
-        case _:
-            return PoolError(failed.message)
+    while cursor is not None:
+        instance, listing = holder.run(ask)
+        yield from ((instance, block) for block in listing.blocks)
+        cursor = listing.next_cursor

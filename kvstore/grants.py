@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from kvstore.pool import Pool, Reservation, layer_mask
 from kvstore.segment import Segment
-from messenger.protocol import CHECKSUM_BYTES, WriteEntry
+from messenger.checksums import CHECKSUM_BYTES
+from messenger.protocol import WriteEntry
 from messenger.receiver import Writer, WriteRefused
 from mooncake.errors import PoolError, TransferError
 from mooncake.messages import Grant, GrantedPage, MessengerAddress

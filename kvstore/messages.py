@@ -1,9 +1,14 @@
-"""Every message between a worker and its messenger: one msgpack packet each, on their Unix socket.
+"""Every message between a messenger and those who use its part of the pool.
 
-A call carries a `call_id` and is answered by exactly one packet with the same id, possibly much later.
-`Commit` is no call: commits are frequent, ordered, and what goes wrong with one ends the session.
+A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
+a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
+one frame a message (see remote); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
-Owns: the vocabulary and its encoding. Does not know: sockets.
+A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
+`Commit`, `EndLease`, `Prefetch` and `DescribeTokens` are no calls: they are frequent and ordered, and
+what is wrong with one ends the session.
+
+Owns: the vocabulary. Does not know: sockets.
 """
 
 from enum import StrEnum
@@ -11,20 +16,47 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import Grant, MessengerAddress, PoolStats
+from mooncake.messages import Grant, MessengerAddress, PoolStats, Tier
 
 MAX_MESSAGE_BYTES = 384 * 1024
 """Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
 
 
+LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
+"""Where a block is: `Located` names these by index."""
+
+# -- first messages ---------------------------------------------------------------------------------
+
+
 class Attach(msgspec.Struct, tag=True, frozen=True):
-    """First message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`."""
+    """First message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`.
+
+    `serial` numbers the connections' user within its process: one who comes again under its old serial has
+    stopped writing to the pages that it had reserved before.
+    """
 
     call_id: int
     instance: str
     incarnation: int
     fingerprint: str
     layout: KVLayout
+    serial: int
+
+
+class Connect(msgspec.Struct, tag=True, frozen=True):
+    """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
+
+    `fingerprint` and `layout` are what the client's blocks are; None accepts whatever the pool holds.
+    A pool that is still without a layout takes the client's.
+    """
+
+    call_id: int
+    fingerprint: str | None
+    layout: KVLayout | None
+    serial: int
+
+
+# -- reservations: pages to write -------------------------------------------------------------------
 
 
 class ReservePages(msgspec.Struct, tag=True, frozen=True):
@@ -54,6 +86,17 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     layer_end: int
     pages: list[int]
     checksums: bytes
+
+
+class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
+    """What the reservation's keys from `first_block` on stand for: little-endian uint32 token ids.
+
+    Only sent when `Attached.wants_token_ids`; they go out with the block's event and are not kept.
+    """
+
+    reservation_id: int
+    first_block: int
+    token_ids: bytes
 
 
 class OpenGrant(msgspec.Struct, tag=True, frozen=True):
@@ -93,6 +136,103 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     reservation_id: int
 
 
+# -- leases: blocks to read, and what else can be done with keys ------------------------------------
+
+
+class Lookup(msgspec.Struct, tag=True, frozen=True):
+    """Where are these blocks? Answered by `Located`. Leases nothing and counts as no use."""
+
+    call_id: int
+    keys: list[BlockKey]
+
+
+class LeaseBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Keep these blocks in DRAM, promoted from SSD if need be, for `ttl_s`. Answered by `Leased`."""
+
+    call_id: int
+    keys: list[BlockKey]
+    ttl_s: float
+
+
+class EndLease(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of this lease are not read any more. Ignored if it has ended."""
+
+    lease_id: int
+
+
+class Prefetch(msgspec.Struct, tag=True, frozen=True):
+    """These blocks will be reserved or leased soon: begin to bring them to DRAM."""
+
+    keys: list[BlockKey]
+
+
+class PinBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Keep these blocks for `ttl_s`: `hard` at any price, else as long as others can be evicted.
+
+    Answered by `Count`: how many of them are here and pinned. Pins outlive the connection. A block has one
+    pin: a new one replaces it.
+    """
+
+    call_id: int
+    keys: list[BlockKey]
+    ttl_s: float
+    hard: bool
+
+
+class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Count`: how many pins have been taken away."""
+
+    call_id: int
+    keys: list[BlockKey]
+
+
+class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Forget these blocks in every tier; None: all. Answered by `Count`. Who reads one may finish."""
+
+    call_id: int
+    keys: list[BlockKey] | None
+
+
+class ListBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Up to `max_blocks` blocks from `cursor` on (0 begins). Answered by `Listing`."""
+
+    call_id: int
+    cursor: int
+    max_blocks: int
+
+
+class VerifyBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Read these blocks in every tier and compare their checksums. Answered by `Verified`.
+
+    A damaged copy is dropped.
+    """
+
+    call_id: int
+    keys: list[BlockKey]
+
+
+class GetBlocks(msgspec.Struct, tag=True, frozen=True):
+    """TCP only: send layers `[layer_begin, layer_end)` of these blocks. Answered by `GotBlocks`."""
+
+    call_id: int
+    keys: list[BlockKey]
+    layer_begin: int
+    layer_end: int
+
+
+class PutBlocks(msgspec.Struct, tag=True, frozen=True):
+    """TCP only: store the whole blocks that follow. Answered by `Done` when all of them can be found.
+
+    `checksums`: little-endian xxh3-64, block by block, within a block layer by layer. Waits up to
+    `timeout_s` for room.
+    """
+
+    call_id: int
+    keys: list[BlockKey]
+    checksums: bytes
+    timeout_s: float
+
+
 class GetStats(msgspec.Struct, tag=True, frozen=True):
     """Answered by `Stats`. `check_integrity` looks at every page."""
 
@@ -100,9 +240,20 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     check_integrity: bool
 
 
+# -- answers ----------------------------------------------------------------------------------------
+
+
 class Attached(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     address: MessengerAddress
+    wants_token_ids: bool
+
+
+class Connected(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    address: MessengerAddress
+    fingerprint: str
+    layout: KVLayout
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +275,59 @@ class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
 class Granted(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     grant: Grant
+
+
+class Located(msgspec.Struct, tag=True, frozen=True):
+    """One byte a key: an index into `LOCATIONS`."""
+
+    call_id: int
+    locations: bytes
+
+
+class Leased(msgspec.Struct, tag=True, frozen=True):
+    """The page of each block, or None for those that are not here (or cannot be had now)."""
+
+    call_id: int
+    lease_id: int
+    pages: list[int | None]
+
+
+class Count(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    num_blocks: int
+
+
+class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One copy of a block. `num_users`: leases and transfers that keep it where it is."""
+
+    key: BlockKey
+    tier: Tier
+    num_uses: int
+    num_users: int
+
+
+class Listing(msgspec.Struct, tag=True, frozen=True):
+    """`next_cursor` is None at the end. Blocks that come and go meanwhile may be missed or named twice."""
+
+    call_id: int
+    blocks: list[BlockInfo]
+    next_cursor: int | None
+
+
+class Verified(msgspec.Struct, tag=True, frozen=True):
+    """`damaged`: keys of which a copy was dropped."""
+
+    call_id: int
+    num_intact: int
+    damaged: list[BlockKey]
+
+
+class GotBlocks(msgspec.Struct, tag=True, frozen=True):
+    """The layers of those blocks that are `found` follow, in order; `checksums` as in `PutBlocks`."""
+
+    call_id: int
+    found: list[bool]
+    checksums: bytes
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -156,14 +360,46 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Detached(msgspec.Struct, tag=True, frozen=True):
-    """The messenger ends the session because of what the worker sent."""
+    """The messenger ends the session because of what it was sent."""
 
     reason: str
 
 
+Waiting = AwaitSpace | AwaitSent | AwaitArrived
+"""Calls that may take as long as others need; all others are answered within seconds."""
 Call = (
-    Attach | ReservePages | AwaitSpace | OpenGrant | StartSend | AwaitSent | AwaitArrived | Release | GetStats
+    Attach
+    | Connect
+    | ReservePages
+    | OpenGrant
+    | StartSend
+    | Waiting
+    | Release
+    | Lookup
+    | LeaseBlocks
+    | PinBlocks
+    | UnpinBlocks
+    | RemoveBlocks
+    | ListBlocks
+    | VerifyBlocks
+    | GetStats
 )
-FromWorker = Call | Commit
-Answer = Attached | Reservation | Granted | Stats | Done | CallFailed
-ToWorker = Answer | Detached
+Notice = Commit | DescribeTokens | EndLease | Prefetch
+ToPool = Call | Notice
+ToRemotePool = ToPool | GetBlocks | PutBlocks
+Answer = (
+    Attached
+    | Connected
+    | Reservation
+    | Granted
+    | Located
+    | Leased
+    | Count
+    | Listing
+    | Verified
+    | Stats
+    | Done
+    | CallFailed
+)
+FromPool = Answer | Detached
+FromRemotePool = FromPool | GotBlocks

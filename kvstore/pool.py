@@ -1,20 +1,43 @@
-"""The KVCache pool of one instance: which page holds which block, who uses it, which goes next.
+"""The DRAM tier of one instance's part of the KVCache pool: who uses which page, who gets the next one.
 
-A block is found only while it is sealed. A *reservation* is one request's claim: leases on the blocks
-that are there, fresh pages for those that are not. A *hold* is one transfer's claim on one page, from
-the moment its bytes may be read or written until nobody can do so any more. A page is reused only when
-it has neither (Mooncake, section 3: paged blocks, LRU eviction, deduplication by key).
+A block is found only while it is sealed. A *reservation* is one request's claim on pages: leases on the
+blocks that are there, fresh pages for those that are not. A *lease* only reads, and ends by itself at its
+deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be read or written
+until nobody can do so any more. A *pin* keeps a block without anybody using it. (Mooncake, section 3:
+paged blocks, deduplicated by key, eviction by policy.)
 
-Owns: index, leases, holds, eviction. Does not know: bytes, sockets, time.
+Invariants, checked by `check_integrity`:
+- the users of a page (see shelf) are its reservations, its leases, its hard pin and its holds, no others;
+- a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
+- a page with a user is never evicted and never given to somebody else.
+
+With a lower tier a block may leave DRAM only once that tier holds it: nothing that was stored is lost by
+being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
+
+Owns: reservations, leases, holds, pins. Does not know: bytes, sockets, the clock.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+import heapq
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvstore.pages import PageState, PageTable
+import numpy as np
+
+from kvstore.events import BlockTokens, EventLog
+from kvstore.ghosts import Ghosts
+from kvstore.pages import RESERVED, SEALED, PageTable, Writer
+from kvstore.pins import Pin, Pins
+from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
+from mooncake.config import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
+from mooncake.messages import Tier
+
+NOBODY = 0
+"""Owner of what the pool does for itself"""
+_SPARE_DEADLINES = 1000
 
 
 @dataclass(slots=True)
@@ -28,6 +51,9 @@ class Block:
     """sealed already when it was reserved"""
     arrived: int
     """bit l is set when layer l is there"""
+    position: int
+    """index in its prompt"""
+    tokens: BlockTokens | None = None
 
 
 @dataclass(slots=True)
@@ -43,76 +69,175 @@ class Reservation:
         self.by_page = {block.page: block for block in self.blocks}
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Somebody reads these pages. `pages` has None for the keys that were not there."""
+
+    lease_id: int
+    owner: int
+    pages: list[int | None]
+    deadline_s: float
+
+    @property
+    def claimed_pages(self) -> list[int]:
+        """Each page once: keys may have been named twice."""
+        return list(dict.fromkeys(page for page in self.pages if page is not None))
+
+
 @dataclass(slots=True)
 class PoolCounters:
     """Totals since the pool was opened, in blocks."""
 
-    num_hits: int = 0
-    num_misses: int = 0
+    num_hits: Counter[Tier] = field(default_factory=Counter)
+    """by the tier in which the block was before anybody asked for it"""
+    num_misses: Counter[str] = field(default_factory=Counter)
+    """by reason: absent (not seen lately) or evicted"""
     num_evictions: int = 0
     num_dropped: int = 0
+    num_removed: int = 0
+    num_expired_leases: int = 0
+
+
+class LowerTier(Protocol):
+    """What is below DRAM."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether it takes blocks now; if not, they are evicted to nowhere."""
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether the block can be had from there."""
 
 
 class Pool:
-    """State machine over a page table; adopts the sealed pages that are already in it.
+    """State machine over a page table; adopts what is already in it.
 
-    `on_space` is called whenever a page becomes free or evictable.
+    `on_space` is called whenever a page becomes free or idle, `on_pressure` when fewer pages are free than
+    `low_watermark`, or too few for somebody.
     """
 
-    def __init__(self, table: PageTable, on_space: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        *,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
+        events: EventLog | None = None,
+        lower: LowerTier | None = None,
+        low_watermark: int = 0,
+        on_space: Callable[[], None] = lambda: None,
+        on_pressure: Callable[[], None] = lambda: None,
+    ) -> None:
         self.table = table
-        self._on_space = on_space
+        self.shelf = Shelf(table, policy, self._removed)
         self.counters = PoolCounters()
         self.space_epoch = 0
         """number of times that a page became free or evictable"""
+        self.num_wanted = 0
+        """free pages that somebody could not get"""
+        self._events = events
+        self._lower = lower
+        self._low_watermark = low_watermark
+        self._on_space = on_space
+        self._on_pressure = on_pressure
         self._all_layers = (1 << table.num_layers) - 1
+        self._last_id = 0
         self._reservations: dict[int, Reservation] = {}
-        self._last_reservation_id = 0
-        self._num_leases: Counter[int] = Counter()
-        """reservations that use a page, by page; no zeros"""
+        self._leases: dict[int, Lease] = {}
+        self._lease_deadlines: list[tuple[float, int]] = []
         self._num_holds: Counter[int] = Counter()
         """outstanding transfers that touch a page, by page; no zeros"""
-        sealed = table.adopt()
-        self._index: dict[BlockKey, int] = {table.key(page): page for page in sealed}
-        self._evictable: OrderedDict[int, None] = OrderedDict.fromkeys(sealed)
-        """sealed pages that nobody uses, least recently used first"""
-        self._free = [p for p in reversed(range(table.num_pages)) if table.state(p) is PageState.FREE]
-        self._last_use = max((table.last_use(page) for page in sealed), default=0)
+        self._pins = Pins()
+        self.ghosts = Ghosts(table.num_pages)
+        self._promoted: set[int] = set()
+        """pages whose block came from the lower tier and has not been asked for since"""
+        self._former_writers: dict[Writer, list[int]] = {}
+        for page, writer in self.shelf.adopted_writers.items():
+            self._add_hold(page)
+            self._former_writers.setdefault(writer, []).append(page)
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def find(self, key: BlockKey) -> int | None:
+        """The page of a sealed block."""
+        return self.shelf.index.get(key)
+
+    def locate(self, keys: Iterable[BlockKey]) -> list[Tier | None]:
+        """The fastest tier of each block."""
+        index, lower = self.shelf.index, self._lower
+        if lower is None:
+            return [Tier.DRAM if key in index else None for key in keys]
+        return [Tier.DRAM if key in index else Tier.SSD if lower.holds(key) else None for key in keys]
+
+    def remove(self, key: BlockKey) -> bool:
+        """Nobody finds this block any more; who reads it may finish. Whether it was there."""
+        page = self.find(key)
+        if page is None:
+            return False
+        self.counters.num_removed += 1
+        self._unseal(page)
+        return True
+
+    def drop(self, page: int) -> None:
+        """The sealed block in `page` is damaged: nobody finds it any more."""
+        if self.table.state_of[page] == SEALED:
+            self.counters.num_dropped += 1
+            self._unseal(page)
+
+    def _unseal(self, page: int) -> None:
+        self.unpin([self.table.key(page)])
+        self.shelf.unseal(page)
+        if not self.shelf.num_users_of[page]:
+            self._free(page)
+            self._settled()
+
+    def _removed(self, key: BlockKey) -> None:
+        """The shelf's index has lost a block."""
+        if self._events is not None:
+            self._events.removed(Tier.DRAM, key)
 
     # -- reservations -----------------------------------------------------------------------------
 
-    def reserve(self, owner: int, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+    def reserve(
+        self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: Writer | None = None
+    ) -> Reservation:
         """Leases what is sealed and reserves a page for everything else; all or nothing.
 
-        Raises PoolFullError if not enough pages are free or evictable now, PoolError if the pool has
-        not enough pages at all.
+        `writer` will write the pages through a mapping of its own. Raises PoolFullError if not enough
+        pages are free or can be evicted now, PoolError if the pool has not enough pages at all.
         """
-        num_blocks = len(keys) + num_private
-        if num_blocks > self.table.num_pages:
-            raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
-        found = {key: self._index[key] for key in keys if key in self._index}
-        num_evictable = len(self._evictable) - sum(page in self._evictable for page in found.values())
-        num_missing = sum(key not in found for key in keys) + num_private
-        if num_missing > len(self._free) + num_evictable:
-            raise PoolFullError(
-                f"{num_missing} pages are needed, {len(self._free)} are free and {num_evictable} evictable"
-                f" of {self.table.num_pages}"
-            )
-        for page in found.values():
-            self._evictable.pop(page, None)
-        blocks = [
-            self._found_block(key, found[key]) if key in found else self._fresh_block(key)
-            for key in (*keys, *[None] * num_private)
-        ]
-        self.counters.num_hits += len(keys) + num_private - num_missing
-        self.counters.num_misses += num_missing - num_private
-        self._last_reservation_id += 1
-        reservation = Reservation(self._last_reservation_id, owner, blocks)
+        self._check_size(len(keys) + num_private)
+        index = self.shelf.index
+        places = [index.get(key) for key in keys]
+        found = list(dict.fromkeys(page for page in places if page is not None))
+        num_missing = places.count(None) + num_private
+        self.shelf.claim(found)  # not to be evicted for the others
+        if num_missing > self.shelf.num_free + self.shelf.num_idle or not self.make_room(num_missing):
+            num_evictable = self.shelf.num_idle
+            self.shelf.unclaim(found, used=False)
+            raise self._full(num_missing, num_evictable)
+        self._count_hits(found)
+        self._count_misses(key for key, page in zip(keys, places, strict=True) if page is None)
+        reservation = Reservation(
+            self._next_id(), owner, self._blocks([*keys, *[None] * num_private], places, writer)
+        )
         self._reservations[reservation.reservation_id] = reservation
-        self._num_leases.update(iter(reservation.by_page))
         return reservation
 
-    def find(self, reservation_id: int) -> Reservation | None:
+    def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
+        """Raises as `reserve` would, if not even all evictable pages were enough for these blocks now."""
+        self._check_size(len(keys) + num_private)
+        places = [self.find(key) for key in keys]
+        found = {page for page in places if page is not None}
+        num_missing = places.count(None) + num_private
+        num_evictable = self.shelf.num_idle - sum(map(self.shelf.is_idle, found))
+        if num_missing > self.shelf.num_free + num_evictable:
+            raise self._full(num_missing, num_evictable)
+
+    def _check_size(self, num_blocks: int) -> None:
+        if num_blocks > self.table.num_pages:
+            raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
+
+    def find_reservation(self, reservation_id: int) -> Reservation | None:
         return self._reservations.get(reservation_id)
 
     def is_complete(self, block: Block) -> bool:
@@ -123,129 +248,300 @@ class Pool:
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)
         block.arrived |= layer_mask(layers)
-        if self.is_complete(block) and block.key is not None and block.key not in self._index:
-            self._index[block.key] = block.page
-            self.table.seal(block.page, block.key, self._next_use())
+        if self.is_complete(block) and block.key is not None and self.find(block.key) is None:
+            self.shelf.seal(block.page, block.key, block.position)
+            if self._events is not None:
+                self._events.stored(Tier.DRAM, block.key, block.tokens)
+
+    def begin_promotion(self, key: BlockKey, position: int) -> Reservation:
+        """A page for a block that the lower tier holds, before anybody has asked for it. Or PoolFullError."""
+        if not self.make_room(1):
+            raise self._full(1, self.shelf.num_idle)
+        (block,) = self._blocks([key], [None], None)
+        block.position = position
+        reservation = Reservation(self._next_id(), NOBODY, [block])
+        self._reservations[reservation.reservation_id] = reservation
+        return reservation
+
+    def promoted(self, reservation: Reservation, checksums: bytes, num_uses: int) -> None:
+        """The whole block of `begin_promotion` is in its page, verified."""
+        (block,) = reservation.blocks
+        self.arrived(reservation, block, range(self.table.num_layers), checksums)
+        if self.table.state_of[block.page] == SEALED:
+            self.table.num_uses[block.page] = num_uses
+            self._promoted.add(block.page)
 
     def release(self, reservation_id: int) -> None:
         """Gives up all of a reservation's pages. Idempotent."""
         reservation = self._reservations.pop(reservation_id, None)
-        if reservation is None:
-            return
-        # Last block first: a block is of no use without those before it, so it should be evicted first.
-        for page in reversed(reservation.by_page):
-            _decrement(self._num_leases, page)
-            self._settle(page)
+        if reservation is not None:
+            # Last block first: it is of no use without those before it, so it should be evicted first.
+            self._unclaim(list(reversed(reservation.by_page)))
 
-    def reservations_of(self, owner: int) -> list[int]:
-        """Ids of what `owner` has reserved."""
-        return [r.reservation_id for r in self._reservations.values() if r.owner == owner]
+    # -- leases -----------------------------------------------------------------------------------
+
+    def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> Lease:
+        """Keeps those of `keys` that are in DRAM where they are until `end_lease` or `expire`."""
+        index = self.shelf.index
+        lease = Lease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
+        found = lease.claimed_pages
+        self._count_hits(found)
+        self._count_misses(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
+        self.shelf.claim(found)
+        self._leases[lease.lease_id] = lease
+        heapq.heappush(self._lease_deadlines, (deadline_s, lease.lease_id))
+        if len(self._lease_deadlines) > 2 * len(self._leases) + _SPARE_DEADLINES:
+            self._lease_deadlines = [(lease.deadline_s, lease.lease_id) for lease in self._leases.values()]
+            heapq.heapify(self._lease_deadlines)
+        return lease
+
+    def end_lease(self, lease_id: int) -> None:
+        """Idempotent."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self._unclaim(lease.claimed_pages[::-1])
+
+    def find_lease(self, lease_id: int) -> Lease | None:
+        return self._leases.get(lease_id)
+
+    def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
+        """Ids of the reservations and of the leases of `owner`."""
+        reservations = [r.reservation_id for r in self._reservations.values() if r.owner == owner]
+        return reservations, [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
+        """Pins those of `keys` that are in DRAM, anew if they are pinned. Returns how many that are.
+
+        Raises PoolError if hard pins would take more than half of the pool.
+        """
+        pages = {key: page for key in keys if (page := self.find(key)) is not None}
+        num_hard = self._pins.num_hard + sum(hard and not self._pins.is_hard(key) for key in pages)
+        if num_hard > self.table.num_pages // 2:
+            raise PoolError(
+                f"{num_hard} of {self.table.num_pages} pages would be pinned hard, at most half may be;"
+                " unpin others or pin softly"
+            )
+        for key, page in pages.items():
+            pin = Pin(key, page, hard, deadline_s)
+            if hard:
+                self.shelf.claim([page])
+            previous = self._pins.put(pin)
+            if previous is not None:
+                self._end_pin(previous)
+            if not hard:
+                self.shelf.pin_softly(page, True)
+        return len(pages)
+
+    def unpin(self, keys: Iterable[BlockKey]) -> int:
+        """Returns how many pins were taken away."""
+        pins = [pin for key in keys if (pin := self._pins.take(key)) is not None]
+        for pin in pins:
+            self._end_pin(pin)
+        return len(pins)
+
+    def _end_pin(self, pin: Pin) -> None:
+        if pin.is_hard:
+            self._unclaim([pin.page])
+        else:
+            self.shelf.pin_softly(pin.page, False)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> None:
+        """Ends the leases and pins whose deadline has come."""
+        while self._lease_deadlines and self._lease_deadlines[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._lease_deadlines)
+            if lease_id in self._leases:
+                self.counters.num_expired_leases += 1
+                self.end_lease(lease_id)
+        for pin in self._pins.take_expired(now_s):
+            self._end_pin(pin)
 
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:
-        """A transfer may read or write `page` from now on. Only for pages of a reservation."""
-        assert self._num_leases[page], f"page {page} is not reserved"
-        self._num_holds[page] += 1
+        """A transfer may read or write `page` from now on. Only for pages that are in use or sealed."""
+        assert self.shelf.num_users[page] or self.table.state_of[page] == SEALED
+        self._add_hold(page)
 
-    def unhold(self, page: int) -> None:
-        """That transfer can not touch `page` any more."""
+    def unhold(self, page: int, *, used: bool = True) -> None:
+        """That transfer can not touch `page` any more. `used` says whether that was for somebody."""
         _decrement(self._num_holds, page)
-        self._settle(page)
+        self._unclaim([page], used=used)
 
-    def drop(self, page: int) -> None:
-        """The sealed block in `page` is damaged: nobody finds it any more."""
-        if self.table.state(page) is PageState.SEALED:
-            self.counters.num_dropped += 1
-            self._unseal(page)
-            self._settle(page)
+    def _add_hold(self, page: int) -> None:
+        self._num_holds[page] += 1
+        self.shelf.claim([page])
 
-    # -- pages ------------------------------------------------------------------------------------
+    @property
+    def former_writers(self) -> list[Writer]:
+        """Who may still be writing to pages that a former life of this pool gave them."""
+        return list(self._former_writers)
 
-    def _found_block(self, key: BlockKey, page: int) -> Block:
-        return Block(key, page, self.table.generation(page), found=True, arrived=self._all_layers)
+    def writer_gone(self, writer: Writer) -> None:
+        """What this writer began under a former life of the pool is free now. Idempotent."""
+        for page in self._former_writers.pop(writer, []):
+            self.unhold(page)
 
-    def _fresh_block(self, key: BlockKey | None) -> Block:
-        if not self._free:
-            page, _ = self._evictable.popitem(last=False)
-            del self._index[self.table.key(page)]
-            self.table.free(page)
-            self._free.append(page)
-            self.counters.num_evictions += 1
-        page = self._free.pop()
-        self.table.reserve(page)
-        return Block(key, page, self.table.generation(page), found=False, arrived=0)
+    # -- room -------------------------------------------------------------------------------------
 
-    def _unseal(self, page: int) -> None:
-        self.table.quarantine(page)
-        del self._index[self.table.key(page)]
-        self._evictable.pop(page, None)
+    def make_room(self, num_pages: int) -> bool:
+        """Evicts until `num_pages` are free. Whether they are: the lower tier may not be that far yet."""
+        while self.shelf.num_free < num_pages:
+            page = self.shelf.coldest()
+            if page is None or not self.is_disposable(page):
+                return False
+            self.evict(page)
+        return True
 
-    def _settle(self, page: int) -> None:
-        """Moves a page on after it lost a user."""
-        state = self.table.state(page)
-        if page in self._num_leases:
-            return
-        if page in self._num_holds:
-            if state is PageState.RESERVED:
-                self.table.quarantine(page)
-            return
-        if state is PageState.SEALED:
-            self.table.touch(page, self._next_use())
-            self._evictable[page] = None
-        else:
-            self.table.free(page)
-            self._free.append(page)
+    def is_disposable(self, page: int) -> bool:
+        """Whether the block in `page` may leave DRAM: the lower tier holds it, or takes nothing."""
+        lower = self._lower
+        return lower is None or not lower.is_accepting or lower.holds(self.table.key(page))
+
+    def evict(self, page: int) -> None:
+        """Takes the block in an idle page out of DRAM."""
+        key = self.table.key(page)
+        self.unpin([key])
+        self._promoted.discard(page)
+        self.shelf.evict(page)
+        if self._lower is None or not self._lower.holds(key):
+            self.ghosts.add(key)
+        self.counters.num_evictions += 1
+
+    def left_lower_tier(self, key: BlockKey) -> None:
+        """The lower tier has not this block any more."""
+        if self.find(key) is None:
+            self.ghosts.add(key)
+
+    def _full(self, num_missing: int, num_evictable: int) -> PoolFullError:
+        if num_missing <= self.shelf.num_free + num_evictable:  # else room would be made in vain
+            self.num_wanted = max(self.num_wanted, num_missing)
+            self._on_pressure()
+        return PoolFullError(
+            f"{num_missing} pages are needed, {self.shelf.num_free} are free and {num_evictable} evictable"
+            f" of {self.table.num_pages}"
+        )
+
+    def room_changed(self) -> None:
+        """A page became free or idle, or idle ones may be evicted now: whoever waits should try again."""
         self.space_epoch += 1
         self._on_space()
 
-    def _next_use(self) -> int:
-        self._last_use += 1
-        return self._last_use
+    # ---------------------------------------------------------------------------------------------
+
+    def _blocks(
+        self, keys: Sequence[BlockKey | None], places: list[int | None], writer: Writer | None
+    ) -> list[Block]:
+        """One for each key, on its place or on a fresh page; those without a place come last."""
+        fresh = self.shelf.take(len(keys) - len(places) + places.count(None), writer)
+        if self.shelf.num_free < self._low_watermark:
+            self._on_pressure()
+        pages_left = iter(fresh)
+        pages = [next(pages_left) if page is None else page for page in places] + list(pages_left)
+        is_fresh = set(fresh)
+        blocks = []
+        for position, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            found = page not in is_fresh
+            arrived = self._all_layers if found else 0
+            blocks.append(Block(key, page, self.table.generation(page), found, arrived, position))
+        return blocks
+
+    def _count_hits(self, pages: Collection[int]) -> None:
+        num_promoted = 0
+        if self._promoted:
+            num_promoted = sum(page in self._promoted for page in pages)
+            self._promoted.difference_update(pages)
+        self.counters.num_hits[Tier.SSD] += num_promoted
+        self.counters.num_hits[Tier.DRAM] += len(pages) - num_promoted
+        for page in pages:
+            self.table.use(page)
+
+    def _count_misses(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            self.counters.num_misses[self.ghosts.reason(key)] += 1
+
+    def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
+        for page in self.shelf.unclaim(pages, used=used):
+            self._free(page)
+        if self._num_holds:
+            for page in pages:
+                # Given up by all but transfers: their bytes must not reach whoever would get this page next.
+                if (
+                    self.table.state_of[page] == RESERVED
+                    and self._num_holds[page] == self.shelf.num_users_of[page]
+                ):
+                    self.table.quarantine(page)
+        self._settled()
+
+    def _free(self, page: int) -> None:
+        self._promoted.discard(page)
+        self.shelf.free(page)
+
+    def _settled(self) -> None:
+        """Pages have lost users."""
+        if self.shelf.num_free < max(self._low_watermark, self.num_wanted):
+            self._on_pressure()
+        self.room_changed()
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     # -- checks -----------------------------------------------------------------------------------
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with whatever is done here."""
+        return self._last_id + self.space_epoch
 
     @property
     def num_reservations(self) -> int:
         return len(self._reservations)
 
     @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
+
+    @property
     def num_used_pages(self) -> int:
-        """Pages that some reservation or transfer uses."""
-        return len(self._num_leases.keys() | self._num_holds.keys())
+        """Pages that some reservation, lease, transfer or hard pin uses."""
+        return int(np.count_nonzero(self.shelf.num_users))
+
+    def orphans(self) -> list[int]:
+        """Pages that have other users than the pool knows: they would never become free. Should be none."""
+        known: Counter[int] = Counter(self._num_holds)
+        known.update(page for r in self._reservations.values() for page in r.by_page)
+        known.update(page for lease in self._leases.values() for page in lease.claimed_pages)
+        known.update(self._pins.hard_pages())
+        users = self.shelf.num_users.copy()
+        pages = np.fromiter(known.keys(), np.int64, len(known))
+        users[pages] -= np.fromiter(known.values(), np.int32, len(known))
+        orphans: list[int] = np.flatnonzero(users).tolist()
+        return orphans
 
     def check_integrity(self) -> str | None:
         """What is wrong, or None: every page is accounted for exactly once."""
-        pages = range(self.table.num_pages)
-        states = {page: self.table.state(page) for page in pages}
-        leases = Counter(page for r in self._reservations.values() for page in r.by_page)
-        used = self._num_leases.keys() | self._num_holds.keys()
-        sealed = {page for page in pages if states[page] is PageState.SEALED}
+        problems = list(self.shelf.problems())
+        if self.orphans():
+            problems.append("a page's users are not its reservations, leases, pins and holds")
+        if min(self._num_holds.values(), default=1) < 1:
+            problems.append("a hold count is not positive")
         writers = Counter(
             page
             for r in self._reservations.values()
             for page in r.by_page
-            if states[page] is PageState.RESERVED
+            if self.table.state_of[page] == RESERVED
         )
-        checks = {
-            "lease counts differ from the reservations": leases != self._num_leases,
-            "a hold or lease count is not positive": min(
-                (*self._num_holds.values(), *self._num_leases.values()), default=1
-            )
-            < 1,
-            "the free list differs from the FREE pages": sorted(self._free)
-            != [page for page in pages if states[page] is PageState.FREE],
-            "a FREE page is in use": any(page in used for page in self._free),
-            "the index differs from the SEALED pages": sealed != set(self._index.values())
-            or any(self.table.key(page) != key for key, page in self._index.items()),
-            "the eviction order differs from the unused SEALED pages": set(self._evictable) != sealed - used,
-            "a RESERVED page has not exactly one reservation": writers
-            != Counter(page for page in pages if states[page] is PageState.RESERVED),
-            "a QUARANTINED page is used by nobody": any(
-                states[page] is PageState.QUARANTINED and page not in used for page in pages
-            ),
-        }
-        return "; ".join(text for text, is_wrong in checks.items() if is_wrong) or None
+        if writers != Counter(np.flatnonzero(self.table.states == RESERVED).tolist()):
+            problems.append("a RESERVED page has not exactly one reservation")
+        return "; ".join(problems) or None
 
 
 def layer_mask(layers: range) -> int:

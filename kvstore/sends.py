@@ -11,11 +11,9 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import xxhash
-
 from kvstore.pool import Block, Pool, Reservation, layer_mask
 from kvstore.segment import Segment
+from messenger.checksums import layer_checksums
 from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, WriteEntry
 from messenger.sender import Links, Outcome, Transfer
 from mooncake.errors import PoolError, TransferError
@@ -143,9 +141,9 @@ class Send:
             self._pool.unhold(page)
 
     def _is_damaged(self, page: int, layers: range) -> bool:
-        expected: list[int] = np.frombuffer(self._pool.table.checksums(page, layers), "<u8").tolist()
-        actual = [xxhash.xxh3_64_intdigest(self._segment.layer_view(page, layer)) for layer in layers]
-        return actual != expected
+        view = self._segment.layers_view(page, layers)
+        actual = layer_checksums(view, self._segment.layout.layer_bytes)
+        return actual != self._pool.table.checksums(page, layers)
 
 
 def _block_at(reservation: Reservation, index: int) -> Block:

@@ -13,43 +13,50 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 
 import msgspec
 
-from kvstore.channel import Channel
-from kvstore.grants import Grants
-from kvstore.messages import Attach, Attached, FromWorker
-from kvstore.pages import PageState
-from kvstore.pool import Pool
+from kvstore.channel import Connection
+from kvstore.event_publisher import InternalPublisher, VllmPublisher
+from kvstore.events import EventLog
+from kvstore.messages import Attach, Attached, Connect, Connected, ToPool
+from kvstore.pages import Writer
+from kvstore.remote import serve_client
 from kvstore.segment import Segment
-from kvstore.session import Store, WorkerSession, failed_call
-from messenger.identity import Identity, host_id
+from kvstore.session import Session, User, failed_call
+from kvstore.store import Store, open_store
+from messenger.identity import host_id
 from messenger.receiver import Receiver, refuse
-from messenger.sender import Links
 from messenger.stream import Stream
-from messenger.transports import SourceSegment, Traffic
-from mooncake.config import MessengerProcess
+from messenger.transports import Traffic
+from mooncake.blocks import KVLayout
+from mooncake.config import ANY_ENDPOINT, MessengerProcess, host_and_port
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
 from mooncake.messages import MessengerAddress
 from mooncake.process import Ready, child_main, report
 
 log = logging.getLogger(__name__)
 
-_DECODER = msgspec.msgpack.Decoder(FromWorker)
+_DECODER = msgspec.msgpack.Decoder(ToPool)
 _BACKLOG = 128
 _ACCEPT_RETRY_S = 0.5
+_REPLAYED_BATCHES = 10_000
 
 
 class Service:
-    """Listens for its worker and for other messengers, and connects both to the store."""
+    """Listens for its worker, for clients and for other messengers, and connects them to the store."""
 
     def __init__(self, config: MessengerProcess, tasks: asyncio.TaskGroup, tcp_port: int) -> None:
         self._config = config
         self._tasks = tasks
         self._traffic = Traffic()
         self._owners = itertools.count(1)
-        self._session: WorkerSession | None = None
+        self.store: Store | None = None
+        self._worker: tuple[int, Connection[ToPool]] | None = None
+        """incarnation and connection of the worker"""
+        self._events = EventLog(_REPLAYED_BATCHES)
         self.address = MessengerAddress(
             instance=config.instance,
             incarnation=config.incarnation,
@@ -57,14 +64,143 @@ class Service:
             unix_path=config.peer_socket,
             tcp_host=config.settings.host,
             tcp_port=tcp_port,
+            event_endpoints=self._publish(config),
         )
         segment = Segment.open(config.segment_fd)
-        self.store = self._open_store(segment) if segment is not None else None
+        if segment is not None:
+            self._open(segment)
 
-    async def accept_workers(self, listener: socket.socket) -> None:
+    def _publish(self, config: MessengerProcess) -> tuple[str, str]:
+        """Starts to publish KV events, in both formats. Returns where the internal ones are."""
+        endpoint, request_endpoint = config.event_endpoints
+        internal = InternalPublisher(
+            self._events,
+            lambda: self.store.snapshot() if self.store is not None else (),
+            instance=config.instance,
+            incarnation=config.incarnation,
+            endpoint=endpoint,
+            request_endpoint=request_endpoint,
+        )
+        self._tasks.create_task(internal.run())
+        if config.kvcache.vllm_events is not None:
+            vllm = VllmPublisher(
+                self._events,
+                clock=time.time,
+                endpoint=config.kvcache.vllm_events,
+                replay_endpoint=config.kvcache.vllm_replay or ANY_ENDPOINT,
+                topic=config.kvcache.vllm_topic,
+            )
+            self._tasks.create_task(vllm.run())
+        return internal.endpoint, internal.request_endpoint
+
+    # -- workers and clients of this host ---------------------------------------------------------
+
+    async def accept_users(self, listener: socket.socket) -> None:
         while True:
             sock = await _accept(listener)
-            self._tasks.create_task(self._serve_worker(Channel(sock, _DECODER)))
+            self._tasks.create_task(self._serve_user(sock))
+
+    async def _serve_user(self, sock: socket.socket) -> None:
+        session: Session | None = None
+
+        def on_message(message: ToPool) -> None:
+            nonlocal session
+            if session is not None:
+                session.handle(message)
+            elif isinstance(message, Attach | Connect):
+                session = self._admit(message, connection)
+            else:
+                raise PoolError(
+                    f"the first message is {type(message).__name__}; it must be Attach or Connect"
+                )
+
+        connection = Connection(sock, _DECODER, on_message)
+
+        def lose_patience() -> None:
+            if session is None:
+                connection.close()
+
+        patience = asyncio.get_running_loop().call_later(
+            self._config.settings.connect_timeout_s, lose_patience
+        )
+        try:
+            await connection.ended
+        finally:
+            patience.cancel()
+            connection.close()
+            if self._worker is not None and self._worker[1] is connection:
+                self._worker = None
+            if session is not None:
+                session.end()
+
+    def _admit(self, first: Attach | Connect, connection: Connection[ToPool]) -> Session | None:
+        """Answers the first message. None if the user was refused."""
+        try:
+            store = self._check_attach(first) if isinstance(first, Attach) else self._check_connect(first)
+        except MooncakeError as error:
+            log.warning("a %s was refused: %s", type(first).__name__, error)
+            connection.send(failed_call(first.call_id, error))
+            connection.close()
+            return None
+        writer = Writer(connection.peer_pid, first.serial)
+        store.pool.writer_gone(writer)  # it says that it has stopped what it had begun
+        if isinstance(first, Attach):
+            self._worker = (first.incarnation, connection)
+            name = f"the worker of incarnation {first.incarnation}"
+            wants_token_ids = self._config.kvcache.vllm_events is not None
+            answer: Attached | Connected = Attached(first.call_id, self.address, wants_token_ids)
+        else:
+            name = f"client {writer.serial} of process {writer.pid}"
+            header = store.segment.header
+            answer = Connected(first.call_id, self.address, header.fingerprint, header.layout)
+        session = Session(User(next(self._owners), name, writer), store, self._tasks, connection.send)
+        connection.send(answer, fd=self._config.segment_fd)
+        return session
+
+    def _check_attach(self, attach: Attach) -> Store:
+        if attach.instance != self._config.instance:
+            raise MismatchError("instance", self._config.instance, attach.instance, "check the socket path")
+        if self._worker is not None and not self._worker[1].peer_is_gone():
+            raise PoolError(
+                f"messenger {self._config.instance} serves a live worker already"
+                f" (incarnation {self._worker[0]}); end that one first"
+            )
+        return self.store_for(attach.fingerprint, attach.layout)
+
+    def _check_connect(self, connect: Connect) -> Store:
+        return self.store_for(connect.fingerprint, connect.layout)
+
+    def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
+        """The store, if its blocks are what the user takes them for; formatted for him if it is new.
+
+        Raises MismatchError, or PoolError if there is no pool yet and the user names no layout.
+        """
+        if self.store is None:
+            if fingerprint is None or layout is None:
+                raise PoolError(
+                    f"{self._config.instance} has no pool yet: no worker has attached, and this client names"
+                    " no fingerprint and layout"
+                )
+            self._open(Segment.format(self._config.segment_fd, fingerprint, layout))
+        assert self.store is not None
+        header = self.store.segment.header
+        header.check(
+            header.fingerprint if fingerprint is None else fingerprint,
+            header.layout if layout is None else layout,
+        )
+        return self.store
+
+    def _open(self, segment: Segment) -> None:
+        self.store = open_store(self._config, segment, self.address, self._traffic, self._events, self._tasks)
+
+    # -- other hosts ------------------------------------------------------------------------------
+
+    async def accept_clients(self, listener: socket.socket) -> None:
+        while True:
+            sock = await _accept(listener)
+            self._tasks.create_task(
+                serve_client(Stream(sock), self, self._tasks, self._config.settings.connect_timeout_s)
+            )
 
     async def accept_peers(self, listener: socket.socket) -> None:
         while True:
@@ -85,66 +221,9 @@ class Service:
         )
         await receiver.run(self.store.identity)
 
-    async def _serve_worker(self, channel: Channel[FromWorker]) -> None:
-        session: WorkerSession | None = None
-        try:
-            async with asyncio.timeout(self._config.settings.connect_timeout_s):
-                attach = await channel.receive()
-                if not isinstance(attach, Attach):
-                    return
-                try:
-                    store = self._check_attach(attach)
-                except MooncakeError as error:
-                    log.warning("worker of incarnation %d refused: %s", attach.incarnation, error)
-                    await channel.send(failed_call(attach.call_id, error))
-                    return
-                session = WorkerSession(next(self._owners), attach.incarnation, channel, store, self._tasks)
-                self._session = session
-                await channel.send(Attached(attach.call_id, self.address), fd=self._config.segment_fd)
-            await session.run()
-        except (TimeoutError, ConnectionError, PoolError) as error:
-            log.warning("a worker could not attach: %s", error or "no message in time")
-        finally:
-            if self._session is session:
-                self._session = None
-            channel.close()
-
-    def _check_attach(self, attach: Attach) -> Store:
-        if attach.instance != self._config.instance:
-            raise MismatchError("instance", self._config.instance, attach.instance, "check the socket path")
-        if self._session is not None and not self._session.channel.peer_is_gone():
-            raise PoolError(
-                f"messenger {self._config.instance} serves a live worker already"
-                f" (incarnation {self._session.incarnation}); end that one first"
-            )
-        if self.store is None:
-            segment = Segment.format(self._config.segment_fd, attach.fingerprint, attach.layout)
-            self.store = self._open_store(segment)
-        self.store.segment.check(attach.fingerprint, attach.layout)
-        return self.store
-
-    def _open_store(self, segment: Segment) -> Store:
-        config, space = self._config, asyncio.Event()
-        identity = Identity(
-            config.instance, config.incarnation, self.address.host_id, segment.fingerprint, segment.layout
-        )
-        pool = Pool(segment.page_table(), on_space=space.set)
-        log.info(
-            "pool of %d pages, %d sealed blocks adopted",
-            segment.num_pages,
-            pool.table.count()[PageState.SEALED],
-        )
-        links = Links(
-            self._tasks,
-            SourceSegment.of(config.segment_fd, segment.buffer),
-            self._traffic,
-            identity=identity,
-            choice=config.settings.transport,
-            ack_timeout_s=config.settings.ack_timeout_s,
-            connect_timeout_s=config.settings.connect_timeout_s,
-        )
-        grants = Grants(pool, segment, self.address)
-        return Store(identity, segment, pool, grants, links, self._traffic, space)
+    def remote_user(self, name: str) -> User:
+        """A client that writes no page itself."""
+        return User(next(self._owners), name, None)
 
 
 async def _accept(listener: socket.socket) -> socket.socket:
@@ -204,17 +283,21 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
 
 async def serve(config: MessengerProcess) -> None:
     """Serves one instance until cancelled."""
-    with (
-        listen_unix(config.worker_socket, socket.SOCK_SEQPACKET) as worker_listener,
-        listen_unix(config.peer_socket, socket.SOCK_STREAM) as peer_listener,
-        listen_tcp(config.settings.host, config.settings.port) as tcp_listener,
-    ):
-        async with asyncio.TaskGroup() as tasks:
-            service = Service(config, tasks, tcp_port=tcp_listener.getsockname()[1])
-            tasks.create_task(service.accept_peers(peer_listener))
-            tasks.create_task(service.accept_peers(tcp_listener))
-            report(Ready(f"{config.settings.host}:{service.address.tcp_port}"))
-            await service.accept_workers(worker_listener)
+    async with contextlib.AsyncExitStack() as stack:
+        user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))
+        peer_listener = stack.enter_context(listen_unix(config.peer_socket, socket.SOCK_STREAM))
+        tcp_listener = stack.enter_context(listen_tcp(config.settings.host, config.settings.port))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        service = Service(config, tasks, tcp_port=tcp_listener.getsockname()[1])
+        tasks.create_task(service.accept_peers(peer_listener))
+        tasks.create_task(service.accept_peers(tcp_listener))
+        detail = f"{config.settings.host}:{service.address.tcp_port}"
+        if config.kvcache.listen is not None:
+            client_listener = stack.enter_context(listen_tcp(*host_and_port(config.kvcache.listen)))
+            tasks.create_task(service.accept_clients(client_listener))
+            detail += f", clients at {config.kvcache.listen}"
+        report(Ready(detail))
+        await service.accept_users(user_listener)
 
 
 if __name__ == "__main__":

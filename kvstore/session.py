@@ -1,21 +1,23 @@
-"""A worker's session: what an attached worker asks of its part of the pool.
+"""A session: what one worker or client asks of an instance's part of the pool.
 
-The session ends when the worker's socket closes, and with it every reservation, send and grant of that
-worker. Calls that wait (for space, for a transfer) are tasks of the session; all others are answered at
-once and in order.
+It ends when the connection does, and with it every reservation, lease, send and grant of that user. Calls
+that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
+and in order.
 
-Owns: one session. Does not know: how workers attach.
+Owns: one session. Does not know: how users connect, how messages travel.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-from kvstore.channel import Channel
-from kvstore.grants import Grants
+import numpy as np
+
+from kvstore.events import BlockTokens
+from kvstore.listing import list_blocks, pool_stats, verify_block
 from kvstore.messages import (
+    LOCATIONS,
     Answer,
     AwaitArrived,
     AwaitSent,
@@ -23,160 +25,266 @@ from kvstore.messages import (
     Call,
     CallFailed,
     Commit,
-    Detached,
+    Count,
+    DescribeTokens,
     Done,
+    EndLease,
     ErrorKind,
-    FromWorker,
+    FromPool,
     GetStats,
     Granted,
+    LeaseBlocks,
+    Leased,
+    ListBlocks,
+    Located,
+    Lookup,
     OpenGrant,
+    PinBlocks,
+    Prefetch,
     Release,
+    RemoveBlocks,
     ReservedBlock,
     ReservePages,
     StartSend,
     Stats,
+    ToPool,
+    UnpinBlocks,
+    Verified,
+    VerifyBlocks,
 )
 from kvstore.messages import Reservation as ReservationAnswer
-from kvstore.pages import PageState
-from kvstore.pool import Pool, Reservation, layer_mask
-from kvstore.segment import Segment
+from kvstore.pages import Writer
+from kvstore.pool import Lease, Reservation, layer_mask
 from kvstore.sends import Send
-from messenger.identity import Identity
-from messenger.protocol import CHECKSUM_BYTES
-from messenger.sender import Links
-from messenger.transports import Traffic, Transport
-from mooncake.blocks import KEY_BYTES
+from kvstore.store import Store
+from messenger.checksums import CHECKSUM_BYTES
+from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import PoolStats
 
 log = logging.getLogger(__name__)
 
+_LONGEST_TTL_S = 30 * 24 * 3600.0
+_MOST_LISTED = 1000
+
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """An instance's opened part of the pool: one segment and all that works on it."""
+class User:
+    """Whom a session serves. `writer`: who writes the pages it reserves, if not the messenger itself."""
 
-    identity: Identity
-    segment: Segment
-    pool: Pool
-    grants: Grants
-    links: Links
-    traffic: Traffic
-    space: asyncio.Event
-    """set whenever a page becomes free or evictable"""
+    owner: int
+    name: str
+    writer: Writer | None
 
 
-class WorkerSession:
-    """Serves one worker until its socket closes."""
+class Session:
+    """Serves one user; `send` takes its answers and never waits. `end` must be called."""
 
     def __init__(
-        self,
-        owner: int,
-        incarnation: int,
-        channel: Channel[FromWorker],
-        store: Store,
-        tasks: asyncio.TaskGroup,
+        self, user: User, store: Store, tasks: asyncio.TaskGroup, send: Callable[[FromPool], None]
     ) -> None:
-        self.incarnation = incarnation
-        self.channel = channel
-        self._owner = owner
+        self.user = user
         self._store = store
+        self._pool = store.pool
         self._tasks = tasks
+        self._send = send
         self._waiting: set[asyncio.Task[None]] = set()
         self._sends: dict[int, tuple[Send, asyncio.Task[None]]] = {}
 
-    async def run(self) -> None:
-        try:
-            while (message := await self.channel.receive()) is not None:
-                if isinstance(message, Commit):
-                    self._commit(message)
-                elif isinstance(message, AwaitSpace | AwaitSent | AwaitArrived):
-                    self._spawn(self._answer(message))
-                else:
-                    await self._answer(message)
-        except PoolError as error:
-            log.error("the worker's session is ended: %s", error)
-            with contextlib.suppress(ConnectionError):
-                await self.channel.send(Detached(str(error)))
-        finally:
-            self._end()
+    def handle(self, message: ToPool) -> None:
+        """Raises PoolError for what no correct user sends; the session must end then."""
+        match message:
+            case Commit():
+                self._commit(message)
+            case DescribeTokens():
+                self._describe(message)
+            case EndLease(lease_id):
+                self.end_lease(lease_id)
+            case Prefetch(keys):
+                self._store.mover.prefetch(_checked(keys))
+            case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks():
+                self._spawn(self._answer_later(message))
+            case ReservePages() | LeaseBlocks() | PinBlocks() if self._store.is_on_ssd_only(message.keys):
+                self._spawn(self._answer_later(message))
+            case _:
+                self._answer(message)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._tasks.create_task(work)
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Gives back everything that this user has. Idempotent."""
         for task in self._waiting:
             task.cancel()
         for reservation_id in list(self._sends):
             self._cancel_send(reservation_id)
-        for reservation_id in self._store.pool.reservations_of(self._owner):
-            self._release(reservation_id, "its worker is gone")
+        reservations, leases = self._pool.claims_of(self.user.owner)
+        for reservation_id in reservations:
+            self.release(reservation_id, f"{self.user.name} is gone")
+        for lease_id in leases:
+            self._pool.end_lease(lease_id)
 
-    async def _answer(self, call: Call) -> None:
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _answer(self, call: Call) -> None:
         try:
-            answer = await self._perform(call)
+            answer = self._perform(call)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._store.pool.space_epoch)
-        with contextlib.suppress(ConnectionError):  # the worker is gone, as `run` will see
-            try:
-                await self.channel.send(answer)
-            except PoolError as error:
-                await self.channel.send(failed_call(call.call_id, error))
+            answer = failed_call(call.call_id, error, self._pool.space_epoch)
+        self._reply(answer)
 
-    async def _perform(self, call: Call) -> Answer:
+    async def _answer_later(self, call: Call) -> None:
+        try:
+            answer = await self._perform_later(call)
+        except MooncakeError as error:
+            answer = failed_call(call.call_id, error, self._pool.space_epoch)
+        self._reply(answer)
+
+    def _reply(self, answer: Answer) -> None:
+        try:
+            self._send(answer)
+        except PoolError as error:  # too large
+            self._send(failed_call(answer.call_id, error))
+
+    def _perform(self, call: Call) -> Answer:
         match call:
+            case Lookup(call_id, keys):
+                located = self._pool.locate(_checked(keys))
+                return Located(call_id, bytes(map(LOCATIONS.index, located)))
             case ReservePages(call_id, keys, num_private):
-                return self._reserve(call_id, keys, num_private)
+                return _reserved(call_id, self._reserve(keys, num_private))
+            case LeaseBlocks(call_id, keys, ttl_s):
+                lease = self._lease(keys, ttl_s)
+                return Leased(call_id, lease.lease_id, lease.pages)
+            case PinBlocks(call_id, keys, ttl_s, hard):
+                deadline_s = self._deadline_s(ttl_s)
+                return Count(call_id, self._pool.pin(_checked(keys), hard=hard, deadline_s=deadline_s))
+            case UnpinBlocks(call_id, keys):
+                return Count(call_id, self._pool.unpin(_checked(keys)))
+            case RemoveBlocks(call_id, keys):
+                return Count(call_id, self._store.remove(keys if keys is None else _checked(keys)))
+            case ListBlocks(call_id, cursor, max_blocks):
+                return list_blocks(self._store, call_id, cursor, min(max_blocks, _MOST_LISTED))
             case OpenGrant(call_id, reservation_id):
                 return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))
             case StartSend():
                 self._start_send(call)
             case Release(_, reservation_id):
-                self._release(reservation_id, "the receiver released its reservation")
-            case AwaitSpace(_, space_epoch):
-                while self._store.pool.space_epoch <= space_epoch:
-                    self._store.space.clear()
-                    await self._store.space.wait()
-            case AwaitSent(_, reservation_id):
-                await asyncio.shield(self._find_send(reservation_id).outcome)
-            case AwaitArrived(_, reservation_id):
-                await self._store.grants.wait_arrived(self._find(reservation_id))
+                self.release(reservation_id, "the receiver released its reservation")
             case GetStats(call_id, check_integrity):
-                return Stats(call_id, self._stats(check_integrity))
+                return Stats(call_id, pool_stats(self._store, check_integrity=check_integrity))
             case _:
                 raise PoolError("this connection is attached already")
         return Done(call.call_id)
 
-    def _reserve(self, call_id: int, keys: list[bytes], num_private: int) -> ReservationAnswer:
-        if num_private < 0 or any(len(key) != KEY_BYTES for key in keys):
-            raise PoolError(f"a reservation needs keys of {KEY_BYTES} bytes and num_private >= 0")
-        reservation = self._store.pool.reserve(self._owner, keys, num_private)
-        blocks = [ReservedBlock(b.page, b.generation, b.found) for b in reservation.blocks]
-        return ReservationAnswer(call_id, reservation.reservation_id, blocks)
+    async def _perform_later(self, call: Call) -> Answer:
+        match call:
+            case ReservePages(call_id, keys, num_private):
+                return _reserved(call_id, await self.reserve(keys, num_private))
+            case LeaseBlocks(call_id, keys, ttl_s):
+                lease = await self.lease(keys, ttl_s)
+                return Leased(call_id, lease.lease_id, lease.pages)
+            case PinBlocks(_, keys, _, _):
+                async with self._store.mover.promoted(_checked(keys), patiently=True):
+                    return self._perform(call)
+            case VerifyBlocks(call_id, keys):
+                distinct = dict.fromkeys(_checked(keys))
+                is_intact = {key: await verify_block(self._store, key) for key in distinct}
+                damaged = [key for key, intact in is_intact.items() if intact is False]
+                return Verified(call_id, sum(map(bool, is_intact.values())), damaged)
+            case AwaitSpace(_, space_epoch):
+                await self._store.wait_for_space(space_epoch)
+            case AwaitSent(_, reservation_id):
+                await asyncio.shield(self._find_send(reservation_id).outcome)
+            case AwaitArrived(_, reservation_id):
+                await self._store.grants.wait_arrived(self._find(reservation_id))
+            case _:
+                raise AssertionError("all other calls are answered at once")
+        return Done(call.call_id)
+
+    # -- reservations and leases ------------------------------------------------------------------
+
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+        """As `Pool.reserve`, with the blocks of the prefix that only SSD has brought to DRAM before."""
+        # Who could not be served anyway must not move blocks: that would look like room to others who wait,
+        # and they would do the same to him.
+        self._pool.check_room(_checked(keys), num_private)
+        found_prefix = self._store.found_prefix(keys)
+        async with self._store.mover.promoted(found_prefix, patiently=False):
+            return self._reserve(keys, num_private)
+
+    async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+        """As `Pool.lease`, with the blocks that only SSD has brought to DRAM before."""
+        async with self._store.mover.promoted(_checked(keys), patiently=True):
+            return self._lease(keys, ttl_s)
+
+    def end_lease(self, lease_id: int) -> None:
+        lease = self._pool.find_lease(lease_id)
+        if lease is not None and lease.owner == self.user.owner:
+            self._pool.end_lease(lease_id)
+
+    def release(self, reservation_id: int, reason: str) -> None:
+        """Gives up a reservation; `reason` is what its writers hear. Idempotent."""
+        reservation = self._pool.find_reservation(reservation_id)
+        if reservation is not None and reservation.owner == self.user.owner:
+            self._cancel_send(reservation_id)
+            self._store.grants.revoke(reservation_id, reason)
+            self._pool.release(reservation_id)
+
+    def _reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+        if num_private < 0:
+            raise PoolError(f"num_private is {num_private}, it must not be negative")
+        return self._pool.reserve(self.user.owner, _checked(keys), num_private, self.user.writer)
+
+    def _lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+        return self._pool.lease(self.user.owner, _checked(keys), self._deadline_s(ttl_s))
+
+    def _deadline_s(self, ttl_s: float) -> float:
+        if not 0 < ttl_s <= _LONGEST_TTL_S:
+            raise PoolError(
+                f"a time to live of {ttl_s} s; it must be positive and at most {_LONGEST_TTL_S:g}"
+            )
+        return self._store.now_s() + ttl_s
 
     def _commit(self, commit: Commit) -> None:
-        """Raises PoolError for a commit that no correct worker sends."""
-        reservation = self._store.pool.find(commit.reservation_id)
-        if reservation is None or reservation.owner != self._owner:
+        """Raises PoolError for a commit that no correct user sends."""
+        reservation = self._pool.find_reservation(commit.reservation_id)
+        if reservation is None or reservation.owner != self.user.owner:
             return  # released while the commit was on its way
         layers = range(commit.layer_begin, commit.layer_end)
-        stride = len(layers) * CHECKSUM_BYTES
         if not 0 <= layers.start < layers.stop <= self._store.segment.layout.num_layers:
             raise PoolError(f"a commit names layers [{layers.start}, {layers.stop})")
+        stride = len(layers) * CHECKSUM_BYTES
         if len(commit.checksums) != stride * len(commit.pages):
             raise PoolError(f"{len(commit.pages)} pages came with {len(commit.checksums)} bytes of checksums")
         for position, page in enumerate(commit.pages):
             block = reservation.by_page.get(page)
             if block is None or self._store.grants.is_granted(reservation, page):
-                raise PoolError(f"page {page} is not the worker's to write in {commit.reservation_id}")
+                raise PoolError(f"page {page} is not the user's to write in {commit.reservation_id}")
             if block.arrived & layer_mask(layers):
                 raise PoolError(f"layers [{layers.start}, {layers.stop}) of page {page} were there already")
             checksums = commit.checksums[position * stride : (position + 1) * stride]
-            self._store.pool.arrived(reservation, block, layers, checksums)
+            self._pool.arrived(reservation, block, layers, checksums)
         if commit.reservation_id in self._sends:
             self._sends[commit.reservation_id][0].wake()
+
+    def _describe(self, described: DescribeTokens) -> None:
+        reservation = self._pool.find_reservation(described.reservation_id)
+        if reservation is None or reservation.owner != self.user.owner:
+            return
+        block_size = self._store.segment.layout.block_size
+        if len(described.token_ids) % (4 * block_size):
+            raise PoolError(f"{len(described.token_ids)} bytes are no token ids of blocks of {block_size}")
+        token_ids = np.frombuffer(described.token_ids, "<u4").reshape(-1, block_size).tolist()
+        for index, tokens in enumerate(token_ids, described.first_block):
+            if not 0 <= index < len(reservation.blocks):
+                raise PoolError(f"token ids for block {index} of {len(reservation.blocks)}")
+            parent = reservation.blocks[index - 1].key if index else None
+            reservation.blocks[index].tokens = BlockTokens(parent, tokens)
+
+    def _find(self, reservation_id: int) -> Reservation:
+        reservation = self._pool.find_reservation(reservation_id)
+        if reservation is None or reservation.owner != self.user.owner:
+            raise PoolError(f"reservation {reservation_id} is unknown or was released")
+        return reservation
+
+    # -- sends ------------------------------------------------------------------------------------
 
     def _start_send(self, call: StartSend) -> None:
         reservation = self._find(call.reservation_id)
@@ -186,60 +294,38 @@ class WorkerSession:
         send = Send(store.pool, store.segment, store.links, reservation, call.grant, call.ref_text)
         self._sends[call.reservation_id] = (send, self._tasks.create_task(send.run()))
 
-    def _release(self, reservation_id: int, reason: str) -> None:
-        reservation = self._store.pool.find(reservation_id)
-        if reservation is None or reservation.owner != self._owner:
-            return
-        self._cancel_send(reservation_id)
-        self._store.grants.revoke(reservation_id, reason)
-        self._store.pool.release(reservation_id)
-
     def _cancel_send(self, reservation_id: int) -> None:
         send, task = self._sends.pop(reservation_id, (None, None))
         if send is not None and task is not None:
             task.cancel()
             send.finish(TransferError("released before everything was sent"))
 
-    def _find(self, reservation_id: int) -> Reservation:
-        reservation = self._store.pool.find(reservation_id)
-        if reservation is None or reservation.owner != self._owner:
-            raise PoolError(f"reservation {reservation_id} is unknown or was released")
-        return reservation
-
     def _find_send(self, reservation_id: int) -> Send:
         if reservation_id not in self._sends:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         return self._sends[reservation_id][0]
 
-    def _stats(self, check_integrity: bool) -> PoolStats:
-        pool, traffic = self._store.pool, self._store.traffic
-        counts = pool.table.count()
-        return PoolStats(
-            num_pages=pool.table.num_pages,
-            num_free=counts[PageState.FREE],
-            num_reserved=counts[PageState.RESERVED],
-            num_sealed=counts[PageState.SEALED],
-            num_quarantined=counts[PageState.QUARANTINED],
-            num_used=pool.num_used_pages,
-            num_reservations=pool.num_reservations,
-            num_hits=pool.counters.num_hits,
-            num_misses=pool.counters.num_misses,
-            num_evictions=pool.counters.num_evictions,
-            num_dropped=pool.counters.num_dropped,
-            num_checksum_failures=traffic.num_checksum_failures,
-            sent_bytes=by_name(traffic.sent_bytes),
-            received_bytes=by_name(traffic.received_bytes),
-            integrity=pool.check_integrity() if check_integrity else None,
-        )
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._tasks.create_task(work)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
 
 
-def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
-    """Transports by the names that messages carry."""
-    return {transport.value: count for transport, count in num_bytes.items()}
+def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    """Raises PoolError for what is no key."""
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")
+    return keys
+
+
+def _reserved(call_id: int, reservation: Reservation) -> ReservationAnswer:
+    blocks = [ReservedBlock(b.page, b.generation, b.found) for b in reservation.blocks]
+    return ReservationAnswer(call_id, reservation.reservation_id, blocks)
 
 
 def failed_call(call_id: int, error: MooncakeError, space_epoch: int = 0) -> CallFailed:
-    """The answer that makes the worker raise `error`."""
+    """The answer that makes the other side raise `error`."""
     match error:
         case PoolFullError():
             return CallFailed(call_id, ErrorKind.POOL_FULL, str(error), space_epoch=space_epoch)

@@ -26,7 +26,6 @@ from messenger.identity import Identity
 from mooncake.errors import MismatchError, TransferError
 
 PROTOCOL_VERSION = 1
-CHECKSUM_BYTES = 8
 MAX_META_BYTES = 1 << 20
 MAX_FRAME_ENTRIES = 1024
 MAX_FRAME_BYTES = 4 << 20

@@ -10,9 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import xxhash
-
+from messenger.checksums import layer_checksums
 from messenger.identity import Identity
 from messenger.protocol import (
     MAX_FRAME_ENTRIES,
@@ -249,9 +247,6 @@ async def refuse(stream: Stream, reason: str, timeout_s: float) -> None:
 
 def _first_bad_entry(entries: Sequence[WriteEntry], pages: Sequence[memoryview]) -> WriteEntry | None:
     for entry, page in zip(entries, pages, strict=True):
-        layer_bytes = len(page) // entry.num_layers
-        expected = np.frombuffer(entry.checksums, "<u8")
-        for layer, checksum in enumerate(expected.tolist()):
-            if xxhash.xxh3_64_intdigest(page[layer * layer_bytes : (layer + 1) * layer_bytes]) != checksum:
-                return entry
+        if layer_checksums(page, len(page) // entry.num_layers) != entry.checksums:
+            return entry
     return None

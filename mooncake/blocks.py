@@ -34,6 +34,10 @@ class KVLayout(msgspec.Struct, frozen=True):
     block_size: int
     dtype: KVDtype
 
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size) < 1:
+            raise ValueError(f"no KV layout: each of its sizes must be at least 1, got {self}")
+
     @property
     def token_layer_bytes(self) -> int:
         """K and V of one token in one layer, all heads."""

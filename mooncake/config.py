@@ -6,11 +6,12 @@ Owns: keys, types, defaults, and the errors that name them. Does not know: who u
 import difflib
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from mooncake.errors import ConfigError
 from mooncake.messages import Role
@@ -19,6 +20,7 @@ ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
+ANY_ENDPOINT = "tcp://127.0.0.1:*"
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 Port = Annotated[int, Field(ge=0, le=65535)]
 TransportChoice = Literal["auto", "shm", "tcp"]
@@ -37,12 +39,66 @@ class HttpConfig(_Section):
     max_request_bytes: ByteSize = Field(ByteSize(8 << 20), description="largest request body")
 
 
+class EvictionPolicy(StrEnum):
+    """Which block goes first when room is needed (Mooncake, Table 1)."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    LENGTH_AWARE = "length_aware"
+
+
+def _split(value: object) -> object:
+    """A flag or variable has one string for several values."""
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
 class KVCacheConfig(_Section):
-    """Blocks, and the memory that each instance gives to them."""
+    """Blocks, and the memory and disks that each instance gives to them."""
 
     block_size: int = Field(32, ge=1, le=4096, description="tokens of a block; equal in the whole cluster")
     pool_bytes: ByteSize = Field(ByteSize(1 << 30), description="DRAM of an instance's part of the pool")
     device_bytes: ByteSize = Field(ByteSize(1 << 30), description="device memory for KVCache of an instance")
+    segment_dir: Path | None = Field(
+        None, description="keep the DRAM part in a file here (tmpfs, hugetlbfs), over restarts of the node"
+    )
+    eviction: EvictionPolicy = Field(
+        EvictionPolicy.LRU, description="which block goes first: lru, lfu or length_aware"
+    )
+    low_watermark: float = Field(0.02, ge=0, lt=1, description="share of free pages below which room is made")
+    high_watermark: float = Field(0.05, ge=0, lt=1, description="share of free pages up to which it is made")
+    ssd_dirs: Annotated[list[Path], BeforeValidator(_split)] = Field(
+        [], description="directories of the SSD tier, one a disk, comma-separated; none: no such tier"
+    )
+    ssd_bytes: ByteSize = Field(
+        ByteSize(16 << 30), description="size of an instance's slab in each of ssd_dirs"
+    )
+    ssd_depth: int = Field(8, ge=1, le=256, description="blocks read or written at the same time, a disk")
+    ssd_timeout_s: PositiveSeconds = Field(
+        2.0, description="a disk that takes longer is left alone for a while, what was asked of it recomputed"
+    )
+    listen: str | None = Field(
+        None,
+        pattern=r"^[^:/]+:\d{1,5}$",
+        description="host:port for clients of the pool on other hosts (instance i: port + i); off",
+    )
+    vllm_events: str | None = Field(
+        None, description="publish KV events in vLLM's format at this ZeroMQ endpoint (instance i: port + i)"
+    )
+    vllm_replay: str | None = Field(
+        None, description="answer replays of those events at this endpoint (instance i: port + i)"
+    )
+
+    vllm_topic: str = Field("", description="topic of those events; llm-d wants kv@ADDRESS@MODEL")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "KVCacheConfig":
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"kvcache.low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}"
+            )
+        if self.vllm_replay is not None and self.vllm_events is None:
+            raise ValueError("kvcache.vllm_replay has no effect without vllm_events")
+        return self
 
 
 class ConductorConfig(_Section):
@@ -112,6 +168,11 @@ class Config(_Section):
             raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
         if self.role in ("all", "conductor") and self.instance is not None:
             raise ValueError(f"instance names one prefill or decode instance, not role {self.role}")
+        keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
+        if self.role in ("prefill", "decode") and keeps is not None and self.instance is None:
+            raise ValueError(
+                f"kvcache.{keeps} keeps files by the name of the instance: give it one (instance)"
+            )
         return self
 
 
@@ -125,14 +186,17 @@ class MessengerProcess(_Section):
     """What a messenger process is started with.
 
     `segment_fd` is inherited: allocated memory whose size is the pool's. The worker connects to
-    `worker_socket`, messengers on the same host to `peer_socket`.
+    `worker_socket`, messengers on the same host to `peer_socket`. KV events are published at the first of
+    `event_endpoints`, replays and snapshots asked for at the second.
     """
 
     settings: MessengerConfig
+    kvcache: KVCacheConfig
     instance: str
     incarnation: int
     worker_socket: str
     peer_socket: str
+    event_endpoints: tuple[str, str]
     segment_fd: int
 
 
@@ -145,6 +209,12 @@ class WorkerProcess(_Section):
     incarnation: int
     messenger_socket: str
     num_local_workers: int
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

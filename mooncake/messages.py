@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Role(StrEnum):
@@ -58,7 +58,8 @@ class Request(msgspec.Struct, frozen=True):
     """A prompt on its way through the cluster.
 
     `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
-    `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens.
+    `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are those
+    of one tenant (`cache_salt`), so nobody else is told which tokens they stand for.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Request(msgspec.Struct, frozen=True):
     block_keys: list[BlockKey]
     sampling: SamplingParams
     reply_to: str
+    is_salted: bool = False
 
 
 class MessengerAddress(msgspec.Struct, frozen=True):
@@ -77,6 +79,8 @@ class MessengerAddress(msgspec.Struct, frozen=True):
     unix_path: str
     tcp_host: str
     tcp_port: int
+    event_endpoints: tuple[str, str] = ("", "")
+    """where KV events are published, and where replays and snapshots are asked for"""
 
 
 class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
@@ -105,11 +109,32 @@ class Capacity(msgspec.Struct, frozen=True):
     num_device_pages: int
 
 
+class Tier(StrEnum):
+    """Where in an instance's part of the pool a block is. One block may be in several."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+class TierStats(msgspec.Struct, frozen=True):
+    """One tier of an instance's part of the pool, in blocks."""
+
+    num_slots: int
+    """blocks that it can hold"""
+    num_blocks: int
+    num_hits: int
+    num_evictions: int
+    num_checksum_failures: int
+    num_errors: int = 0
+    """reads and writes that failed"""
+    is_healthy: bool = True
+
+
 class PoolStats(msgspec.Struct, frozen=True):
     """An instance's part of the pool. Counts are pages (blocks), totals are since its messenger started.
 
-    `integrity` says what is wrong when pages are not each accounted for exactly once; it is None otherwise,
-    and when it was not checked.
+    `integrity` says what is wrong when pages are not each accounted for exactly once, as seen when that was
+    last looked at; `num_orphaned` is the number of such pages.
     """
 
     num_pages: int
@@ -119,14 +144,108 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_quarantined: int
     num_used: int
     num_reservations: int
-    num_hits: int
-    num_misses: int
-    num_evictions: int
+    num_leases: int
+    num_pins: int
+    block_bytes: int
+    eviction_policy: str
+    tiers: dict[Tier, TierStats]
+    num_misses: dict[str, int]
+    """by reason"""
     num_dropped: int
+    num_removed: int
+    num_demotions: int
+    num_promotions: int
+    num_expired_leases: int
     num_checksum_failures: int
+    """blocks that arrived damaged from other messengers"""
+    num_orphaned: int
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]
     integrity: str | None = None
+
+
+# -- KV events --------------------------------------------------------------------------------------
+#
+# Of one instance's messenger to whoever mirrors its pool: batches on a PUB socket, numbered from 0 in each
+# incarnation, and a ROUTER socket for what a subscriber lacks. To mirror: subscribe, ask for a snapshot, then
+# apply every batch behind it, in order and once. After a gap ask for a replay; when that is gone, or the
+# incarnation is another one, forget everything and ask for a snapshot.
+
+
+class KVStored(msgspec.Struct, tag=True, frozen=True):
+    """These blocks can be found in `tier` now."""
+
+    tier: Tier
+    keys: list[BlockKey]
+
+
+class KVRemoved(msgspec.Struct, tag=True, frozen=True):
+    """These blocks are no longer in `tier`; other tiers may still have them."""
+
+    tier: Tier
+    keys: list[BlockKey]
+
+
+class KVCleared(msgspec.Struct, tag=True, frozen=True):
+    """All that was stored before, in every tier, is gone. Batch 0 begins with it."""
+
+
+KVEvent = KVStored | KVRemoved | KVCleared
+
+
+class KVEvents(msgspec.Struct, tag=True, frozen=True):
+    """One batch: what changed in an instance's part of the pool, oldest first."""
+
+    instance: str
+    incarnation: int
+    sequence: int
+    events: list[KVEvent]
+
+
+class ReplayEvents(msgspec.Struct, tag=True, frozen=True):
+    """Answered by every batch from `from_sequence` on and `ReplayDone`, or by `EventsGone`."""
+
+    from_sequence: int
+
+
+class ReplayDone(msgspec.Struct, tag=True, frozen=True):
+    """All batches before `next_sequence` have been sent."""
+
+    instance: str
+    incarnation: int
+    next_sequence: int
+
+
+class EventsGone(msgspec.Struct, tag=True, frozen=True):
+    """Only the batches `[oldest_sequence, next_sequence)` can be replayed: ask for a snapshot."""
+
+    instance: str
+    incarnation: int
+    oldest_sequence: int
+    next_sequence: int
+
+
+class GetSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """Answered by the parts of a snapshot. Who asks again before the last part gets a newer one instead."""
+
+
+class KVSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """A part of the pool's contents as they were after batch `sequence`.
+
+    Every key of every tier is in exactly one part; all parts carry the same `sequence`, another one begins
+    a new snapshot. An empty pool is one part without keys.
+    """
+
+    instance: str
+    incarnation: int
+    sequence: int
+    tier: Tier
+    keys: list[BlockKey]
+    is_last: bool
+
+
+ToKVEvents = ReplayEvents | GetSnapshot
+FromKVEvents = KVEvents | ReplayDone | EventsGone | KVSnapshot
 
 
 # -- worker -> Conductor ----------------------------------------------------------------------------

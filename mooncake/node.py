@@ -7,18 +7,21 @@
 """
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake.config import ConductorProcess, Config, MessengerProcess, WorkerProcess
+from mooncake.config import ConductorProcess, Config, KVCacheConfig, MessengerProcess, WorkerProcess
 from mooncake.errors import ConfigError
 from mooncake.messages import Role
 from mooncake.rundir import RunDirectory
 
 GIB = 1 << 30
+FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,10 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     specs = [_conductor(config)] if config.role in ("all", "conductor") else []
     for index, (name, role) in enumerate(instances):
         # Sockets are numbered: a host's name may be longer than a socket's path.
-        sockets = run_dir.socket(f"worker-{index}"), run_dir.socket(f"peers-{index}")
-        specs += _instance(config, sockets, name, role, len(instances))
+        sockets = {
+            kind: run_dir.socket(f"{kind}-{index}") for kind in ("worker", "peers", "events", "replay")
+        }
+        specs += _instance(config, index, sockets, name, role, len(instances))
     return specs
 
 
@@ -100,18 +105,23 @@ def _conductor(config: Config) -> ChildSpec:
 
 
 def _instance(
-    config: Config, sockets: tuple[str, str], name: str, role: Role, num_local_workers: int
+    config: Config, index: int, sockets: dict[str, str], name: str, role: Role, num_local_workers: int
 ) -> list[ChildSpec]:
-    segment_fd = create_segment(name, int(config.kvcache.pool_bytes))
-    worker_socket, peer_socket = sockets
+    segment_fd = create_segment(name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
+    if config.role == "all":
+        event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
+    else:
+        event_endpoints = (f"tcp://{config.messenger.host}:*",) * 2
 
     def messenger(incarnation: int) -> str:
         return MessengerProcess(
             settings=config.messenger,
+            kvcache=_of_instance(config.kvcache, index),
             instance=name,
             incarnation=incarnation,
-            worker_socket=worker_socket,
-            peer_socket=peer_socket,
+            worker_socket=sockets["worker"],
+            peer_socket=sockets["peers"],
+            event_endpoints=event_endpoints,
             segment_fd=segment_fd,
         ).model_dump_json()
 
@@ -121,7 +131,7 @@ def _instance(
             role=role,
             instance=name,
             incarnation=incarnation,
-            messenger_socket=worker_socket,
+            messenger_socket=sockets["worker"],
             num_local_workers=num_local_workers,
         ).model_dump_json()
 
@@ -131,14 +141,59 @@ def _instance(
     ]
 
 
-def create_segment(name: str, size_bytes: int) -> int:
-    """An anonymous shared-memory file of `size_bytes`, all of it allocated. Gone with its last user."""
+def _of_instance(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
+    """Instance `index` of a node listens that many ports higher than the first."""
+    addresses = {name: getattr(kvcache, name) for name in ("listen", "vllm_events", "vllm_replay")}
+    return kvcache.model_copy(
+        update={name: _port_higher(address, index) for name, address in addresses.items() if address}
+    )
+
+
+def _port_higher(address: str, num_ports: int) -> str:
+    place, _, port = address.rpartition(":")
+    return f"{place}:{int(port) + num_ports}" if port.isdigit() and int(port) else address
+
+
+def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
+    """Shared memory of `size_bytes`, all of it allocated.
+
+    Without `directory` it is gone with its last user. Else it is the file `name`.segment there, what it holds
+    is kept, and no other live process may use it.
+    """
+    if directory is not None:
+        return _segment_file(directory / f"{name}.segment", size_bytes)
     descriptor = os.memfd_create(f"mooncake-{name}")
+    return _allocated(descriptor, size_bytes, f"shared memory for {name}")
+
+
+def _segment_file(path: Path, size_bytes: int) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"kvcache.segment_dir: cannot use {path}: {error.strerror}") from None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0)))[4]
+        os.close(descriptor)
+        raise ConfigError(
+            f"kvcache.segment_dir: {path} belongs to the live process {owner}, this is {os.getpid()};"
+            " end that one first or name another directory"
+        ) from None
+    found_bytes = os.fstat(descriptor).st_size
+    if found_bytes not in (0, size_bytes):
+        os.close(descriptor)
+        raise ConfigError(
+            f"kvcache.segment_dir: {path} has {found_bytes} bytes, kvcache.pool_bytes is {size_bytes};"
+            " give the pool the size of the file, or remove the file"
+        )
+    return _allocated(descriptor, size_bytes, str(path))
+
+
+def _allocated(descriptor: int, size_bytes: int, what: str) -> int:
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(
-            f"kvcache.pool_bytes: no {size_bytes} bytes of shared memory for {name}: {error.strerror}"
-        ) from None
+        raise ConfigError(f"kvcache.pool_bytes: no {size_bytes} bytes for {what}: {error.strerror}") from None
     return descriptor

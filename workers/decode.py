@@ -8,15 +8,16 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from kvstore.client import PoolClient
 from kvstore.messages import Reservation
-from mooncake.errors import MooncakeError, PoolFullError, TransferError
+from kvstore.worker_client import WorkerClient
+from mooncake.errors import MooncakeError, TransferError
 from mooncake.messages import Decode, Finished, Ref, Reserve, Reserved, TokenOutput, WorkFailed
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import OutOfPages
 from workers.executor import BlockCopy, Executor
 from workers.jobs import Jobs
 from workers.pool_view import PoolView
+from workers.reserving import reserve_prompt
 from workers.sequence import Place, Sequence
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class DecodeRunner:
     def __init__(
         self,
         executor: Executor,
-        pool: PoolClient,
+        pool: WorkerClient,
         view: PoolView,
         max_batch: int,
         arrival_timeout_s: float,
@@ -124,13 +125,8 @@ class DecodeRunner:
             del self._orders[ref]
 
     async def _reserve_pages(self, order: Reserve) -> Reservation:
-        num_private = 1 if len(order.request.token_ids) % self._executor.kv.page_size else 0
         async with self._reserving:
-            while True:
-                try:
-                    return await self._pool.reserve(order.request.block_keys, num_private)
-                except PoolFullError:
-                    await self._pool.wait_for_space()
+            return await reserve_prompt(self._pool, order.request, self._executor.kv.page_size)
 
     async def _wait_arrived(self, reservation: Reservation) -> None:
         """Prefill has ended, so the KVCache is on its way, unless its sender was lost before it connected."""

@@ -12,15 +12,16 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from kvstore.client import PoolClient
 from kvstore.messages import Reservation
-from mooncake.errors import MooncakeError, PoolFullError
+from kvstore.worker_client import WorkerClient
+from mooncake.errors import MooncakeError
 from mooncake.messages import Prefill, Prefilled, WorkFailed
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import OutOfPages
 from workers.executor import BlockCopy, Executor, draw
 from workers.jobs import Jobs
 from workers.pool_view import PoolView
+from workers.reserving import reserve_prompt
 
 log = logging.getLogger(__name__)
 Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
@@ -30,7 +31,13 @@ class PrefillRunner:
     """Takes `Prefill` orders and answers each with `Prefilled` or `WorkFailed`."""
 
     def __init__(
-        self, executor: Executor, pool: PoolClient, view: PoolView, prefill_chunk: int, send: Send, jobs: Jobs
+        self,
+        executor: Executor,
+        pool: WorkerClient,
+        view: PoolView,
+        prefill_chunk: int,
+        send: Send,
+        jobs: Jobs,
     ) -> None:
         self._executor, self._pool, self._view = executor, pool, view
         self._prefill_chunk = prefill_chunk
@@ -47,8 +54,10 @@ class PrefillRunner:
     async def _serve(self, order: Prefill) -> None:
         self.num_waiting += 1
         try:
+            if self._turn.locked():  # time enough to bring from SSD what it has
+                await self._pool.prefetch(order.request.block_keys)
             async with self._turn:
-                reservation = await self._reserve(order)
+                reservation = await reserve_prompt(self._pool, order.request, self._executor.kv.page_size)
                 try:
                     await self._pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
                     prefilled = await self._compute(order, reservation)
@@ -67,14 +76,6 @@ class PrefillRunner:
             await self._send(WorkFailed(order.ref, str(error), retryable=True))
         finally:
             self.num_waiting -= 1
-
-    async def _reserve(self, order: Prefill) -> Reservation:
-        num_private = 1 if len(order.request.token_ids) % self._executor.kv.page_size else 0
-        while True:
-            try:
-                return await self._pool.reserve(order.request.block_keys, num_private)
-            except PoolFullError:
-                await self._pool.wait_for_space()
 
     async def _compute(self, order: Prefill, reservation: Reservation) -> Prefilled:
         stop = threading.Event()

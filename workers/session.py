@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 
-from kvstore.client import PoolClient
+from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.config import WorkerProcess
@@ -75,7 +75,7 @@ class Session:
 
     async def run(self) -> None:
         """Serve; raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
-        pool = await PoolClient.connect(
+        pool = await WorkerClient.connect(
             self._process.messenger_socket,
             instance=self._process.instance,
             incarnation=self._incarnation,
@@ -87,7 +87,7 @@ class Session:
         finally:
             await pool.close()
 
-    async def _run_with(self, pool: PoolClient) -> None:
+    async def _run_with(self, pool: WorkerClient) -> None:
         self._pool_stats = await pool.stats()
         self._conductor: Dealer[ToWorker] = Dealer(
             self._process.config.conductor.endpoint, self._identity, ToWorker
@@ -110,7 +110,7 @@ class Session:
             for front in self._fronts.values():
                 front.close(linger_s=LEAVE_S)
 
-    def _start_runners(self, group: asyncio.TaskGroup, pool: PoolClient) -> None:
+    def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
         config = self._process.config
         view = PoolView(pool.segment, self._layout)
         self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
@@ -161,7 +161,7 @@ class Session:
         except PeerGoneError as error:
             raise SessionLostError(str(error)) from None
 
-    async def _beat(self, pool: PoolClient) -> None:
+    async def _beat(self, pool: WorkerClient) -> None:
         """Register, then heartbeats; both double as the test whether the Conductor answers."""
         deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
         while True:
@@ -170,7 +170,7 @@ class Session:
             if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
-    def _registration(self, pool: PoolClient) -> Register:
+    def _registration(self, pool: WorkerClient) -> Register:
         return Register(
             PROTOCOL_VERSION,
             self._process.instance,
@@ -182,7 +182,7 @@ class Session:
             Capacity(pool.num_pages, self._executor.kv.num_pages),
         )
 
-    async def _heartbeat(self, pool: PoolClient) -> Heartbeat:
+    async def _heartbeat(self, pool: WorkerClient) -> Heartbeat:
         with contextlib.suppress(TimeoutError):  # a slow messenger must not make this worker look dead
             async with asyncio.timeout(self._heartbeat_s):
                 self._pool_stats = await pool.stats()
@@ -193,7 +193,7 @@ class Session:
             pool=self._pool_stats,
         )
 
-    async def _watch(self, pool: PoolClient) -> None:
+    async def _watch(self, pool: WorkerClient) -> None:
         await pool.closed.wait()
         raise SessionLostError("the messenger is gone")
 

@@ -84,6 +84,7 @@ class Job:
     include_usage: bool
     return_token_ids: bool
     client_request_id: str | None
+    is_salted: bool
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,6 +100,7 @@ class Job:
                 block_keys=self.prompts[index // self.num_choices_per_prompt].keys,
                 sampling=sampling,
                 reply_to=reply_to,
+                is_salted=self.is_salted,
             )
             for index, sampling in enumerate(self.sampling)
         ]
@@ -148,6 +150,7 @@ def read_job(
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
         return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
+        is_salted=bool(request.cache_salt),
     )
 
 

@@ -70,7 +70,31 @@ def ref(attempt: int = 1, request_id: str = "r") -> Ref:
     return Ref(EPOCH, request_id, attempt)
 
 
-HEARTBEAT = Heartbeat(0, 0, 0, PoolStats(9, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}))
+POOL = PoolStats(
+    num_pages=9,
+    num_free=9,
+    num_reserved=0,
+    num_sealed=0,
+    num_quarantined=0,
+    num_used=0,
+    num_reservations=0,
+    num_leases=0,
+    num_pins=0,
+    block_bytes=4096,
+    eviction_policy="lru",
+    tiers={},
+    num_misses={},
+    num_dropped=0,
+    num_removed=0,
+    num_demotions=0,
+    num_promotions=0,
+    num_expired_leases=0,
+    num_checksum_failures=0,
+    num_orphaned=0,
+    sent_bytes={},
+    received_bytes={},
+)
+HEARTBEAT = Heartbeat(0, 0, 0, POOL)
 GRANT = Grant(1, address("d0"), [])
 
 

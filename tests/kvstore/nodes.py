@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from kvstore.client import PoolClient
 from kvstore.messages import Reservation
+from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.config import MessengerConfig, MessengerProcess, TransportChoice
+from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess, TransportChoice
 from mooncake.messages import PoolStats
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,8 @@ class Node:
         self.incarnation = 0
         self.transport: TransportChoice = transport
         self.ack_timeout_s = 30.0
+        self.kvcache = KVCacheConfig()
+        self.event_endpoints = f"ipc://{folder}/{name}-ev", f"ipc://{folder}/{name}-rp"
         self.segment_fd = os.memfd_create(name)
         os.posix_fallocate(self.segment_fd, 0, segment_bytes)
         self.process: subprocess.Popen[bytes] | None = None
@@ -46,10 +48,12 @@ class Node:
         self.incarnation += 1
         config = MessengerProcess(
             settings=MessengerConfig(transport=self.transport, ack_timeout_s=self.ack_timeout_s),
+            kvcache=self.kvcache,
             instance=self.name,
             incarnation=self.incarnation,
             worker_socket=self.socket_path,
             peer_socket=self.peer_socket_path,
+            event_endpoints=self.event_endpoints,
             segment_fd=self.segment_fd,
         )
         if self.process is not None and self.process.stdin is not None:
@@ -74,8 +78,8 @@ class Node:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(DEADLINE_S)
 
-    async def connect(self, *, fingerprint: str = FINGERPRINT, layout: KVLayout = LAYOUT) -> PoolClient:
-        return await PoolClient.connect(
+    async def connect(self, *, fingerprint: str = FINGERPRINT, layout: KVLayout = LAYOUT) -> WorkerClient:
+        return await WorkerClient.connect(
             self.socket_path,
             instance=self.name,
             incarnation=self.incarnation,
@@ -125,7 +129,7 @@ def block_bytes(key: BlockKey | None, layer: int) -> bytes:
 
 
 async def write_layers(
-    client: PoolClient, reservation: Reservation, keys: Sequence[BlockKey | None], layers: range
+    client: WorkerClient, reservation: Reservation, keys: Sequence[BlockKey | None], layers: range
 ) -> None:
     """Writes and commits `layers` of every block that is not sealed, as a prefill does."""
     pages, checksums = [], []
@@ -140,7 +144,7 @@ async def write_layers(
     await client.commit(reservation.reservation_id, layers, pages, checksums)
 
 
-def assert_holds(client: PoolClient, reservation: Reservation, keys: Sequence[BlockKey | None]) -> None:
+def assert_holds(client: WorkerClient, reservation: Reservation, keys: Sequence[BlockKey | None]) -> None:
     for key, block in zip(keys, reservation.blocks, strict=True):
         for layer in range(LAYOUT.num_layers):
             assert client.segment.layer_view(block.page, layer) == block_bytes(key, layer)
@@ -156,7 +160,7 @@ def unused(stats: PoolStats) -> bool:
     return stats.num_used == stats.num_reserved == stats.num_quarantined == stats.num_reservations == 0
 
 
-async def until(client: PoolClient, condition: Callable[[PoolStats], bool]) -> PoolStats:
+async def until(client: WorkerClient, condition: Callable[[PoolStats], bool]) -> PoolStats:
     """The messenger's first statistics that fulfil `condition`."""
     async with asyncio.timeout(DEADLINE_S):
         while True:

@@ -17,7 +17,7 @@ KEYS = [bytes([number]) * 16 for number in range(1, 9)]
 
 
 def new_pool(num_pages: int = NUM_PAGES) -> Pool:
-    return Pool(PageTable.in_memory(num_pages, NUM_LAYERS), on_space=lambda: None)
+    return Pool(PageTable.in_memory(num_pages, NUM_LAYERS))
 
 
 def fill(pool: Pool, reservation: Reservation, block: Block, layers: range = ALL_LAYERS) -> None:
@@ -137,7 +137,7 @@ class PoolModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = PageTable.in_memory(NUM_PAGES, NUM_LAYERS)
-        self.pool = Pool(self.table, on_space=lambda: None)
+        self.pool = Pool(self.table)
         self.sealed: list[bytes] = []  # least recently used first, among the unused ones
         self.page_of: dict[bytes, int] = {}
         self.claims: dict[int, Claim] = {}
@@ -240,7 +240,7 @@ class PoolModel(RuleBasedStateMachine):
     def restart(self) -> None:
         """Everything but the sealed blocks is lost; those and their order of use are not."""
         used = self.used_pages()
-        self.pool = Pool(self.table, on_space=lambda: None)
+        self.pool = Pool(self.table)
         in_use = [key for key in self.sealed if self.page_of[key] in used]
         self.claims.clear()
         self.held.clear()

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.client import PoolClient
 from kvstore.messages import Reservation
+from kvstore.worker_client import WorkerClient
 from messenger.transports import Transport
 from mooncake.blocks import BlockKey
 from mooncake.errors import TransferError
-from mooncake.messages import Grant
+from mooncake.messages import Grant, Tier
 from tests.kvstore.nodes import (
     FINGERPRINT,
     LAYOUT,
@@ -40,8 +40,8 @@ class Pair:
 
     prefill_node: Node
     decode_node: Node
-    prefill: PoolClient
-    decode: PoolClient
+    prefill: WorkerClient
+    decode: WorkerClient
 
     async def begin(
         self, keys: list[BlockKey], num_private: int = 0
@@ -349,7 +349,7 @@ def test_many_transfers_leave_no_descriptor_and_no_page_behind(
             for first in range(0, 20, 4):
                 await asyncio.gather(*(one(number) for number in range(first, first + 4)))
             for client in (nodes.prefill, nodes.decode):
-                assert (await until(client, unused)).num_evictions > 0
+                assert (await until(client, unused)).tiers[Tier.DRAM].num_evictions > 0
             assert [open_descriptors(pid) for pid in pids] == before
 
     run(test())

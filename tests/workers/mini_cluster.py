@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from conductor.policy import Conductor, Effect, Limits
-from kvstore.client import PoolClient
+from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout, block_keys, root_key
 from mooncake.bus import peer_identity
 from mooncake.messages import (
@@ -71,7 +71,7 @@ class Answer:
 class InstanceUnderTest:
     """A worker without its connections."""
 
-    def __init__(self, cluster: "MiniCluster", name: str, role: Role, pool: PoolClient) -> None:
+    def __init__(self, cluster: "MiniCluster", name: str, role: Role, pool: WorkerClient) -> None:
         sizes = cluster.sizes
         self.identity = peer_identity(name, 1)
         self.pool = pool

@@ -1,0 +1,90 @@
+"""Hit rate of the KVCache pool by eviction policy and capacity, on a trace (Mooncake, Table 1).
+
+    .venv/bin/python -m benchmarks.hit_rate TRACE.jsonl.gz
+
+Replays the trace through the pool's own code with tiny pages: each request reserves the blocks of its prompt,
+stores those that were not there, and leaves. The trace has one line a request, with `input_length` (tokens)
+and `hash_ids`, one id for each 512-token block of the prompt; equal ids mean equal prefixes.
+"""
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.pages import PageTable
+from kvstore.pool import Pool
+from mooncake.blocks import KEY_BYTES
+from mooncake.config import EvictionPolicy
+
+BLOCK_TOKENS = 512
+CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)
+
+
+class Prompt(NamedTuple):
+    """One request: the keys of its blocks (the last one may be partial), and its tokens."""
+
+    keys: list[bytes]
+    num_tokens: int
+
+
+class HitRate(NamedTuple):
+    """Of blocks, wherever they were found; of tokens, in prefixes only, as a prefill reuses them."""
+
+    blocks: float
+    tokens: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    prompts = read_trace(parser.parse_args().trace)
+    num_blocks = sum(len(prompt.keys) for prompt in prompts)
+    num_unique = len({key for prompt in prompts for key in prompt.keys})
+    print(f"{len(prompts)} requests, {num_blocks} blocks, {num_unique} of them different\n")
+    print("| policy | " + " | ".join("inf" if c is None else f"{c:,}" for c in CAPACITIES) + " |")
+    print("|---|" + "---|" * len(CAPACITIES))
+    for policy in EvictionPolicy:
+        cells = []
+        for capacity in CAPACITIES:
+            started_s = time.monotonic()
+            rate = replay(prompts, policy, capacity or num_unique)
+            cells.append(f"{rate.blocks:.3f} ({rate.tokens:.3f})")
+            print(f"{policy} {capacity}: {time.monotonic() - started_s:.1f} s", file=sys.stderr)
+        print(f"| {policy} | " + " | ".join(cells) + " |", flush=True)
+
+
+def read_trace(path: Path) -> list[Prompt]:
+    """Raises OSError, or ValueError for a line that is no request."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        requests = [json.loads(line) for line in lines]
+    return [
+        Prompt([block.to_bytes(KEY_BYTES) for block in r["hash_ids"]], r["input_length"]) for r in requests
+    ]
+
+
+def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) -> HitRate:
+    """One pool of `num_pages` for all requests, one after the other."""
+    pool = Pool(PageTable.in_memory(num_pages, 1), policy=policy)
+    num_hits = num_blocks = num_hit_tokens = num_tokens = 0
+    for prompt in prompts:
+        reservation = pool.reserve(1, prompt.keys, 0)
+        found = [block.found for block in reservation.blocks]
+        num_hits += sum(found)
+        num_blocks += len(found)
+        prefix_len = found.index(False) if False in found else len(found)
+        num_hit_tokens += min(prefix_len * BLOCK_TOKENS, prompt.num_tokens)
+        num_tokens += prompt.num_tokens
+        for block in reservation.blocks:
+            if not block.found:
+                pool.arrived(reservation, block, range(1), bytes(8))
+        pool.release(reservation.reservation_id)
+    return HitRate(num_hits / num_blocks, num_hit_tokens / num_tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Drives one client of the peer, Mooncake Store, run by the Python of the peer's own virtual environment.
+
+    python peer_driver.py MASTER_ADDRESS SEGMENT_BYTES    (JSON lines: commands on stdin, answers on stdout)
+
+Ours has packages of the same names, so nothing of it may be imported here but the module beside this one.
+
+Owns: the use of the peer's client. Does not know: who compares it with what.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from workload import Bytes, Memory, Workload
+
+from mooncake.store import MooncakeDistributedStore
+
+_NO_LOCAL_BUFFER = 0
+_FORCE = True  # also what was read a moment ago
+
+
+class MooncakeStore:
+    """Registered memory, put_from and get_into, their batch forms for more than one block."""
+
+    def __init__(self, master: str, segment_bytes: int) -> None:
+        self._client = MooncakeDistributedStore()
+        code = self._client.setup(
+            "127.0.0.1", "P2PHANDSHAKE", segment_bytes, _NO_LOCAL_BUFFER, "tcp", "", master
+        )
+        _expect([0], [code])
+
+    def register(self, memory: Memory) -> None:
+        for array in (memory.sources, memory.destinations):
+            _expect([0], [self._client.register_buffer(array.ctypes.data, array.nbytes)])
+
+    def open(self, sources: Bytes, destinations: Bytes) -> None:
+        self._client.remove_all(_FORCE)
+        self._block_bytes = sources.shape[1]
+        self._sources = [block.ctypes.data for block in sources]
+        self._destinations = [block.ctypes.data for block in destinations]
+        self._keys = [f"{i:032x}" for i in range(len(sources))]
+
+    def remove(self, indices: Sequence[int]) -> None:
+        _expect([0] * len(indices), self._client.batch_remove([self._keys[i] for i in indices], _FORCE))
+
+    def put(self, indices: Sequence[int]) -> None:
+        if len(indices) == 1:
+            i = indices[0]
+            codes = [self._client.put_from(self._keys[i], self._sources[i], self._block_bytes)]
+        else:
+            keys, sources = [self._keys[i] for i in indices], [self._sources[i] for i in indices]
+            codes = self._client.batch_put_from(keys, sources, [self._block_bytes] * len(indices))
+        _expect([0] * len(indices), codes)
+
+    def get(self, indices: Sequence[int]) -> None:
+        sizes = [self._block_bytes] * len(indices)
+        if len(indices) == 1:
+            i = indices[0]
+            codes = [self._client.get_into(self._keys[i], self._destinations[i], self._block_bytes)]
+        else:
+            keys, destinations = [self._keys[i] for i in indices], [self._destinations[i] for i in indices]
+            codes = self._client.batch_get_into(keys, destinations, sizes)
+        _expect(sizes, codes)
+
+    def exists(self, indices: Sequence[int]) -> None:
+        if len(indices) == 1:
+            codes = [self._client.is_exist(self._keys[indices[0]])]
+        else:
+            codes = self._client.batch_is_exist([self._keys[i] for i in indices])
+        _expect([1] * len(indices), codes)
+
+    def put_many(self, num_keys: int) -> float:
+        """As many objects of one byte, in batches. Returns seconds."""
+        source, batch, elapsed_s = self._sources[0], 1000, 0.0
+        for start in range(0, num_keys, batch):
+            keys = [f"many-{i:027x}" for i in range(start, min(start + batch, num_keys))]
+            sizes = [1] * len(keys)
+            started_s = time.perf_counter()
+            codes = self._client.batch_put_from(keys, [source] * len(keys), sizes)
+            elapsed_s += time.perf_counter() - started_s
+            _expect([0] * len(keys), codes)
+        return elapsed_s
+
+
+def _expect(expected: Sequence[int], codes: Sequence[int]) -> None:
+    if list(expected) != list(codes):
+        raise RuntimeError(f"the peer answered {codes[:4]}, expected {expected[:4]}")
+
+
+def main() -> None:
+    """Until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the peer's library prints goes to stderr
+    store = MooncakeStore(sys.argv[1], int(sys.argv[2]))
+    workload: Workload | None = None
+    print("null", file=answers, flush=True)
+    for line in sys.stdin:
+        call, *arguments = json.loads(line)
+        if workload is None:
+            memory = Memory()
+            store.register(memory)
+            workload = Workload(store, memory)
+        answer = getattr(store if call == "put_many" else workload, call)(*arguments)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The work that every store gets: blocks of one size, visited in turn, timed call by call.
+
+Needs only numpy: the peer's driver runs it in another virtual environment.
+
+Owns: the blocks and the clock. Does not know: which store it measures.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+WORKING_SET_BYTES = 128 << 20
+"""of the sources, of the destinations, and of what a store holds: each is several times an L3 cache"""
+_FILL_BYTES = 2 << 20  # in one call; a system call takes up to 1024 pieces
+
+Op = Literal["put", "get", "exists", "lease"]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Store(Protocol):
+    """What is measured. Blocks are named by their index; every call raises unless it does all of its work."""
+
+    def open(self, sources: Bytes, destinations: Bytes) -> None:
+        """Becomes an empty store for blocks of this size. Both arrays: (num_blocks, block_bytes)."""
+
+    def remove(self, indices: Sequence[int]) -> None: ...
+
+    def put(self, indices: Sequence[int]) -> None: ...
+
+    def get(self, indices: Sequence[int]) -> None: ...
+
+
+class Ring:
+    """Blocks in turn."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._next = 0
+
+    def time(
+        self,
+        call: Callable[[Sequence[int]], object],
+        depth: int,
+        budget_s: float,
+        before: Callable[[Sequence[int]], object] | None = None,
+    ) -> list[float]:
+        """Seconds of each call of `depth` blocks: as many as begin within the budget, at least one.
+
+        `before` is called before each of them and is not timed, but does use up the budget.
+        """
+        times_s: list[float] = []
+        deadline_s = time.perf_counter() + budget_s
+        while not times_s or time.perf_counter() < deadline_s:
+            indices = [(self._next + i) % self.num_blocks for i in range(depth)]
+            self._next = (self._next + depth) % self.num_blocks
+            if before is not None:
+                before(indices)
+            started_s = time.perf_counter()
+            call(indices)
+            times_s.append(time.perf_counter() - started_s)
+        return times_s
+
+
+class KeyStore(Protocol):
+    """What only answers whether a block is there."""
+
+    def exists(self, indices: Sequence[int]) -> None: ...
+
+
+class Lookups:
+    """A key store under work."""
+
+    def __init__(self, store: KeyStore, num_blocks: int) -> None:
+        self._store = store
+        self._ring = Ring(num_blocks)
+
+    def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
+        """Seconds of each call, see Ring. `op` is "exists"."""
+        assert op == "exists"
+        return self._ring.time(self._store.exists, depth, budget_s)
+
+
+class Memory:
+    """The caller's blocks. A benchmark's stores share one, a peer's driver has its own."""
+
+    def __init__(self) -> None:
+        self.sources = np.random.default_rng(0).integers(0, 256, WORKING_SET_BYTES, np.uint8)
+        self.destinations = np.zeros_like(self.sources)
+
+
+class Workload:
+    """One store under work. `open` first."""
+
+    def __init__(self, store: Store, memory: Memory) -> None:
+        self._store = store
+        self._memory = memory
+
+    def open(self, block_bytes: int) -> None:
+        """Every block of this size is put once, read once, and compared."""
+        sources, destinations = self._memory.sources, self._memory.destinations
+        self._store.open(sources.reshape(-1, block_bytes), destinations.reshape(-1, block_bytes))
+        self._ring = Ring(len(sources) // block_bytes)
+        destinations[:] = 0
+        depth = max(1, _FILL_BYTES // block_bytes)
+        for call in (self._store.put, self._store.get):
+            for start in range(0, self._ring.num_blocks, depth):
+                call(range(start, min(start + depth, self._ring.num_blocks)))
+        if not np.array_equal(sources, destinations):
+            raise RuntimeError(f"blocks of {block_bytes} bytes came back changed")
+
+    def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
+        """Seconds of each call, see Ring."""
+        before = self._store.remove if op == "put" else None
+        return self._ring.time(getattr(self._store, op), depth, budget_s, before)

@@ -1,0 +1,333 @@
+"""`mooncake-kv`: looks into running pools and tidies them up.
+
+Owns: the command line and what a person sees. Does not know: how pools are asked.
+"""
+
+import argparse
+import contextlib
+import glob
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import rich.console
+import rich.progress
+import rich.table
+
+from kvstore.client import KVCachePool
+from mooncake.blocks import KEY_BYTES, BlockKey
+from mooncake.errors import ConfigError, MooncakeError, PoolError
+from mooncake.messages import PoolStats, Tier
+from mooncake.rundir import PREFIX
+
+FAILED = 1
+WRONG_USE = 2
+INTERRUPTED = 130
+
+_VERIFIED_BYTES = 64 << 20
+"""of blocks looked at in one call"""
+_MIB = 1 << 20
+
+
+def main() -> None:
+    """Entry point of the `mooncake-kv` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0, 1 if something failed or is damaged, 2 for wrong use."""
+    options = _parser().parse_args(arguments)
+    try:
+        with _Pools(options.pool) as pools:
+            code: int = options.command(options, pools)
+            sys.stdout.flush()
+            return max(code, FAILED if pools.has_lost else 0)
+    except BrokenPipeError:  # whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (MooncakeError, OSError) as error:
+        _complain(error)
+        return WRONG_USE if isinstance(error, ConfigError) else FAILED
+
+
+class _Pools:
+    """The pools that are asked, each by itself: they may be of different models."""
+
+    def __init__(self, addresses: Sequence[str] | None) -> None:
+        """Raises PoolError or ConfigError if there is none to ask. By default all of this user's runs."""
+        self.has_lost = False
+        """whether one was left out because it did not answer"""
+        self._pools: list[KVCachePool] = []
+        if addresses is None and not (addresses := _running_pools()):
+            raise PoolError("no mooncake-serve of this user runs here; name a pool with --pool")
+        try:
+            for address in addresses:
+                self._connect(address, is_only=len(addresses) == 1)
+        except BaseException:
+            self.close()
+            raise
+        if not self._pools:
+            raise PoolError("none of these pools can be asked")
+
+    def _connect(self, address: str, *, is_only: bool) -> None:
+        try:
+            self._pools.append(KVCachePool.connect(address))
+        except PoolError as error:
+            if is_only:
+                raise
+            _complain(error)
+            self.has_lost = True
+
+    def __iter__(self) -> Iterator[KVCachePool]:
+        return iter(self._pools)
+
+    def __enter__(self) -> "_Pools":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+
+class _Rows:
+    """What a command prints: a table on a terminal, lines with tabs elsewhere, or one JSON object a line."""
+
+    def __init__(self, columns: Sequence[str], *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._table = rich.table.Table(*columns) if sys.stdout.isatty() and not as_json else None
+        if self._table is None and not as_json:
+            print(*columns, sep="\t")
+
+    def add(self, cells: Sequence[object], facts: dict[str, object]) -> None:
+        """A row, and what a machine gets to know instead."""
+        if self._as_json:
+            print(json.dumps(facts))
+        elif self._table is not None:
+            self._table.add_row(*map(str, cells))
+        else:
+            print(*cells, sep="\t")
+
+    def __enter__(self) -> "_Rows":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._table is not None and self._table.row_count:
+            rich.console.Console().print(self._table)
+
+
+# -- commands ---------------------------------------------------------------------------------------
+
+
+def _stats(options: argparse.Namespace, pools: _Pools) -> int:
+    columns = ("instance", "tier", "blocks", "of", "MiB", "hits", "evicted", "in use", "pins", "state")
+    is_sound = True
+    with _Rows(columns, as_json=options.json) as rows:
+        for pool in pools:
+            for instance, stats in pool.stats(check_integrity=True).items():
+                is_sound &= stats.integrity is None
+                if options.json:
+                    rows.add((), {"instance": instance, **msgspec.to_builtins(stats)})
+                else:
+                    for tier in stats.tiers:
+                        rows.add(_tier_cells(instance, tier, stats), {})
+    return 0 if is_sound else FAILED
+
+
+def _tier_cells(instance: str, tier: Tier, stats: PoolStats) -> list[object]:
+    counts = stats.tiers[tier]
+    state = "healthy" if counts.is_healthy else "failing"
+    in_dram: list[object] = ["", "", state]
+    if tier is Tier.DRAM:
+        in_dram = [stats.num_used, stats.num_pins, stats.integrity or state]
+    held_mib = counts.num_blocks * stats.block_bytes // _MIB
+    return [
+        *(instance, tier.value, counts.num_blocks, counts.num_slots, held_mib),
+        *(counts.num_hits, counts.num_evictions, *in_dram),
+    ]
+
+
+def _ls(options: argparse.Namespace, pools: _Pools) -> int:
+    with _Rows(("key", "instance", "tier", "uses", "users"), as_json=options.json) as rows:
+        for pool in pools:
+            for instance, block in pool.list_blocks():
+                facts: dict[str, object] = {
+                    "key": block.key.hex(),
+                    "instance": instance,
+                    "tier": block.tier.value,
+                    "num_uses": block.num_uses,
+                    "num_users": block.num_users,
+                }
+                rows.add(list(facts.values()), facts)
+    return 0
+
+
+def _get(options: argparse.Namespace, pools: _Pools) -> int:
+    for pool in pools:
+        layers = _layers(options.layers, pool.layout.num_layers)
+        block = bytearray(len(layers) * pool.layout.layer_bytes)
+        if pool.get([options.key], [block], layers) == [True]:
+            Path(options.out).write_bytes(block)
+            facts: dict[str, object] = {
+                "key": options.key.hex(),
+                "num_bytes": len(block),
+                "file": options.out,
+            }
+            with _Rows(list(facts), as_json=options.json) as rows:
+                rows.add(list(facts.values()), facts)
+            return 0
+    raise PoolError(f"no pool has an intact block {options.key.hex()}")
+
+
+def _layers(wanted: tuple[int, int] | None, num_layers: int) -> range:
+    begin, end = wanted or (0, num_layers)
+    if not 0 <= begin < end <= num_layers:
+        raise ConfigError(f"--layers {begin}:{end}: the blocks have the layers 0:{num_layers}")
+    return range(begin, end)
+
+
+def _verify(options: argparse.Namespace, pools: _Pools) -> int:
+    num_damaged = 0
+    with _Rows(("instance", "intact", "damaged"), as_json=options.json) as rows:
+        for pool in pools:
+            ((instance, stats),) = pool.stats().items()
+            num_intact, damaged = _verify_pool(pool, instance, stats)
+            num_damaged += len(damaged)
+            keys = [key.hex() for key in damaged]
+            facts: dict[str, object] = {"instance": instance, "num_intact": num_intact, "damaged": keys}
+            rows.add((instance, num_intact, ", ".join(keys) or "none"), facts)
+    return FAILED if num_damaged else 0
+
+
+def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[int, list[BlockKey]]:
+    """How many blocks are intact, and the keys of which a copy was damaged."""
+    num_intact, damaged = 0, []
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(instance, total=sum(tier.num_blocks for tier in stats.tiers.values()))
+        seen: set[BlockKey] = set()
+        blocks = iter(block.key for _, block in pool.list_blocks())
+        num_at_once = max(1, _VERIFIED_BYTES // pool.layout.block_bytes)
+        while some_keys := list(itertools.islice(blocks, num_at_once)):
+            # A block that is in two tiers is listed twice; either time all of its copies are read.
+            found = pool.verify([key for key in dict.fromkeys(some_keys) if key not in seen])
+            num_intact += found.num_intact
+            damaged += found.damaged
+            seen.update(some_keys)
+            progress.advance(task, len(some_keys))
+    return num_intact, damaged
+
+
+def _drop(options: argparse.Namespace, pools: _Pools) -> int:
+    what = "every block of these pools" if options.all else f"{len(options.keys)} blocks"
+    if not options.yes and sys.stdin.isatty() and not _confirms(f"Drop {what}?"):
+        return FAILED
+    num_dropped = 0
+    with _Rows(("instance", "dropped"), as_json=options.json) as rows:
+        for pool in pools:
+            (instance,) = pool.stats()
+            num_copies = pool.clear() if options.all else pool.remove(options.keys)
+            num_dropped += num_copies
+            rows.add((instance, num_copies), {"instance": instance, "num_dropped": num_copies})
+    if not num_dropped and not options.all:
+        raise PoolError(f"none of these {len(options.keys)} blocks is in a pool")
+    return 0
+
+
+def _confirms(question: str) -> bool:
+    print(question, "[y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# -- arguments --------------------------------------------------------------------------------------
+
+
+def _running_pools() -> list[str]:
+    """Addresses of the pools of all `mooncake-serve` of this user on this host."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    paths = []
+    for path in sorted(glob.glob(f"{glob.escape(base)}/{PREFIX}*/worker-*[0-9].sock")):
+        with contextlib.suppress(FileNotFoundError):  # just ended
+            if os.stat(path).st_uid == os.getuid():
+                paths.append(path)
+    return [f"unix:{path}" for path in paths]
+
+
+def _key(text: str) -> BlockKey:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise argparse.ArgumentTypeError(f"a key has {2 * KEY_BYTES} hexadecimal digits, not {text!r}")
+    return key
+
+
+def _layer_range(text: str) -> tuple[int, int]:
+    begin, colon, end = text.partition(":")
+    if not (begin.isdecimal() and colon and end.isdecimal()):
+        raise argparse.ArgumentTypeError(f"layers are given as FIRST:END, such as 0:4, not {text!r}")
+    return int(begin), int(end)
+
+
+def _complain(error: Exception) -> None:
+    print(f"error: {error}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mooncake-kv",
+        description="Look into running KVCache pools.",
+        epilog="Exit codes: 0, 1 if something failed or is damaged, 2 for wrong use.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--pool",
+        action="append",
+        metavar="ADDRESS",
+        help="unix:/path/worker-0.sock or tcp://host:port, may be repeated; default: the pools of every"
+        " mooncake-serve that you run on this host",
+    )
+    common.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+    def add(name: str, command: object, text: str) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(
+            name, parents=[common], help=text, description=text.capitalize() + "."
+        )
+        subparser.set_defaults(command=command)
+        return subparser
+
+    add("stats", _stats, "show what pools hold and whether every page is accounted for")
+    add("ls", _ls, "list blocks")
+    get = add("get", _get, "write a block, or some layers of it, to a file")
+    get.add_argument("key", type=_key, metavar="KEY_HEX")
+    get.add_argument("--out", required=True, metavar="FILE")
+    get.add_argument("--layers", type=_layer_range, metavar="A:B", help="layers A to B-1; default: all")
+    add("verify", _verify, "read every block and compare its checksums; damaged ones are dropped")
+    drop = add("drop", _drop, "forget blocks in every tier")
+    what = drop.add_mutually_exclusive_group(required=True)
+    what.add_argument("keys", nargs="*", type=_key, default=[], metavar="KEY_HEX")
+    what.add_argument("--all", action="store_true", help="all blocks of these pools")
+    drop.add_argument("--yes", action="store_true", help="do not ask")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

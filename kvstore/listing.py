@@ -1,0 +1,150 @@
+"""What is in the pool, for those who look at it: counters, lists of blocks, proof that a block is intact.
+
+Owns: how a store is described. Does not know: who asks.
+"""
+
+import asyncio
+import mmap
+
+import numpy as np
+
+from kvstore.messages import BlockInfo, Listing
+from kvstore.pages import PageState
+from kvstore.segment import Segment
+from kvstore.shelf import Shelf
+from kvstore.ssd import SsdTier
+from kvstore.store import Store
+from messenger.checksums import layer_checksums
+from messenger.transports import Transport
+from mooncake.blocks import BlockKey
+from mooncake.errors import PoolError
+from mooncake.messages import PoolStats, Tier, TierStats
+
+
+def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
+    """All counters. `check_integrity` looks at every page now."""
+    if check_integrity:
+        store.check()
+    pool, traffic = store.pool, store.traffic
+    states = pool.table.count()
+    return PoolStats(
+        num_pages=pool.table.num_pages,
+        num_free=states[PageState.FREE],
+        num_reserved=states[PageState.RESERVED],
+        num_sealed=states[PageState.SEALED],
+        num_quarantined=states[PageState.QUARANTINED],
+        num_used=pool.num_used_pages,
+        num_reservations=pool.num_reservations,
+        num_leases=pool.num_leases,
+        num_pins=pool.num_pins,
+        block_bytes=store.segment.layout.block_bytes,
+        eviction_policy=pool.shelf.policy.value,
+        tiers=_tiers(store),
+        num_misses=dict(pool.counters.num_misses),
+        num_dropped=pool.counters.num_dropped,
+        num_removed=pool.counters.num_removed,
+        num_demotions=store.ssd.counters.num_demotions if store.ssd is not None else 0,
+        num_promotions=store.mover.num_promotions,
+        num_expired_leases=pool.counters.num_expired_leases,
+        num_checksum_failures=traffic.num_checksum_failures,
+        num_orphaned=store.num_orphaned,
+        sent_bytes=by_name(traffic.sent_bytes),
+        received_bytes=by_name(traffic.received_bytes),
+        integrity=store.problem,
+    )
+
+
+def _tiers(store: Store) -> dict[Tier, TierStats]:
+    pool, ssd = store.pool, store.ssd
+    tiers = {
+        Tier.DRAM: TierStats(
+            num_slots=pool.table.num_pages,
+            num_blocks=len(pool.shelf.index),
+            num_hits=pool.counters.num_hits[Tier.DRAM],
+            num_evictions=pool.counters.num_evictions,
+            num_checksum_failures=pool.counters.num_dropped,
+        )
+    }
+    if ssd is not None:
+        tiers[Tier.SSD] = TierStats(
+            num_slots=ssd.num_slots,
+            num_blocks=ssd.num_blocks,
+            num_hits=pool.counters.num_hits[Tier.SSD],
+            num_evictions=ssd.num_evictions,
+            num_checksum_failures=ssd.counters.num_checksum_failures,
+            num_errors=ssd.counters.num_read_errors + ssd.counters.num_write_errors,
+            is_healthy=all(disk.is_healthy for disk in ssd.disks),
+        )
+    return tiers
+
+
+def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
+    """Transports by the names that messages carry."""
+    return {transport.value: count for transport, count in num_bytes.items()}
+
+
+def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:
+    """Copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
+
+    Raises PoolError for a cursor or number that is none.
+    """
+    if cursor < 0 or max_blocks < 1:
+        raise PoolError(
+            f"{max_blocks} blocks from {cursor} on; ask for at least one, from 0 or a `next_cursor` on"
+        )
+    shelves = [(Tier.DRAM, store.pool.shelf)]
+    shelves += [(Tier.SSD, disk.shelf) for disk in store.ssd.disks] if store.ssd is not None else []
+    blocks: list[BlockInfo] = []
+    first_place = 0
+    for tier, shelf in shelves:
+        end_place = first_place + shelf.table.num_pages
+        if cursor < end_place:
+            start = cursor - first_place
+            sealed = start + np.flatnonzero(shelf.table.states[start:] == PageState.SEALED)
+            room = max_blocks - len(blocks)
+            blocks += [_info(tier, shelf, page) for page in sealed[:room].tolist()]
+            if len(sealed) > room:
+                return Listing(call_id, blocks, first_place + int(sealed[room]))
+            cursor = end_place
+        first_place = end_place
+    return Listing(call_id, blocks, None)
+
+
+def _info(tier: Tier, shelf: Shelf, page: int) -> BlockInfo:
+    return BlockInfo(shelf.table.key(page), tier, int(shelf.table.num_uses[page]), int(shelf.num_users[page]))
+
+
+async def verify_block(store: Store, key: BlockKey) -> bool | None:
+    """Whether all copies of a block match their checksums; those that do not are dropped. None: no copy."""
+    results = [await _verify_in_dram(store, key), await _verify_on_ssd(store, key)]
+    known = [result for result in results if result is not None]
+    return all(known) if known else None
+
+
+async def _verify_in_dram(store: Store, key: BlockKey) -> bool | None:
+    pool, segment = store.pool, store.segment
+    page = pool.find(key)
+    if page is None:
+        return None
+    expected = pool.table.checksums(page, range(pool.table.num_layers))
+    reading = asyncio.get_running_loop().run_in_executor(
+        None, layer_checksums, segment.page_view(page), segment.layout.layer_bytes
+    )
+    pool.hold(page)
+    reading.add_done_callback(lambda _: pool.unhold(page, used=False))
+    is_intact = await asyncio.shield(reading) == expected
+    if not is_intact and pool.find(key) == page:  # else it has gone meanwhile, and another may be there
+        pool.drop(page)
+    return is_intact
+
+
+async def _verify_on_ssd(store: Store, key: BlockKey) -> bool | None:
+    if store.ssd is None or not store.ssd.holds(key):
+        return None
+    # Whoever asked may go, but the memory must stay until the disk has filled it.
+    return await asyncio.shield(_is_loadable(store.ssd, key, store.segment))
+
+
+async def _is_loadable(ssd: SsdTier, key: BlockKey, segment: Segment) -> bool:
+    with mmap.mmap(-1, segment.page_stride) as scratch, memoryview(scratch) as view:
+        return await ssd.load(key, view, segment.layout.layer_bytes) is not None

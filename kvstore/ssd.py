@@ -1,0 +1,348 @@
+"""The SSD tier: blocks that DRAM has no room for, on one slab file a disk.
+
+A slot is written before its record says so, and what is read is verified before anybody gets it, so
+nothing half-written is ever found. A disk that fails or hangs is left alone for a while; meanwhile the
+pool works without it. Requests never fail because of a disk.
+
+Owns: slots, their order of eviction, the health of the disks. Does not know: pages of DRAM, who asks.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvstore.events import EventLog
+from kvstore.shelf import Shelf
+from kvstore.slab import Slab
+from messenger.checksums import layer_checksums
+from mooncake.blocks import BlockKey
+from mooncake.config import EvictionPolicy
+from mooncake.messages import Tier
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(slots=True)
+class SsdCounters:
+    """Totals since the tier was opened, in blocks."""
+
+    num_demotions: int = 0
+    num_write_errors: int = 0
+    num_read_errors: int = 0
+    num_checksum_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came with a block that was read, intact."""
+
+    checksums: bytes
+    num_uses: int
+
+
+class Suspended(Exception):
+    """The disk is left alone since before this work could begin."""
+
+
+class Disk:
+    """One slab: its slots, its threads, its health."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        policy: EvictionPolicy,
+        *,
+        depth: int,
+        timeout_s: float,
+        on_removed: Callable[[BlockKey], None],
+        on_health: Callable[[], None],
+    ) -> None:
+        self.slab = slab
+        self.shelf = Shelf(slab.table, policy, on_removed)
+        self.is_healthy = True
+        self.num_evictions = 0
+        self._timeout_s = timeout_s
+        self._on_health = on_health
+        self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"slab-{slab.path.parent.name}")
+        self._num_idle_threads = depth
+        self._queue: deque[asyncio.Future[None]] = deque()
+        """work that waits for a thread: done when it has one"""
+        self._num_overdue = 0
+        self._pause_s = _FIRST_PAUSE_S
+
+    async def run(self, work: Callable[[], None]) -> None:
+        """Blocking work on the slab; longer than the deadline it suspends the disk. Do not cancel.
+
+        Raises OSError, or Suspended if nothing was done.
+        """
+        await self._take_thread()
+        loop = asyncio.get_running_loop()
+        overdue = False
+
+        def too_slow() -> None:
+            nonlocal overdue
+            overdue = True
+            self._num_overdue += 1
+            self.suspend(f"no answer within {self._timeout_s:g} s")
+
+        deadline = loop.call_later(self._timeout_s, too_slow)
+        try:
+            await loop.run_in_executor(self._threads, work)
+        except OSError as error:
+            self.suspend(str(error))
+            raise
+        else:
+            if not overdue:
+                self._pause_s = _FIRST_PAUSE_S
+        finally:
+            deadline.cancel()
+            self._num_overdue -= overdue
+            self._give_back_thread()
+
+    async def _take_thread(self) -> None:
+        """Waiting behind others does not count as the disk's time: they may be many."""
+        if self._num_idle_threads:
+            self._num_idle_threads -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append(turn)
+            await turn
+
+    def _give_back_thread(self) -> None:
+        if self._queue:
+            self._queue.popleft().set_result(None)
+        else:
+            self._num_idle_threads += 1
+
+    def suspend(self, reason: str) -> None:
+        """Leaves the disk alone for a while, longer each time."""
+        if not self.is_healthy:
+            return
+        self.is_healthy = False
+        if self._pause_s == _FIRST_PAUSE_S:
+            log.error("SSD tier: %s is suspended: %s; the pool goes on without it", self.slab.path, reason)
+        asyncio.get_running_loop().call_later(self._pause_s, self._resume)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        while self._queue:  # whoever waits there has pages that others need
+            self._queue.popleft().set_exception(Suspended())
+        self._on_health()
+
+    def _resume(self) -> None:
+        if self._num_overdue:
+            asyncio.get_running_loop().call_later(self._pause_s, self._resume)
+            return
+        self.is_healthy = True
+        self._on_health()
+
+    def take_slot(self) -> int | None:
+        """A slot to write to, RESERVED; the coldest block makes room if need be."""
+        if not self.shelf.num_free:
+            coldest = self.shelf.coldest()
+            if coldest is None:
+                return None  # every block is being read or written
+            self.shelf.evict(coldest)
+            self.num_evictions += 1
+        return self.shelf.take(1)[0]
+
+    def give_back(self, slot: int) -> None:
+        """Whoever took or read `slot` is through with it."""
+        for ended in self.shelf.unclaim([slot]):
+            self.shelf.free(ended)
+
+    def drop(self, slot: int) -> None:
+        """Nobody finds the block in `slot` any more."""
+        self.shelf.unseal(slot)
+        if not self.shelf.num_users[slot]:
+            self.shelf.free(slot)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class SsdTier:
+    """The pool's `LowerTier`. `on_health` is called when a disk fails or comes back."""
+
+    def __init__(
+        self,
+        slabs: Sequence[Slab],
+        policy: EvictionPolicy,
+        *,
+        depth: int,
+        timeout_s: float,
+        events: EventLog | None = None,
+        on_lost: Callable[[BlockKey], None] = lambda _: None,
+        on_health: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.counters = SsdCounters()
+        self.on_lost = on_lost
+        """hears of every block that leaves this tier"""
+        self.on_health = on_health
+        self._events = events
+        self.disks = [
+            Disk(
+                slab,
+                policy,
+                depth=depth,
+                timeout_s=timeout_s,
+                on_removed=self._removed,
+                on_health=lambda: self.on_health(),
+            )
+            for slab in slabs
+        ]
+        self._turns = itertools.cycle(self.disks)
+        self._writing: dict[BlockKey, bool] = {}
+        """blocks being written now, and whether they are still wanted"""
+
+    @property
+    def is_accepting(self) -> bool:
+        return any(disk.is_healthy for disk in self.disks)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(disk.shelf.index) for disk in self.disks)
+
+    @property
+    def num_evictions(self) -> int:
+        return sum(disk.num_evictions for disk in self.disks)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(disk.slab.num_slots for disk in self.disks)
+
+    def keys(self) -> Iterator[BlockKey]:
+        """Every block, of suspended disks too."""
+        return itertools.chain.from_iterable(disk.shelf.index for disk in self.disks)
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a disk that works has this block."""
+        return self._find(key) is not None
+
+    async def store(
+        self, key: BlockKey, page: memoryview, checksums: bytes, position: int, num_uses: int
+    ) -> bool:
+        """Writes the sealed block in `page` (a whole page stride). Whether the tier holds it now.
+
+        The page must stay as it is until this has returned.
+        """
+        if self.holds(key):
+            return True
+        if key in self._writing:
+            return False  # not yet, and perhaps never
+        disk = self._healthy_disk()
+        slot = disk.take_slot() if disk is not None else None
+        if disk is None or slot is None:
+            return False
+        self._writing[key] = True
+        try:
+            await disk.run(lambda: disk.slab.write(slot, page))
+        except Suspended:
+            return False
+        except OSError:
+            self.counters.num_write_errors += 1
+            return False
+        else:
+            if self._writing[key]:
+                disk.shelf.table.set_checksums(slot, range(disk.shelf.table.num_layers), checksums)
+                disk.shelf.seal(slot, key, position, num_uses)
+                self.counters.num_demotions += 1
+                if self._events is not None and self._num_copies(key) == 1:
+                    self._events.stored(Tier.SSD, key)
+            return self._writing[key]
+        finally:
+            del self._writing[key]
+            disk.give_back(slot)
+
+    async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
+        """Reads a block into `page` (a whole page stride), or None if it cannot be had intact.
+
+        Do not cancel: a thread writes to the page until this has returned.
+        """
+        found = self._find(key)
+        if found is None:
+            return None
+        disk, slot = found
+        table = disk.shelf.table
+        expected = table.checksums(slot, range(table.num_layers))
+        actual = b""
+
+        def read() -> None:
+            nonlocal actual
+            disk.slab.read(slot, page)
+            actual = layer_checksums(page[: table.num_layers * layer_bytes], layer_bytes)
+
+        disk.shelf.claim([slot])
+        try:
+            await disk.run(read)
+        except Suspended:
+            return None
+        except OSError:
+            self.counters.num_read_errors += 1
+            self._drop(disk, slot, key)
+            return None
+        else:
+            if actual != expected or not table.is_intact(slot):
+                self.counters.num_checksum_failures += 1
+                log.error("SSD tier: a block in %s is damaged and dropped", disk.slab.path)
+                self._drop(disk, slot, key)
+                return None
+            table.use(slot)
+            return Loaded(expected, int(table.num_uses[slot]))
+        finally:
+            disk.give_back(slot)
+
+    def position(self, key: BlockKey) -> int:
+        """Index of a block that is held in the prompt that stored it."""
+        found = self._find(key)
+        assert found is not None
+        disk, slot = found
+        return int(disk.shelf.table.positions[slot])
+
+    def forget(self, key: BlockKey) -> bool:
+        """Removes a block from every disk. Whether it was there."""
+        if key in self._writing:
+            self._writing[key] = False
+        copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
+        for disk, slot in copies:
+            disk.drop(slot)
+        return bool(copies)
+
+    def close(self) -> None:
+        for disk in self.disks:
+            disk.close()
+
+    def problems(self) -> Iterator[str]:
+        """What contradicts itself here. Looks at every slot."""
+        for disk in self.disks:
+            yield from (f"{disk.slab.path}: {problem}" for problem in disk.shelf.problems())
+
+    def _find(self, key: BlockKey) -> tuple[Disk, int] | None:
+        for disk in self.disks:
+            if disk.is_healthy and (slot := disk.shelf.index.get(key)) is not None:
+                return disk, slot
+        return None
+
+    def _healthy_disk(self) -> Disk | None:
+        turns = itertools.islice(self._turns, len(self.disks))
+        return next((disk for disk in turns if disk.is_healthy), None)
+
+    def _drop(self, disk: Disk, slot: int, key: BlockKey) -> None:
+        if disk.shelf.index.get(key) == slot:
+            disk.drop(slot)
+
+    def _num_copies(self, key: BlockKey) -> int:
+        """More than one if it came again while the disk that has it was suspended."""
+        return sum(key in disk.shelf.index for disk in self.disks)
+
+    def _removed(self, key: BlockKey) -> None:
+        if self._num_copies(key):
+            return
+        if self._events is not None:
+            self._events.removed(Tier.SSD, key)
+        self.on_lost(key)

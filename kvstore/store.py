@@ -1,0 +1,237 @@
+"""An instance's opened part of the pool: both tiers and all that works on them.
+
+Owns: how the parts fit together, their opening and their closing. Does not know: who uses the pool.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.events import EventLog
+from kvstore.grants import Grants
+from kvstore.mover import Mover
+from kvstore.pages import PageState, Writer
+from kvstore.pool import Pool
+from kvstore.segment import Segment
+from kvstore.slab import Slab
+from kvstore.ssd import SsdTier
+from messenger.identity import Identity
+from messenger.sender import Links
+from messenger.transports import SourceSegment, Traffic
+from mooncake.blocks import BlockKey
+from mooncake.config import KVCacheConfig, MessengerProcess
+from mooncake.messages import MessengerAddress, Tier
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_CHECK_INTERVAL_S = 30.0
+
+
+@dataclass(slots=True)
+class Store:
+    """One segment, perhaps slabs, and who they are to others. Made by `open_store`."""
+
+    config: KVCacheConfig
+    identity: Identity
+    address: MessengerAddress
+    segment: Segment
+    pool: Pool
+    ssd: SsdTier | None
+    mover: Mover
+    grants: Grants
+    links: Links
+    traffic: Traffic
+    events: EventLog
+    space: asyncio.Event
+    """set whenever a page becomes free or evictable"""
+    problem: str | None = None
+    """what the last look at every page found wrong"""
+    num_orphaned: int = 0
+    """pages that nobody will free, as of that look"""
+
+    def now_s(self) -> float:
+        """The clock of leases and pins."""
+        return asyncio.get_running_loop().time()
+
+    def is_on_ssd_only(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether DRAM lacks a block of `keys` that SSD has."""
+        return self.ssd is not None and Tier.SSD in self.pool.locate(keys)
+
+    def found_prefix(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The blocks before the first that no tier has: without that one the others are of no use to a
+        prefill."""
+        located = zip(keys, self.pool.locate(keys), strict=True)
+        return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
+
+    def remove(self, keys: Sequence[BlockKey] | None) -> int:
+        """Forgets these blocks, or all, in every tier. Returns how many there were."""
+        if keys is not None:
+            return sum(self.mover.remove(key) for key in keys)
+        everything = {*self.pool.shelf.index, *(self.ssd.keys() if self.ssd is not None else ())}
+        num_removed = sum(self.mover.remove(key) for key in everything)
+        self.events.cleared()
+        return num_removed
+
+    def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:
+        """Every block that can be found, by tier."""
+        yield Tier.DRAM, list(self.pool.shelf.index)
+        if self.ssd is not None:
+            yield Tier.SSD, list(dict.fromkeys(self.ssd.keys()))
+
+    async def wait_for_space(self, space_epoch: int) -> None:
+        """Returns when pages have become free or evictable since `space_epoch`."""
+        while self.pool.space_epoch <= space_epoch:
+            self.space.clear()
+            await self.space.wait()
+
+    # -- upkeep -----------------------------------------------------------------------------------
+
+    async def tend(self, tasks: asyncio.TaskGroup) -> None:
+        """Ends leases and pins in time, frees what former writers leave, counts every page when idle."""
+        for writer in self.pool.former_writers:
+            tasks.create_task(self._await_end(writer))
+        seen = checked = self.pool.num_changes
+        next_check_s = 0.0
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = self.now_s()
+            self.pool.expire(now_s)
+            is_idle, seen = seen == self.pool.num_changes, self.pool.num_changes
+            if is_idle and checked != seen and now_s >= next_check_s:
+                self.check()
+                checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
+
+    async def settle(self) -> None:
+        """Moves the segment into huge pages and locks it in memory, as far as the kernel lets us.
+
+        At half speed and beside the requests: in a large segment it takes minutes.
+        """
+        loop = asyncio.get_running_loop()
+        is_huge = True
+        for start in self.segment.huge_chunks():
+            started_s = loop.time()
+            is_huge = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
+            if not is_huge:
+                break
+            await asyncio.sleep(loop.time() - started_s)
+        is_locked = await loop.run_in_executor(None, self.segment.lock)
+        log.info("segment: huge pages %s, locked in memory %s", is_huge, is_locked)
+
+    def check(self) -> None:
+        """Looks at every page of both tiers."""
+        problem = self.pool.check_integrity()
+        if problem is None and self.ssd is not None:
+            problem = "; ".join(self.ssd.problems()) or None
+        if problem is not None and problem != self.problem:
+            log.error("pages are not all accounted for: %s", problem)
+        self.problem = problem
+        self.num_orphaned = len(self.pool.orphans())
+
+    async def _await_end(self, writer: Writer) -> None:
+        """Frees the pages that a former life of the messenger gave to a process, when that has ended."""
+        try:
+            process = os.pidfd_open(writer.pid)
+        except OSError:  # ended, or not to be seen from here
+            self.pool.writer_gone(writer)
+            return
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            loop.add_reader(process, ended.set)
+            await ended.wait()
+            self.pool.writer_gone(writer)
+        finally:
+            loop.remove_reader(process)
+            os.close(process)
+
+    def close(self) -> None:
+        if self.ssd is not None:
+            self.ssd.close()
+
+
+def open_store(
+    config: MessengerProcess,
+    segment: Segment,
+    address: MessengerAddress,
+    traffic: Traffic,
+    events: EventLog,
+    tasks: asyncio.TaskGroup,
+) -> Store:
+    """Adopts what segment and slabs hold, and starts what works on them.
+
+    Raises ConfigError or MismatchError if a slab cannot be this pool's.
+    """
+    kvcache, settings = config.kvcache, config.settings
+    identity = Identity(
+        config.instance, config.incarnation, address.host_id, segment.fingerprint, segment.layout
+    )
+    space = asyncio.Event()
+    ssd = _open_ssd(config, segment, events)
+    pool = Pool(
+        segment.page_table(),
+        policy=kvcache.eviction,
+        events=events,
+        lower=ssd,
+        low_watermark=int(kvcache.low_watermark * segment.num_pages),
+        on_space=space.set,
+        on_pressure=lambda: mover.wake(),
+    )
+    mover = Mover(
+        pool,
+        segment,
+        ssd,
+        tasks,
+        space=space,
+        high_watermark=int(kvcache.high_watermark * segment.num_pages),
+        max_demotions=kvcache.ssd_depth * max(1, len(ssd.disks) if ssd is not None else 0),
+        promotion_timeout_s=kvcache.ssd_timeout_s,
+    )
+    if ssd is not None:
+        ssd.on_lost = pool.left_lower_tier
+        ssd.on_health = pool.room_changed
+    links = Links(
+        tasks,
+        SourceSegment.of(config.segment_fd, segment.buffer),
+        traffic,
+        identity=identity,
+        choice=settings.transport,
+        ack_timeout_s=settings.ack_timeout_s,
+        connect_timeout_s=settings.connect_timeout_s,
+    )
+    grants = Grants(pool, segment, address)
+    store = Store(
+        kvcache, identity, address, segment, pool, ssd, mover, grants, links, traffic, events, space
+    )
+    log.info(
+        "pool of %d pages: %d blocks adopted in DRAM, %d of %d slots on SSD",
+        segment.num_pages,
+        pool.table.count()[PageState.SEALED],
+        ssd.num_blocks if ssd is not None else 0,
+        ssd.num_slots if ssd is not None else 0,
+    )
+    tasks.create_task(mover.run())
+    tasks.create_task(store.tend(tasks))
+    tasks.create_task(store.settle())
+    return store
+
+
+def _open_ssd(config: MessengerProcess, segment: Segment, events: EventLog) -> SsdTier | None:
+    """The tier over all directories that can be used, None without any."""
+    kvcache, slabs = config.kvcache, []
+    for directory in kvcache.ssd_dirs:
+        try:
+            slab = Slab.open(
+                directory, config.instance, int(kvcache.ssd_bytes), segment.fingerprint, segment.layout
+            )
+        except OSError as error:
+            log.error("SSD tier: %s is not used: %s; the pool goes on without it", directory, error)
+        else:
+            slabs.append(slab)
+    if not slabs:
+        return None
+    return SsdTier(
+        slabs, kvcache.eviction, depth=kvcache.ssd_depth, timeout_s=kvcache.ssd_timeout_s, events=events
+    )

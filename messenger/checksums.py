@@ -1,0 +1,126 @@
+"""Checksums of KVCache bytes: one xxh3-64 for each layer of a block, little-endian, alone or while copying.
+
+Blocks of some size are handled by compiled code (checksums.cpp) that reads memory once for both; where there
+is no compiler, numpy and xxhash do the same at about two thirds of the speed.
+
+Owns: how checksums are computed. Does not know: whose bytes these are, where checksums are kept.
+"""
+
+import functools
+import logging
+import struct
+from ctypes import CDLL, c_int, c_size_t, c_void_p
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from mooncake.errors import ConfigError
+from mooncake.native import load
+
+log = logging.getLogger(__name__)
+
+CHECKSUM_BYTES = 8
+PIECE_BYTES = 256 * 1024
+"""copied, and then hashed while it is still in the processor's cache"""
+_FEW_BYTES = 64 * 1024
+"""so little is not worth a call, or a hash in pieces"""
+_STREAMED_BYTES = 512 * 1024
+"""so much is copied around the caches"""
+_SHORT_LAYER_BYTES = 240
+"""xxh3 treats these differently; so do we: they are not compiled"""
+
+
+def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
+    """`layers` holds consecutive layers of `layer_bytes` each: their checksums, in order."""
+    native = _native() if len(layers) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
+    if native is None:
+        checksums = LayerChecksums(layers, layer_bytes)
+        checksums.advance(len(layers))
+        return checksums.packed()
+    digests = np.empty(len(layers) // layer_bytes, "<u8")
+    native.hash_layers(_address(layers), layer_bytes, len(digests), digests.ctypes.data)
+    return digests.tobytes()
+
+
+def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
+    """Copies whole layers and returns their checksums. Other threads run meanwhile, if the block is large."""
+    native = _native() if len(target) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
+    if native is None:
+        return _copy_in_pieces(source, target, layer_bytes)
+    digests = np.empty(len(target) // layer_bytes, "<u8")
+    native.copy_layers(
+        _address(target),
+        _address(source),
+        layer_bytes,
+        len(digests),
+        digests.ctypes.data,
+        len(target) >= _STREAMED_BYTES,
+    )
+    return digests.tobytes()
+
+
+class LayerChecksums:
+    """The xxh3-64 of each layer of `block`, whose bytes come from its start on, in pieces of any size."""
+
+    def __init__(self, block: memoryview, layer_bytes: int) -> None:
+        self._block = block
+        self._layer_bytes = layer_bytes
+        self._layer_end = layer_bytes
+        self._num_hashed = 0
+        self._begun: xxhash.xxh3_64 | None = None
+        """hash of a layer's first part"""
+        self._digests: list[int] = []
+
+    def advance(self, num_bytes: int) -> None:
+        """The first `num_bytes` of the block are there."""
+        while self._layer_end <= num_bytes:
+            rest = self._block[self._num_hashed : self._layer_end]
+            if self._begun is None:
+                self._digests.append(xxhash.xxh3_64_intdigest(rest))
+            else:
+                self._begun.update(rest)
+                self._digests.append(self._begun.intdigest())
+                self._begun = None
+            self._num_hashed = self._layer_end
+            self._layer_end += self._layer_bytes
+        if num_bytes - self._num_hashed >= _FEW_BYTES:
+            self._begun = self._begun or xxhash.xxh3_64()
+            self._begun.update(self._block[self._num_hashed : num_bytes])
+            self._num_hashed = num_bytes
+
+    def packed(self) -> bytes:
+        """Of all layers that are complete."""
+        return struct.pack(f"<{len(self._digests)}Q", *self._digests)
+
+
+def _copy_in_pieces(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
+    checksums = LayerChecksums(target, layer_bytes)
+    if len(target) <= _FEW_BYTES:
+        target[:] = source
+        checksums.advance(len(target))
+    else:
+        from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+        for start in range(0, len(target), PIECE_BYTES):
+            end = min(start + PIECE_BYTES, len(target))
+            np.copyto(to_bytes[start:end], from_bytes[start:end])
+            checksums.advance(end)
+    return checksums.packed()
+
+
+@functools.cache
+def _native() -> CDLL | None:
+    try:
+        library = load(Path(__file__).with_suffix(".cpp"))
+    except ConfigError as error:
+        log.warning("blocks are copied and checked more slowly: %s", error)
+        return None
+    library.hash_layers.argtypes = (c_void_p, c_size_t, c_size_t, c_void_p)
+    library.copy_layers.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_int)
+    library.hash_layers.restype = library.copy_layers.restype = None
+    return library
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address

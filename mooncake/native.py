@@ -1,0 +1,98 @@
+"""Small C++ files, compiled for this machine when they are first needed, and loaded with ctypes.
+
+    python -m mooncake.native FILE...       (compiles ahead)
+
+A library is kept in the user's cache under a name made of its source, the compiler and the processor, so it
+is compiled once a machine, and again after a change. The compiler is `$CXX`, else `c++`.
+
+Owns: compiling, the cache. Does not know: what is in the files.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mooncake.errors import ConfigError
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+_TIMEOUT_S = 120.0
+
+
+class NoCompilerError(ConfigError):
+    """There is no C++ compiler on this machine."""
+
+
+@functools.cache
+def load(source: Path) -> ctypes.CDLL:
+    """The library of `source`. Its calls release the GIL.
+
+    Raises NoCompilerError, or ConfigError if the file cannot be compiled here.
+    """
+    compiler = os.environ.get("CXX") or "c++"
+    if shutil.which(compiler) is None:
+        raise NoCompilerError(f"no C++ compiler: {compiler} is not installed (Debian: apt install g++)")
+    library = _cache() / f"{source.stem}-{_digest(source, compiler)}.so"
+    if not library.exists():
+        _compile(compiler, source, library)
+    return ctypes.CDLL(str(library))
+
+
+def _cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = base / "mooncake-serve" / "native"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep compiled code in {directory}: {error.strerror}; set XDG_CACHE_HOME"
+        ) from None
+    return directory
+
+
+def _digest(source: Path, compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=False, timeout=_TIMEOUT_S
+    ).stdout
+    parts = [source.read_bytes(), " ".join(FLAGS).encode(), version, _processor()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> bytes:
+    """What `-march=native` depends on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_bytes().splitlines():
+            if line.startswith((b"flags", b"Features")):
+                return line
+    return os.uname().machine.encode()
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    """Under another name first: whoever compiles at the same time gets the same, and nobody a half."""
+    descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(descriptor)
+    try:
+        result = subprocess.run(
+            [compiler, *FLAGS, "-o", unfinished, str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+        if result.returncode:
+            raise ConfigError(f"{compiler} cannot compile {source}: {result.stderr.strip()[:2000]}")
+        os.rename(unfinished, library)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        load(Path(name))

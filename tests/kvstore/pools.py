@@ -1,0 +1,150 @@
+"""Real messengers for the tests of those who use pools from outside: clients, the TCP door, the CLI."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from pydantic import ByteSize
+
+from kvstore.client import KVCachePool
+from kvstore.pages import record_bytes
+from kvstore.segment import ALIGNMENT, Segment
+from mooncake.blocks import BlockKey, KVLayout
+from mooncake.config import KVCacheConfig
+from mooncake.errors import PoolError
+from mooncake.messages import PoolStats
+from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node
+
+
+class Pool(Node):
+    """A messenger that also listens for clients on TCP. It has a layout as soon as it is `ready`."""
+
+    def __init__(
+        self, folder: Path, name: str, num_pages: int, layout: KVLayout, num_ssd_blocks: int = 0
+    ) -> None:
+        page_bytes = -(-layout.block_bytes // ALIGNMENT) * ALIGNMENT + record_bytes(layout.num_layers)
+        super().__init__(folder, name, num_pages * page_bytes + 3 * ALIGNMENT, "auto")
+        port = free_port()
+        self.kvcache = KVCacheConfig(
+            listen=f"127.0.0.1:{port}",
+            low_watermark=0,
+            high_watermark=0,
+            ssd_dirs=[folder] if num_ssd_blocks else [],
+            ssd_bytes=ByteSize(num_ssd_blocks * page_bytes + 3 * ALIGNMENT),
+        )
+        self.layout = layout
+        self.unix = f"unix:{self.socket_path}"
+        self.tcp = f"tcp://127.0.0.1:{port}"
+
+    def ready(self) -> "Pool":
+        """Waits until the messenger serves, by both doors, and has this layout."""
+        for address in (self.unix, self.tcp):
+            with contextlib.closing(self.client(address)):
+                pass
+        return self
+
+    def client(self, address: str | None = None, timeout_s: float = DEADLINE_S) -> KVCachePool:
+        return connected(
+            address or self.unix, fingerprint=FINGERPRINT, layout=self.layout, timeout_s=timeout_s
+        )
+
+    def damage(self, key: BlockKey, layer: int) -> None:
+        """Flips a byte of a stored block behind everybody's back."""
+        segment = Segment.open(self.segment_fd)
+        assert segment is not None
+        table = segment.page_table()
+        (page,) = [page for page in range(segment.num_pages) if table.key(page) == key and table.states[page]]
+        segment.layer_view(page, layer)[7] ^= 0xFF
+
+
+class Pools:
+    """Starts pools in a folder; all are ended with this context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started = contextlib.ExitStack()
+
+    def start(
+        self, name: str = "a", num_pages: int = 16, layout: KVLayout = LAYOUT, num_ssd_blocks: int = 0
+    ) -> Pool:
+        pool = Pool(self.folder, name, num_pages, layout, num_ssd_blocks)
+        self._started.callback(pool.close)
+        pool.start()
+        return pool.ready()
+
+    def __enter__(self) -> "Pools":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._started.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def connected(*addresses: str, **options: object) -> KVCachePool:
+    """A client, as soon as the pool answers."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return KVCachePool.connect(*addresses, **options)  # type: ignore[arg-type]
+        except PoolError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def wait_until_listening(address: str) -> None:
+    """Returns when somebody accepts connections at a `tcp://` address. A messenger opens that door last."""
+    host, port = address.removeprefix("tcp://").split(":")
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        else:
+            return
+
+
+def until(client: KVCachePool, condition: Callable[[PoolStats], bool]) -> PoolStats:
+    """The statistics of the only pool, as soon as they fulfil `condition`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        (stats,) = client.stats(check_integrity=True).values()
+        assert stats.integrity is None
+        if condition(stats):
+            return stats
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.01)
+
+
+def nothing_reserved(stats: PoolStats) -> bool:
+    return stats.num_reserved == stats.num_quarantined == stats.num_reservations == stats.num_leases == 0
+
+
+def keys_of(num_keys: int) -> list[BlockKey]:
+    """Keys that no other test uses."""
+    return [os.urandom(16) for _ in range(num_keys)]
+
+
+def block_of(key: BlockKey, layout: KVLayout = LAYOUT) -> bytes:
+    """The block that is stored under `key`."""
+    seed = int.from_bytes(key, "little")
+    return np.random.default_rng(seed).bytes(layout.block_bytes)
+
+
+def buffers(num_buffers: int, num_bytes: int = LAYOUT.block_bytes) -> list[bytearray]:
+    return [bytearray(num_bytes) for _ in range(num_buffers)]

@@ -1,0 +1,264 @@
+"""Slabs in memory whose disks do what a test tells them to, and a store that is built on them."""
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.events import EventLog
+from kvstore.grants import Grants
+from kvstore.mover import Mover
+from kvstore.pages import PageTable, record_bytes
+from kvstore.pool import Pool, Reservation
+from kvstore.segment import ALIGNMENT, Segment
+from kvstore.ssd import SsdTier
+from kvstore.store import Store
+from messenger.checksums import layer_checksums
+from messenger.identity import Identity
+from messenger.transports import Traffic
+from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
+from mooncake.config import EvictionPolicy, KVCacheConfig
+from mooncake.errors import PoolFullError
+from mooncake.messages import MessengerAddress
+from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
+STRIDE_BYTES = 4096
+"""of a page or slot, which a block of this layout does not fill"""
+ADDRESS = MessengerAddress("node", 1, "host", "/nowhere", "127.0.0.1", 1)
+OWNER = 1
+
+
+def key_of(number: int) -> BlockKey:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def block_of(key: BlockKey) -> bytes:
+    """The bytes of the block that is stored under `key`."""
+    return np.random.default_rng(int.from_bytes(key, "big")).bytes(LAYOUT.block_bytes)
+
+
+def checksums_of(key: BlockKey) -> bytes:
+    return layer_checksums(memoryview(block_of(key)), LAYOUT.layer_bytes)
+
+
+class FakeSlab:
+    """Stands in for a `Slab`. Reads and writes come from threads."""
+
+    def __init__(self, num_slots: int, name: str = "disk", layout: KVLayout = LAYOUT) -> None:
+        self.path = Path(f"/{name}/node.slab")
+        self.table = PageTable.in_memory(num_slots, layout.num_layers)
+        self.num_slots = num_slots
+        self.slot_bytes = STRIDE_BYTES
+        self.bytes = bytearray(num_slots * STRIDE_BYTES)
+        self.error: OSError | None = None
+        """what reads and writes end with"""
+        self.delay_s = 0.0
+        """of each"""
+        self.num_reads = self.num_writes = self.num_at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+
+    def hang(self) -> None:
+        """Reads and writes that begin from now on do not end before `go_on`."""
+        self._may_go_on.clear()
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
+    def fail(self, error_code: int = errno.EIO) -> None:
+        self.error = OSError(error_code, "it does not want to")
+
+    def recover(self) -> None:
+        self.error = None
+
+    def damage(self, slot: int) -> None:
+        self.bytes[slot * STRIDE_BYTES + LAYOUT.layer_bytes + 5] ^= 1
+
+    def write(self, slot: int, block: memoryview) -> None:
+        assert len(block) == STRIDE_BYTES
+        with self._lock:
+            self.num_writes += 1
+        self._work()
+        self.bytes[slot * STRIDE_BYTES : (slot + 1) * STRIDE_BYTES] = block
+
+    def read(self, slot: int, block: memoryview) -> None:
+        assert len(block) == STRIDE_BYTES
+        with self._lock:
+            self.num_reads += 1
+        given_to_the_kernel = block[0:]
+        self._work()
+        given_to_the_kernel[:] = self.bytes[slot * STRIDE_BYTES : (slot + 1) * STRIDE_BYTES]
+
+    def _work(self) -> None:
+        with self._lock:
+            self.num_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            time.sleep(self.delay_s)
+            assert self._may_go_on.wait(DEADLINE_S)
+            if self.error is not None:
+                raise self.error
+        finally:
+            with self._lock:
+                self.num_at_once -= 1
+
+
+def ssd_tier(
+    *slabs: FakeSlab,
+    policy: EvictionPolicy = EvictionPolicy.LRU,
+    depth: int = 4,
+    timeout_s: float = DEADLINE_S,
+) -> SsdTier:
+    return SsdTier(slabs, policy, depth=depth, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def is_settled(ssd: SsdTier) -> bool:
+    """Whether no slot is in use. Whatever contradicts itself is an error."""
+    assert list(ssd.problems()) == []
+    return not any(disk.shelf.num_users.any() for disk in ssd.disks)
+
+
+def buffer(content: bytes = b"") -> memoryview:
+    """A page of its own, zeros behind `content`."""
+    view = memoryview(mmap.mmap(-1, STRIDE_BYTES))
+    view[: len(content)] = content
+    return view
+
+
+class Running:
+    """A store on a small segment and fake slabs, and what a client of it does. Made by `running`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.pool = store.pool
+        self.mover = store.mover
+        self.ssd = store.ssd
+
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int = 0) -> Reservation:
+        """As clients do it: waits for room."""
+        while True:
+            try:
+                return self.pool.reserve(OWNER, keys, num_private)
+            except PoolFullError:
+                await self.store.wait_for_space(self.pool.space_epoch)
+
+    async def put(self, *keys: BlockKey) -> None:
+        """Stores the blocks of `keys` and leaves them to eviction."""
+        reservation = await self.reserve(keys)
+        for block in reservation.blocks:
+            if not block.found:
+                assert block.key is not None
+                self.store.segment.page_view(block.page)[:] = block_of(block.key)
+                layers = range(LAYOUT.num_layers)
+                self.pool.arrived(reservation, block, layers, checksums_of(block.key))
+        self.pool.release(reservation.reservation_id)
+
+    async def get(self, key: BlockKey, *, patiently: bool = True) -> bytes | None:
+        """The block, brought to DRAM if need be."""
+        async with self.mover.promoted([key], patiently=patiently):
+            return self.read(key)
+
+    def read(self, key: BlockKey) -> bytes | None:
+        """The block, if it is in DRAM."""
+        lease = self.pool.lease(OWNER, [key], self.store.now_s() + DEADLINE_S)
+        try:
+            (page,) = lease.pages
+            return bytes(self.store.segment.page_view(page)) if page is not None else None
+        finally:
+            self.pool.end_lease(lease.lease_id)
+
+    def has(self, key: BlockKey) -> bool:
+        """In any tier."""
+        return self.pool.locate([key]) != [None]
+
+    def is_settled(self) -> bool:
+        """Whether nothing is in use or on its way any more. Whatever contradicts itself is an error."""
+        assert self.pool.check_integrity() is None
+        assert self.ssd is None or list(self.ssd.problems()) == []
+        is_used = self.pool.num_used_pages or self.pool.num_reservations or self.pool.num_leases
+        return not is_used and (self.ssd is None or is_settled(self.ssd))
+
+
+@contextlib.asynccontextmanager
+async def running(
+    num_pages: int,
+    *slabs: FakeSlab,
+    low_watermark: int = 0,
+    high_watermark: int = 0,
+    depth: int = 4,
+    timeout_s: float = DEADLINE_S,
+    policy: EvictionPolicy = EvictionPolicy.LRU,
+) -> AsyncIterator[Running]:
+    """After it, everything that was in use must have been given back."""
+    fd = os.memfd_create("segment")
+    try:
+        os.truncate(fd, 3 * ALIGNMENT + num_pages * (STRIDE_BYTES + record_bytes(LAYOUT.num_layers)))
+        segment = Segment.format(fd, FINGERPRINT, LAYOUT)
+    finally:
+        os.close(fd)
+    assert segment.num_pages == num_pages
+    events, space = EventLog(8), asyncio.Event()
+    ssd = ssd_tier(*slabs, policy=policy, depth=depth, timeout_s=timeout_s) if slabs else None
+    pool = Pool(
+        segment.page_table(),
+        policy=policy,
+        events=events,
+        lower=ssd,
+        low_watermark=low_watermark,
+        on_space=space.set,
+        on_pressure=lambda: mover.wake(),
+    )
+    if ssd is not None:
+        ssd.on_lost, ssd.on_health = pool.left_lower_tier, pool.room_changed
+    async with asyncio.TaskGroup() as tasks:
+        mover = Mover(
+            pool,
+            segment,
+            ssd,
+            tasks,
+            space=space,
+            high_watermark=high_watermark,
+            max_demotions=depth * max(1, len(slabs)),
+            promotion_timeout_s=timeout_s,
+        )
+        store = Store(
+            config=KVCacheConfig(),
+            identity=Identity("node", 1, "host", FINGERPRINT, LAYOUT),
+            address=ADDRESS,
+            segment=segment,
+            pool=pool,
+            ssd=ssd,
+            mover=mover,
+            grants=Grants(pool, segment, ADDRESS),
+            links=None,  # type: ignore[arg-type]  # nothing is sent
+            traffic=Traffic(),
+            events=events,
+            space=space,
+        )
+        moving = tasks.create_task(mover.run())
+        try:
+            test = Running(store)
+            yield test
+            await until(test.is_settled)
+        finally:
+            moving.cancel()
+            for slab in slabs:
+                slab.go_on()
+            store.close()
+            del pool, store  # views of the segment
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns as soon as `condition` holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)

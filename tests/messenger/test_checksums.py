@@ -1,0 +1,101 @@
+"""The compiled code and the library must agree on every byte: checksums are kept, and written by either."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from messenger import checksums
+from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
+from mooncake.native import NoCompilerError, load
+
+LAYER_SIZES = [1, 240, 241, 304, 1024, 1025, 24 * 1024, 65537, 300_000]
+
+
+def expected(block: bytes, layer_bytes: int) -> bytes:
+    starts = range(0, len(block), layer_bytes)
+    digests = [xxhash.xxh3_64_intdigest(block[start : start + layer_bytes]) for start in starts]
+    return np.asarray(digests, "<u8").tobytes()
+
+
+def blocks(layer_bytes: int) -> list[bytes]:
+    """Small and large enough for the compiled code, with and without streaming stores."""
+    counts = {1, 3, 80_000 // layer_bytes + 1, 600_000 // layer_bytes + 1}
+    return [os.urandom(layer_bytes * count) for count in sorted(counts) if layer_bytes > 200 or count < 4]
+
+
+@pytest.fixture(params=["compiled", "library"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to compute."""
+    if request.param == "library":
+        monkeypatch.setattr(checksums, "_native", lambda: None)
+    else:
+        assert checksums._native() is not None, "these tests need a C++ compiler"
+    return str(request.param)
+
+
+@pytest.mark.parametrize("layer_bytes", LAYER_SIZES)
+def test_checksums_are_the_xxh3_of_each_layer(implementation: str, layer_bytes: int) -> None:
+    for block in blocks(layer_bytes):
+        assert layer_checksums(memoryview(block), layer_bytes) == expected(block, layer_bytes)
+
+
+@pytest.mark.parametrize("layer_bytes", LAYER_SIZES)
+def test_a_copy_is_exact_at_any_address_and_touches_nothing_else(
+    implementation: str, layer_bytes: int
+) -> None:
+    for block in blocks(layer_bytes):
+        for offset in (0, 1, 33, 63, 64):
+            target = memoryview(bytearray(b"\xee" * (len(block) + 200)))
+            place = target[offset : offset + len(block)]
+            assert copy_layers(memoryview(block), place, layer_bytes) == expected(block, layer_bytes)
+            assert place == block
+            assert set(target[:offset]) | set(target[offset + len(block) :]) == {0xEE}
+
+
+def test_pieces_of_any_size_give_the_same_checksums() -> None:
+    chance = random.Random(1)
+    layer_bytes = 150_000
+    block = os.urandom(4 * layer_bytes)
+    for _ in range(20):
+        ends = sorted({chance.randrange(1, len(block)) for _ in range(8)} | {len(block)})
+        pieces = LayerChecksums(memoryview(block), layer_bytes)
+        for end in ends:
+            pieces.advance(end)
+        assert pieces.packed() == expected(block, layer_bytes)
+
+
+def test_code_is_compiled_once_and_an_error_in_it_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    assert load(source).seven() == 7
+    [library] = (tmp_path / "cache").rglob("*.so")
+    compiled_ns = library.stat().st_mtime_ns
+    load.cache_clear()
+    assert load(source).seven() == 7
+    assert library.stat().st_mtime_ns == compiled_ns
+    source.write_text("extern int seven( {")
+    load.cache_clear()
+    with pytest.raises(checksums.ConfigError, match=r"(?s)cannot compile .*seven\.cpp.*error"):
+        load(source)
+    assert len(list((tmp_path / "cache").rglob("*"))) == 3, "nothing unfinished is left behind"
+
+
+def test_without_a_compiler_blocks_are_copied_by_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NoCompilerError, match="no-such-compiler is not installed"):
+        load(tmp_path / "any.cpp")
+    load.cache_clear()
+    checksums._native.cache_clear()
+    block = os.urandom(4 * 40_000)
+    assert layer_checksums(memoryview(block), 40_000) == expected(block, 40_000)
+    assert "more slowly: no C++ compiler" in caplog.text
+    checksums._native.cache_clear()
