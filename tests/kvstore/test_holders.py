@@ -28,6 +28,8 @@ from tests.kvstore.pools import (
     until,
 )
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture
 def pools(tmp_path: Path) -> Iterator[Pools]:
@@ -293,8 +295,6 @@ def test_connections_and_descriptors_are_given_back(pools: Pools) -> None:
 KILLED_WITH_A_CHILD = """
 import os, signal, sys, time
 from kvstore.client import KVCachePool
-
-pytestmark = pytest.mark.cluster
 
 client = KVCachePool.connect(sys.argv[1])
 client.put([b"k" * 16], [bytes(client.layout.block_bytes)])
