@@ -12,7 +12,8 @@ import asyncio
 import secrets
 from dataclasses import dataclass, field
 
-from kvstore.pool import Pool, Reservation, layer_mask
+from kvstore.claims import Reservation, layer_mask
+from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
 from messenger.protocol import WriteEntry

@@ -12,7 +12,8 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.pool import Pool, Reservation
+from kvstore.claims import Reservation
+from kvstore.pool import Pool
 from kvstore.segment import Segment
 from kvstore.ssd import SsdTier
 from mooncake.blocks import BlockKey

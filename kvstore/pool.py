@@ -17,7 +17,6 @@ being pushed out faster than a disk can write. `make_room` then fails until the 
 Owns: reservations, leases, holds, pins. Does not know: bytes, sockets, the clock.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.events import BlockTokens, EventLog
+from kvstore.claims import NOBODY, Block, Lease, Leases, Reservation, layer_mask
+from kvstore.events import EventLog
 from kvstore.ghosts import Ghosts
 from kvstore.pages import RESERVED, SEALED, PageTable, Writer
 from kvstore.pins import Pin, Pins
@@ -34,54 +34,6 @@ from mooncake.blocks import BlockKey
 from mooncake.config import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages import Tier
-
-NOBODY = 0
-"""Owner of what the pool does for itself"""
-_SPARE_DEADLINES = 1000
-
-
-@dataclass(slots=True)
-class Block:
-    """One block of a reservation. Invariant: SEALED or lost the race for its key iff all layers are there."""
-
-    key: BlockKey | None
-    page: int
-    generation: int
-    found: bool
-    """sealed already when it was reserved"""
-    arrived: int
-    """bit l is set when layer l is there"""
-    position: int
-    """index in its prompt"""
-    tokens: BlockTokens | None = None
-
-
-@dataclass(slots=True)
-class Reservation:
-    """A request's pages: those of its keys, in order, then private ones."""
-
-    reservation_id: int
-    owner: int
-    blocks: list[Block]
-    by_page: dict[int, Block] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.by_page = {block.page: block for block in self.blocks}
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Somebody reads these pages. `pages` has None for the keys that were not there."""
-
-    lease_id: int
-    owner: int
-    pages: list[int | None]
-    deadline_s: float
-
-    @property
-    def claimed_pages(self) -> list[int]:
-        """Each page once: keys may have been named twice."""
-        return list(dict.fromkeys(page for page in self.pages if page is not None))
 
 
 @dataclass(slots=True)
@@ -142,8 +94,7 @@ class Pool:
         self._all_layers = (1 << table.num_layers) - 1
         self._last_id = 0
         self._reservations: dict[int, Reservation] = {}
-        self._leases: dict[int, Lease] = {}
-        self._lease_deadlines: list[tuple[float, int]] = []
+        self._leases = Leases()
         self._num_holds: Counter[int] = Counter()
         """outstanding transfers that touch a page, by page; no zeros"""
         self._pins = Pins()
@@ -288,26 +239,22 @@ class Pool:
         self._count_hits(found)
         self._count_misses(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
         self.shelf.claim(found)
-        self._leases[lease.lease_id] = lease
-        heapq.heappush(self._lease_deadlines, (deadline_s, lease.lease_id))
-        if len(self._lease_deadlines) > 2 * len(self._leases) + _SPARE_DEADLINES:
-            self._lease_deadlines = [(lease.deadline_s, lease.lease_id) for lease in self._leases.values()]
-            heapq.heapify(self._lease_deadlines)
+        self._leases.put(lease)
         return lease
 
     def end_lease(self, lease_id: int) -> None:
         """Idempotent."""
-        lease = self._leases.pop(lease_id, None)
+        lease = self._leases.take(lease_id)
         if lease is not None:
             self._unclaim(lease.claimed_pages[::-1])
 
     def find_lease(self, lease_id: int) -> Lease | None:
-        return self._leases.get(lease_id)
+        return self._leases.find(lease_id)
 
     def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
         """Ids of the reservations and of the leases of `owner`."""
         reservations = [r.reservation_id for r in self._reservations.values() if r.owner == owner]
-        return reservations, [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+        return reservations, [lease.lease_id for lease in self._leases if lease.owner == owner]
 
     # -- pins -------------------------------------------------------------------------------------
 
@@ -351,11 +298,9 @@ class Pool:
 
     def expire(self, now_s: float) -> None:
         """Ends the leases and pins whose deadline has come."""
-        while self._lease_deadlines and self._lease_deadlines[0][0] <= now_s:
-            _, lease_id = heapq.heappop(self._lease_deadlines)
-            if lease_id in self._leases:
-                self.counters.num_expired_leases += 1
-                self.end_lease(lease_id)
+        for lease in self._leases.take_expired(now_s):
+            self.counters.num_expired_leases += 1
+            self._unclaim(lease.claimed_pages[::-1])
         for pin in self._pins.take_expired(now_s):
             self._end_pin(pin)
 
@@ -518,7 +463,7 @@ class Pool:
         """Pages that have other users than the pool knows: they would never become free. Should be none."""
         known: Counter[int] = Counter(self._num_holds)
         known.update(page for r in self._reservations.values() for page in r.by_page)
-        known.update(page for lease in self._leases.values() for page in lease.claimed_pages)
+        known.update(page for lease in self._leases for page in lease.claimed_pages)
         known.update(self._pins.hard_pages())
         users = self.shelf.num_users.copy()
         pages = np.fromiter(known.keys(), np.int64, len(known))
@@ -542,11 +487,6 @@ class Pool:
         if writers != Counter(np.flatnonzero(self.table.states == RESERVED).tolist()):
             problems.append("a RESERVED page has not exactly one reservation")
         return "; ".join(problems) or None
-
-
-def layer_mask(layers: range) -> int:
-    """Bits `[layers.start, layers.stop)`."""
-    return (1 << layers.stop) - (1 << layers.start)
 
 
 def _decrement(counts: Counter[int], page: int) -> None:

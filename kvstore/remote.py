@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvstore.claims import Block, Reservation
 from kvstore.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
 from kvstore.messages import (
     Commit,
@@ -32,7 +33,6 @@ from kvstore.messages import (
     ToPool,
     ToRemotePool,
 )
-from kvstore.pool import Block, Reservation
 from kvstore.session import Session, User, failed_call
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums

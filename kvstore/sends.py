@@ -11,7 +11,8 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.pool import Block, Pool, Reservation, layer_mask
+from kvstore.claims import Block, Reservation, layer_mask
+from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import layer_checksums
 from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, WriteEntry

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.claims import Lease, Reservation, layer_mask
 from kvstore.events import BlockTokens
 from kvstore.listing import list_blocks, pool_stats, verify_block
 from kvstore.messages import (
@@ -54,7 +55,6 @@ from kvstore.messages import (
 )
 from kvstore.messages import Reservation as ReservationAnswer
 from kvstore.pages import Writer
-from kvstore.pool import Lease, Reservation, layer_mask
 from kvstore.sends import Send
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES

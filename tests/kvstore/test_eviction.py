@@ -1,5 +1,6 @@
 """The order of eviction: each policy against a sort in plain Python."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,6 +112,20 @@ def test_huge_values_are_taken_for_equal_but_never_for_small() -> None:
     assert order(LENGTH_AWARE, [near, far]) == [far, near], "both are as far as it counts"
     first = Page(last_use=1, position=0)
     assert order(LENGTH_AWARE, [first, near]) == [near, first]
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_order_does_not_depend_on_how_long_the_pool_has_been_in_use(policy: EvictionPolicy) -> None:
+    pages = [Page(last_use=(1 << 50) + n) for n in range(10)]
+    assert order(policy, pages[::-1]) == pages
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_few_are_chosen_from_many(policy: EvictionPolicy) -> None:
+    draw = random.Random(0)
+    pages = [Page(draw.randrange(10_000), draw.randrange(1, 9), draw.randrange(99)) for _ in range(5000)]
+    expected = sorted(map(ORDERS[policy], pages))[:300]
+    assert list(map(ORDERS[policy], order(policy, pages, 300))) == expected
 
 
 def test_choosing_does_not_change_the_table() -> None:

@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.claims import Reservation
 from kvstore.pages import PageState, PageTable, Writer
-from kvstore.pool import Pool, Reservation
+from kvstore.pool import Pool
 from mooncake.blocks import BlockKey
 from mooncake.config import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
@@ -123,7 +124,7 @@ def test_ended_leases_with_far_deadlines_leave_nothing_behind() -> None:
     store(pool, KEYS[0])
     for _ in range(5000):
         pool.end_lease(pool.lease(ALICE, KEYS[:1], 1e9).lease_id)
-    assert len(pool._lease_deadlines) < 1500
+    assert len(pool._leases._deadlines) < 1500
 
 
 def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_reason() -> None:
@@ -139,6 +140,18 @@ def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_re
     fill_up(pool)
     pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[2]], 5.0).lease_id)
     assert pool.counters.num_misses["evicted"] == 1
+
+
+def test_promoted_block_that_nobody_asked_for_leaves_no_hit_to_the_next_one_in_its_page() -> None:
+    pool = new_pool(num_pages=1)
+    for forget in (lambda: fill_up(pool, 1), lambda: pool.remove(KEYS[0])):
+        promotion = pool.begin_promotion(KEYS[0], position=0)
+        pool.promoted(promotion, CHECKSUMS, num_uses=1)
+        pool.release(promotion.reservation_id)
+        forget()
+        store(pool, KEYS[1])
+        pool.end_lease(pool.lease(ALICE, KEYS[1:2], 5.0).lease_id)
+    assert pool.counters.num_hits == {Tier.DRAM: 2, Tier.SSD: 0}
 
 
 def test_promoted_block_keeps_its_uses_and_position() -> None:

@@ -186,6 +186,27 @@ def test_block_that_is_used_while_it_is_demoted_stays_and_need_not_be_written_ag
     run(test())
 
 
+def test_blocks_that_were_demoted_for_room_which_came_otherwise_stay_in_dram_too() -> None:
+    slab = FakeSlab(40)
+
+    async def test() -> None:
+        async with running(20, slab, low_watermark=4, high_watermark=8) as r:
+            slab.hang()
+            for key in KEYS[:17]:
+                await r.put(key)
+            await until(lambda: slab.num_writes == 4)
+            for key in KEYS[10:15]:
+                r.mover.remove(key)
+            slab.go_on()
+            await settled(r)
+            assert r.pool.shelf.num_free == 8
+            assert r.pool.locate(KEYS[:4]) == [Tier.DRAM] * 4
+            assert r.ssd is not None
+            assert all(map(r.ssd.holds, KEYS[:4]))
+
+    run(test())
+
+
 # -- disks that fail ----------------------------------------------------------------------------------
 
 
@@ -398,6 +419,30 @@ def test_two_that_want_more_than_half_of_the_pages_each_both_get_them() -> None:
                         await asyncio.sleep(0)
 
             await asyncio.gather(*(read(keys) for keys in (KEYS[:3], KEYS[3:6]) * 3))
+
+    run(test())
+
+
+def test_two_that_collect_pages_as_they_become_free_do_not_wait_for_each_other() -> None:
+    async def test() -> None:
+        async with running(2, FakeSlab(40)) as r:
+            for key in KEYS[:4]:
+                await demoted(r, key)
+            first, second = r.pool.reserve(1, [], 1), r.pool.reserve(1, [], 1)
+
+            async def read(keys: list[BlockKey]) -> None:
+                async with r.mover.promoted(keys, patiently=True):
+                    assert [r.read(key) for key in keys] == [block_of(key) for key in keys]
+
+            async def let_go_and_read() -> None:
+                """He is there before whoever waits for what he lets go of."""
+                r.pool.release(second.reservation_id)
+                await read(KEYS[2:4])
+
+            one = asyncio.create_task(read(KEYS[:2]))
+            r.pool.release(first.reservation_id)
+            await until(lambda: r.mover.num_promotions == 1)
+            await asyncio.gather(one, let_go_and_read())
 
     run(test())
 

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvstore.claims import Block, Reservation
 from kvstore.pages import PageState, PageTable
-from kvstore.pool import Block, Pool, Reservation
+from kvstore.pool import Pool
 from mooncake.errors import PoolError, PoolFullError
 
 NUM_PAGES, NUM_LAYERS = 6, 2

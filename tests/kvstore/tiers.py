@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.claims import Reservation
 from kvstore.events import EventLog
 from kvstore.grants import Grants
 from kvstore.mover import Mover
 from kvstore.pages import PageTable, record_bytes
-from kvstore.pool import Pool, Reservation
+from kvstore.pool import Pool
 from kvstore.segment import ALIGNMENT, Segment
 from kvstore.ssd import SsdTier
 from kvstore.store import Store
@@ -64,15 +65,24 @@ class FakeSlab:
         """of each"""
         self.num_reads = self.num_writes = self.num_at_once = self.most_at_once = 0
         self._lock = threading.Lock()
-        self._may_go_on = threading.Event()
-        self._may_go_on.set()
+        self._gate = threading.Event()
+        self._hanging: list[threading.Event] = []
+        self.go_on()
 
     def hang(self) -> None:
         """Reads and writes that begin from now on do not end before `go_on`."""
-        self._may_go_on.clear()
+        self._gate = threading.Event()
+        self._hanging.append(self._gate)
+
+    def hang_no_more(self) -> None:
+        """Those that hang already still do."""
+        self._gate = threading.Event()
+        self._gate.set()
 
     def go_on(self) -> None:
-        self._may_go_on.set()
+        self.hang_no_more()
+        while self._hanging:
+            self._hanging.pop().set()
 
     def fail(self, error_code: int = errno.EIO) -> None:
         self.error = OSError(error_code, "it does not want to")
@@ -99,12 +109,13 @@ class FakeSlab:
         given_to_the_kernel[:] = self.bytes[slot * STRIDE_BYTES : (slot + 1) * STRIDE_BYTES]
 
     def _work(self) -> None:
+        gate = self._gate
         with self._lock:
             self.num_at_once += 1
             self.most_at_once = max(self.most_at_once, self.num_at_once)
         try:
             time.sleep(self.delay_s)
-            assert self._may_go_on.wait(DEADLINE_S)
+            assert gate.wait(DEADLINE_S)
             if self.error is not None:
                 raise self.error
         finally:
