@@ -19,18 +19,19 @@ from kvstore.connections import Place, PoolConnection, RemoteCall
 from kvstore.frames import encode
 from kvstore.messages import (
     MAX_MESSAGE_BYTES,
-    Commit,
     Connect,
     Connected,
+    Done,
     EndLease,
     FromPool,
     LeaseBlocks,
     Leased,
     Notice,
+    SealBlocks,
 )
 from kvstore.pages import PageState
 from kvstore.segment import Segment
-from messenger.checksums import CHECKSUM_BYTES, copy_layers, layer_checksums
+from messenger.checksums import copy_layers, layer_checksums
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import PoolError
 
@@ -39,8 +40,6 @@ _BUFFER_BYTES = 1 << 22
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _COPY_LEASE_S = 30.0
 """longer than copying one batch takes; should it not be, the checksums tell"""
-_COMMIT_BYTES = 1 << 17
-"""checksums in one message"""
 _POPULATED_BYTES = 64 * 1024
 """pages at least so large are mapped at once, not by a fault every 4 KiB"""
 
@@ -225,22 +224,18 @@ class MappedConnection(PoolConnection):
             self._put_part(keys[part], blocks[part], timeout_s)
 
     def _put_part(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
-        layers = range(self.layout.num_layers)
+        layers, layer_bytes = range(self.layout.num_layers), self.layout.layer_bytes
         reservation = self.reserve(keys, timeout_s)
         try:
-            written = [
-                (page.page, copy_layers(block, self.mapping.view(page.page, layers), self.layout.layer_bytes))
+            checksums = [
+                copy_layers(block, self.mapping.view(page.page, layers), layer_bytes)
                 for page, block in zip(reservation.blocks, blocks, strict=True)
                 if not page.sealed
             ]
-            stride = max(1, _COMMIT_BYTES // (CHECKSUM_BYTES * len(layers)))
-            for start in range(0, len(written), stride):
-                pages, checksums = zip(*written[start : start + stride], strict=True)
-                self.notify(
-                    Commit(reservation.reservation_id, 0, len(layers), list(pages), b"".join(checksums))
-                )
-        finally:
+            self.call(SealBlocks(self.next_id(), reservation.reservation_id, b"".join(checksums)), Done)
+        except BaseException:
             self.release(reservation.reservation_id)
+            raise
 
 
 def _file_of(fd: int) -> tuple[int, int]:

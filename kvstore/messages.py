@@ -88,6 +88,17 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     checksums: bytes
 
 
+class SealBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Every page of this reservation that was not sealed has been written: seal them, then release it.
+
+    `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Answered by `Done`.
+    """
+
+    call_id: int
+    reservation_id: int
+    checksums: bytes
+
+
 class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
     """What the reservation's keys from `first_block` on stand for: little-endian uint32 token ids.
 
@@ -371,6 +382,7 @@ Call = (
     Attach
     | Connect
     | ReservePages
+    | SealBlocks
     | OpenGrant
     | StartSend
     | Waiting

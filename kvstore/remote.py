@@ -30,6 +30,7 @@ from kvstore.messages import (
     GotBlocks,
     Prefetch,
     PutBlocks,
+    SealBlocks,
     ToPool,
     ToRemotePool,
 )
@@ -167,7 +168,7 @@ class _Client:
             raise PoolError(f"a message cannot be read: {str(error)[:200]}") from error
 
     def _handle(self, message: ToPool) -> None:
-        if isinstance(message, Commit | DescribeTokens):
+        if isinstance(message, Commit | SealBlocks | DescribeTokens):
             raise PoolError(f"{type(message).__name__} is for those who have the pool's memory mapped")
         self._num_unanswered += not isinstance(message, EndLease | Prefetch)
         if self._num_unanswered > _MOST_UNANSWERED:

@@ -46,6 +46,7 @@ from kvstore.messages import (
     RemoveBlocks,
     ReservedBlock,
     ReservePages,
+    SealBlocks,
     StartSend,
     Stats,
     ToPool,
@@ -161,6 +162,8 @@ class Session:
                 return Count(call_id, self._store.remove(keys if keys is None else _checked(keys)))
             case ListBlocks(call_id, cursor, max_blocks):
                 return list_blocks(self._store, call_id, cursor, min(max_blocks, _MOST_LISTED))
+            case SealBlocks():
+                self._seal(call)
             case OpenGrant(call_id, reservation_id):
                 return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))
             case StartSend():
@@ -263,6 +266,21 @@ class Session:
             self._pool.arrived(reservation, block, layers, checksums)
         if commit.reservation_id in self._sends:
             self._sends[commit.reservation_id][0].wake()
+
+    def _seal(self, call: SealBlocks) -> None:
+        reservation = self._find(call.reservation_id)
+        blocks = [block for block in reservation.blocks if not block.found]
+        layers = range(self._store.segment.layout.num_layers)
+        stride = len(layers) * CHECKSUM_BYTES
+        if len(call.checksums) != stride * len(blocks):
+            raise PoolError(f"{len(blocks)} pages came with {len(call.checksums)} bytes of checksums")
+        for block in blocks:
+            if block.arrived or self._store.grants.is_granted(reservation, block.page):
+                raise PoolError(f"page {block.page} of {call.reservation_id} is being written otherwise")
+        for position, block in enumerate(blocks):
+            checksums = call.checksums[position * stride : (position + 1) * stride]
+            self._pool.arrived(reservation, block, layers, checksums)
+        self.release(call.reservation_id, "its blocks are sealed")
 
     def _describe(self, described: DescribeTokens) -> None:
         reservation = self._pool.find_reservation(described.reservation_id)

@@ -581,17 +581,21 @@ class LeaseModel(RuleBasedStateMachine):
     # -- always -----------------------------------------------------------------------------------
 
     @invariant()
+    def all_is_well(self) -> None:
+        self.every_page_is_accounted_for()
+        self.what_somebody_relies_on_is_where_it_was()
+        self.nothing_was_lost()
+        self.counts_are_right()
+
     def every_page_is_accounted_for(self) -> None:
         assert self.pool.check_integrity() is None
         assert self.pool.orphans() == []
 
-    @invariant()
     def what_somebody_relies_on_is_where_it_was(self) -> None:
         for page, generation in self.relied_on():
             assert self.table.generation(page) == generation
             assert self.table.state(page) is not PageState.FREE
 
-    @invariant()
     def counts_are_right(self) -> None:
         used = {page for page, _ in self.relied_on()}
         num_former = sum(self.table.state(page) is PageState.QUARANTINED for page in range(NUM_PAGES))
@@ -600,9 +604,8 @@ class LeaseModel(RuleBasedStateMachine):
         assert self.pool.num_leases == len(self.leases)
         assert self.pool.num_pins == len(self.hard) + len(self.soft)
 
-    @invariant()
     def nothing_was_lost(self) -> None:
-        """Runs after the step: compares with what was in DRAM before it."""
+        """Compares with what was in DRAM before the step."""
         now = dict(self.pool.shelf.index)
         lost = self.in_dram.keys() - now.keys() - self.gone
         for key in lost:
@@ -617,4 +620,4 @@ class LeaseModel(RuleBasedStateMachine):
 
 
 TestLeasesAgainstModel = LeaseModel.TestCase
-TestLeasesAgainstModel.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestLeasesAgainstModel.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

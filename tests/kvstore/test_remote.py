@@ -36,6 +36,7 @@ from kvstore.messages import (
     PutBlocks,
     Reservation,
     ReservePages,
+    SealBlocks,
     Stats,
 )
 from kvstore.service import Service
@@ -207,6 +208,7 @@ def test_new_pool_takes_no_impossible_layout(tmp_path: Path, sizes: dict[str, in
     [
         (GetStats(1, False), 5, "GetStats came with a payload"),
         (Commit(1, 0, 1, [0], bytes(8)), 0, "Commit is for those who have the pool's memory mapped"),
+        (SealBlocks(1, 1, b""), 0, "SealBlocks is for those who have the pool's memory mapped"),
         (put_of(keys_of(2))[0], SIZE, f"2 blocks of {SIZE} bytes came with a payload of {SIZE} bytes"),
         (put_of(keys_of(1))[0], 1 << 60, f"came with a payload of {1 << 60} bytes"),
         (PutBlocks(1, [], b"", 1), 0, "0 blocks in one message"),

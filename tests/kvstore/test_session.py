@@ -10,11 +10,13 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 import pytest
 
+from kvstore import listing
 from kvstore import store as store_module
 from kvstore.listing import pool_stats, verify_block
 from kvstore.messages import (
@@ -47,6 +49,7 @@ from kvstore.messages import (
     RemoveBlocks,
     Reservation,
     ReservePages,
+    SealBlocks,
     StartSend,
     Stats,
     ToPool,
@@ -57,8 +60,9 @@ from kvstore.messages import (
 from kvstore.pages import record_bytes
 from kvstore.segment import ALIGNMENT
 from kvstore.session import Session, User
+from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey
-from mooncake.errors import PoolError
+from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages import Grant, GrantedPage, KVCleared, MessengerAddress, PoolStats, Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node, prompt_keys, run
 from tests.kvstore.tiers import FakeSlab, Running, block_of, checksums_of, key_of, running, until
@@ -615,6 +619,34 @@ def test_verifying_reports_and_drops_the_damaged_copy_of_each_tier() -> None:
     run(test())
 
 
+def test_block_that_is_being_verified_keeps_its_page_even_when_nobody_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(layers: memoryview, layer_bytes: int) -> bytes:
+        has_begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return layer_checksums(layers, layer_bytes)
+
+    monkeypatch.setattr(listing, "layer_checksums", slowly)
+
+    async def test() -> None:
+        async with running(1) as r:
+            await r.put(key_of(1))
+            async with session(r) as (user, answers):
+                user.handle(VerifyBlocks(1, [key_of(1)]))
+                await until(has_begun.is_set)
+            assert answers.all == {}
+            with pytest.raises(PoolFullError):
+                r.pool.reserve(1, [], 1)
+            may_end.set()
+            await until(r.is_settled)
+            assert r.read(key_of(1)) == block_of(key_of(1))
+
+    run(test())
+
+
 def test_block_that_comes_to_a_page_after_a_damaged_one_was_found_there_is_not_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -780,3 +812,29 @@ def test_everything_can_be_removed_at_once() -> None:
             assert list(r.store.snapshot()) == [(Tier.DRAM, []), (Tier.SSD, [])]
 
     run(test())
+
+
+def test_blocks_are_sealed_all_at_once_or_not_at_all(join: Join) -> None:
+    user = join()
+    checksums = bytes(8 * LAYOUT.num_layers)
+    stored = user.put(KEYS[0])
+    reservation = user.call(ReservePages(1, KEYS[:3], 0))
+    assert isinstance(reservation, Reservation)
+    for wrong in (b"", checksums, 3 * checksums):
+        refused = user.call(SealBlocks(1, reservation.reservation_id, wrong))
+        assert isinstance(refused, CallFailed)
+        assert f"2 pages came with {len(wrong)} bytes of checksums" in refused.message
+    user.tell(Commit(reservation.reservation_id, 0, 1, [reservation.blocks[1].page], bytes(8)))
+    begun = user.call(SealBlocks(1, reservation.reservation_id, 2 * checksums))
+    assert isinstance(begun, CallFailed)
+    assert "is being written otherwise" in begun.message
+    assert user.call(Release(1, reservation.reservation_id)) == Done(1)
+    again = user.call(ReservePages(1, KEYS[:3], 0))
+    assert isinstance(again, Reservation)
+    assert user.call(SealBlocks(1, again.reservation_id, 2 * checksums)) == Done(1)
+    unknown = user.call(SealBlocks(1, again.reservation_id, b""))
+    assert isinstance(unknown, CallFailed)
+    assert "unknown or was released" in unknown.message
+    user.call(Release(1, stored.reservation_id))
+    stats = user.stats()
+    assert (stats.num_sealed, stats.num_used) == (3, 0)
