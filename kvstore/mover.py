@@ -124,19 +124,20 @@ class Mover:
             self._promotion_timeout_s, self._stop_counting_on, page
         )
         try:
-            is_held = await self._ssd.store(
+            # It may have been removed, even stored anew elsewhere, before this task began.
+            is_held = pool.find(key) == page and await self._ssd.store(
                 key, self._segment.stride_view(page), checksums, position, num_uses
             )
         finally:
             overdue.cancel()
             self._demoting.discard(page)
             pool.unhold(page, used=False)
-        if not is_held:
+        if pool.find(key) != page:
+            if is_held:
+                self._ssd.forget(key)  # found damaged while it was being written
+        elif not is_held:
             self._pause()
-            return
-        if pool.find(key) is None:
-            self._ssd.forget(key)  # removed or found damaged while it was being written
-        elif pool.shelf.is_idle(page) and pool.find(key) == page and pool.is_disposable(page):
+        elif pool.shelf.is_idle(page) and pool.is_disposable(page):
             if pool.shelf.num_free < self._num_target:
                 pool.evict(page)
             pool.room_changed()

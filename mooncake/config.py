@@ -317,7 +317,7 @@ def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str], fil
         )
         path = next((key for key in leaf_keys() if path[: len(key)] == key), path)
         origin = origins.get(path, str(file) if file is not None else "default")
-        if not path:  # the keys do not go together
+        if problem["type"] == "value_error":  # keys that do not go together, named in the message
             lines.append(problem["msg"].removeprefix("Value error, "))
         elif problem["type"] == "model_type":
             lines.append(f"{'.'.join(path)}: expected keys and values, found {problem['input']!r} ({origin})")

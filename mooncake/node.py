@@ -47,7 +47,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         )
         config = config.model_copy(update={"conductor": conductor})
     instances = _instances(config, run_dir)
-    _check_memory(config, len(instances))
+    _check_memory(config, [name for name, _ in instances])
     specs = [_conductor(config)] if config.role in ("all", "conductor") else []
     for index, (name, role) in enumerate(instances):
         # Sockets are numbered: a host's name may be longer than a socket's path.
@@ -69,13 +69,15 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
     return [(name, Role(config.role))]
 
 
-def _check_memory(config: Config, num_instances: int) -> None:
+def _check_memory(config: Config, instances: list[str]) -> None:
     """Taking more memory than there is would not fail: it would get some process killed."""
-    wanted = num_instances * int(config.kvcache.pool_bytes)
+    kept_in = config.kvcache.segment_dir
+    new = [name for name in instances if kept_in is None or not _segment_path(kept_in, name).exists()]
+    wanted = len(new) * int(config.kvcache.pool_bytes)
     available = _available_bytes()
     if available is not None and wanted > available:
         raise ConfigError(
-            f"kvcache.pool_bytes: the pools of {num_instances} instances take {wanted / GIB:.1f} GiB, "
+            f"kvcache.pool_bytes: the pools of {len(new)} instances take {wanted / GIB:.1f} GiB, "
             f"{available / GIB:.1f} GiB of memory are available on this node"
         )
 
@@ -161,9 +163,13 @@ def create_segment(name: str, size_bytes: int, directory: Path | None = None) ->
     is kept, and no other live process may use it.
     """
     if directory is not None:
-        return _segment_file(directory / f"{name}.segment", size_bytes)
+        return _segment_file(_segment_path(directory, name), size_bytes)
     descriptor = os.memfd_create(f"mooncake-{name}")
     return _allocated(descriptor, size_bytes, f"shared memory for {name}")
+
+
+def _segment_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.segment"
 
 
 def _segment_file(path: Path, size_bytes: int) -> int:

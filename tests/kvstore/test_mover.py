@@ -12,7 +12,7 @@ from mooncake.blocks import BlockKey
 from mooncake.errors import PoolFullError
 from mooncake.messages import Tier
 from tests.kvstore.nodes import run
-from tests.kvstore.tiers import FakeSlab, Running, block_of, key_of, running, until
+from tests.kvstore.tiers import LAYOUT, FakeSlab, Running, block_of, checksums_of, key_of, running, until
 
 KEYS = [key_of(number) for number in range(1, 400)]
 TIMEOUT_S = 0.05
@@ -487,6 +487,26 @@ def test_block_that_is_removed_and_stored_again_while_it_is_demoted_stays() -> N
             slab.go_on()
             r.pool.release((await waiting).reservation_id)
             assert await r.get(KEYS[0]) == block_of(KEYS[0])
+
+    run(test())
+
+
+def test_block_that_is_replaced_before_its_demotion_has_begun_is_not_mixed_up_with_the_new_one() -> None:
+    async def test() -> None:
+        async with running(4, FakeSlab(20)) as r:
+            await r.put(KEYS[0])
+            with pytest.raises(PoolFullError):
+                r.pool.reserve(1, [], 4)
+            r.mover._make_room()  # decides to demote it
+            r.mover.remove(KEYS[0])
+            reservation = r.pool.reserve(1, [KEYS[0]], 0)
+            block, other = reservation.blocks[0], block_of(KEYS[1])
+            r.store.segment.page_view(block.page)[:] = other
+            r.pool.arrived(reservation, block, range(LAYOUT.num_layers), checksums_of(KEYS[1]))
+            r.pool.release(reservation.reservation_id)
+            await settled(r)
+            await pushed_out(r, KEYS[0])
+            assert await r.get(KEYS[0]) == other
 
     run(test())
 

@@ -1,0 +1,138 @@
+"""What a node is made of: memory that outlives processes, and addresses that do not clash."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mooncake.config import Config, KVCacheConfig, load_config
+from mooncake.errors import ConfigError
+from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
+from mooncake.node import create_segment, plan_node
+from mooncake.rundir import RunDirectory
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return RunDirectory()
+
+
+def test_memory_in_a_file_is_found_again(tmp_path: Path) -> None:
+    first = create_segment("decode-0", SIZE, tmp_path)
+    os.pwrite(first, b"kept", SIZE - 4)
+    os.close(first)
+    second = create_segment("decode-0", SIZE, tmp_path)
+    assert os.pread(second, 4, SIZE - 4) == b"kept"
+    os.close(second)
+
+
+def test_memory_of_another_size_is_refused_and_kept(tmp_path: Path) -> None:
+    os.close(create_segment("decode-0", SIZE, tmp_path))
+    with pytest.raises(ConfigError, match=rf"decode-0.segment has {SIZE} bytes, .* is {2 * SIZE}"):
+        create_segment("decode-0", 2 * SIZE, tmp_path)
+    assert (tmp_path / "decode-0.segment").stat().st_size == SIZE
+
+
+def test_memory_of_a_live_process_is_refused_by_its_pid(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mooncake.node import create_segment;"
+        f"create_segment('d', {SIZE}, Path({str(tmp_path)!r})); print('here', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "here\n"
+        with pytest.raises(
+            ConfigError, match=f"belongs to the live process {owner.pid}, this is {os.getpid()}"
+        ):
+            create_segment("d", SIZE, tmp_path)
+        owner.kill()
+        owner.wait()
+    os.close(create_segment("d", SIZE, tmp_path))
+
+
+def test_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kvcache.segment_dir: cannot use .*missing.*: No such file"):
+        create_segment("d", SIZE, tmp_path / "missing")
+
+
+def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirectory) -> None:
+    kvcache = KVCacheConfig(
+        pool_bytes=SIZE, listen="0.0.0.0:7100", vllm_events="tcp://*:5557", vllm_replay="tcp://*:6557"
+    )
+    specs = plan_node(Config(kvcache=kvcache, num_decode=2), run_directory)
+    messengers = [json.loads(spec.config(1)) for spec in specs if spec.name.endswith("/messenger")]
+    told = [
+        (m["kvcache"]["listen"], m["kvcache"]["vllm_events"], m["kvcache"]["vllm_replay"]) for m in messengers
+    ]
+    assert told == [
+        (f"0.0.0.0:{7100 + index}", f"tcp://*:{5557 + index}", f"tcp://*:{6557 + index}")
+        for index in range(3)
+    ]
+    assert len({endpoint for m in messengers for endpoint in m["event_endpoints"]}) == 6
+
+
+def test_memory_that_is_there_already_is_not_asked_for_again(
+    run_directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE, segment_dir=tmp_path))
+    for spec in plan_node(config, run_directory):
+        for descriptor in spec.pass_fds:
+            os.close(descriptor)
+    monkeypatch.setattr("mooncake.node._available_bytes", lambda: SIZE // 2)
+    assert len(plan_node(config, run_directory)) == 5
+    (tmp_path / "decode-0.segment").unlink()
+    with pytest.raises(ConfigError, match="the pools of 1 instances take"):
+        plan_node(config, run_directory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({("kvcache", "low_watermark"): "0.3"}, "kvcache.low_watermark 0.3 is above high_watermark 0.05"),
+        ({("kvcache", "vllm_replay"): "tcp://*:1"}, "kvcache.vllm_replay has no effect without vllm_events"),
+        ({("kvcache", "eviction"): "fifo"}, "kvcache.eviction: .*'lru', 'lfu' or 'length_aware'.*'fifo'"),
+        ({("kvcache", "listen"): "7100"}, "kvcache.listen: .*'7100'"),
+        (
+            {("role",): "decode", ("kvcache", "ssd_dirs"): "/ssd"},
+            "kvcache.ssd_dirs keeps files by the name of the instance",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(flags: dict[tuple[str, ...], str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, {}, flags)
+
+
+def test_directories_are_given_as_one_string_or_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("kvcache: {ssd_dirs: [/a, /b]}")
+    expected = [Path("/a"), Path("/b")]
+    assert load_config(file, {}, {}).kvcache.ssd_dirs == expected
+    assert load_config(None, {"MOONCAKE_KVCACHE_SSD_DIRS": "/a,/b"}, {}).kvcache.ssd_dirs == expected
+
+
+@pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 8192])
+def test_mapping_begins_where_a_huge_page_does_and_lasts_as_long_as_its_views(size_bytes: int) -> None:
+    descriptor = os.memfd_create("test")
+    os.posix_fallocate(descriptor, 0, size_bytes)
+    maps_before = Path("/proc/self/maps").read_text().count("memfd:test")
+    memory = MappedFile(descriptor, size_bytes)
+    view = memory.view
+    assert len(view) == size_bytes
+    view[-1] = 7
+    assert os.pread(descriptor, 1, size_bytes - 1) == b"\x07"
+    line = next(line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:test" in line)
+    assert int(line.split("-")[0], 16) % HUGE_PAGE_BYTES == 0
+    os.close(descriptor)
+    del memory
+    assert view[-1] == 7
+    del view
+    assert Path("/proc/self/maps").read_text().count("memfd:test") == maps_before
