@@ -3,8 +3,9 @@
     .venv/bin/python -m benchmarks.hit_rate TRACE.jsonl.gz
 
 Replays the trace through the pool's own code with tiny pages: each request reserves the blocks of its prompt,
-stores those that were not there, and leaves. The trace has one line a request, with `input_length` (tokens)
-and `hash_ids`, one id for each 512-token block of the prompt; equal ids mean equal prefixes.
+stores those that were not there, and leaves; below the low watermark room is made up to the high one, as
+configured by default. The trace has one line a request, with `input_length` (tokens) and `hash_ids`, one id
+for each 512-token block of the prompt; equal ids mean equal prefixes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from kvstore.pages import PageTable
 from kvstore.pool import Pool
 from mooncake.blocks import KEY_BYTES
-from mooncake.config import EvictionPolicy
+from mooncake.config import EvictionPolicy, KVCacheConfig
 
 BLOCK_TOKENS = 512
 CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)
@@ -52,7 +53,7 @@ def main() -> None:
         cells = []
         for capacity in CAPACITIES:
             started_s = time.monotonic()
-            rate = replay(prompts, policy, capacity or num_unique)
+            rate = replay(prompts, policy, capacity or 2 * num_unique)
             cells.append(f"{rate.blocks:.3f} ({rate.tokens:.3f})")
             print(f"{policy} {capacity}: {time.monotonic() - started_s:.1f} s", file=sys.stderr)
         print(f"| {policy} | " + " | ".join(cells) + " |", flush=True)
@@ -70,6 +71,7 @@ def read_trace(path: Path) -> list[Prompt]:
 def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) -> HitRate:
     """One pool of `num_pages` for all requests, one after the other."""
     pool = Pool(PageTable.in_memory(num_pages, 1), policy=policy)
+    watermarks = KVCacheConfig()
     num_hits = num_blocks = num_hit_tokens = num_tokens = 0
     for prompt in prompts:
         reservation = pool.reserve(1, prompt.keys, 0)
@@ -83,6 +85,8 @@ def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) ->
             if not block.found:
                 pool.arrived(reservation, block, range(1), bytes(8))
         pool.release(reservation.reservation_id)
+        if pool.shelf.num_free < int(watermarks.low_watermark * num_pages):
+            pool.make_room(int(watermarks.high_watermark * num_pages))
     return HitRate(num_hits / num_blocks, num_hit_tokens / num_tokens)
 
 

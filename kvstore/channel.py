@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvstore.frames import encode
 from kvstore.messages import MAX_MESSAGE_BYTES, Detached
 from mooncake.errors import PoolError
 
@@ -27,7 +28,6 @@ _PEERCRED = struct.Struct("3i")
 _MOST_MESSAGES_AT_ONCE = 16
 _Ancillary = tuple[int, int, Any]
 
-_encoder = msgspec.msgpack.Encoder()
 Incoming = TypeVar("Incoming")
 
 
@@ -45,7 +45,7 @@ class Channel(Generic[Incoming]):
 
     async def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Raises PoolError if the message is too large, ConnectionError if the other side is gone."""
-        data, ancillary = _encode(message), _passing(fd)
+        data, ancillary = encode(message), _passing(fd)
         async with self._send_lock:
             while self._is_open:
                 try:
@@ -142,7 +142,7 @@ class Connection(Generic[Incoming]):
 
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Never waits. Raises PoolError if the message is too large; what can be sent no more is dropped."""
-        packet = _encode(message)
+        packet = encode(message)
         if not self.ended.done():
             self._outbox.append((packet, _passing(fd)))
             if len(self._outbox) == 1:
@@ -154,6 +154,8 @@ class Connection(Generic[Incoming]):
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()
+            self._outbox.clear()
+            self._buffer = memoryview(b"")  # large, and a cycle through the session may keep this object
             self.ended.set_result(None)
 
     def peer_is_gone(self) -> bool:
@@ -189,7 +191,7 @@ class Connection(Generic[Incoming]):
                 self._loop.remove_reader(self._sock)
                 self._loop.add_writer(self._sock, self._resume)
                 return
-            except ConnectionError:
+            except OSError:
                 self.close()
                 return
             self._outbox.popleft()
@@ -208,16 +210,6 @@ def _set_up(sock: socket.socket) -> None:
 
 def _passing(fd: int | None) -> list[_Ancillary]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
-
-
-def _encode(message: msgspec.Struct) -> bytes:
-    packet = _encoder.encode(message)
-    if len(packet) > MAX_MESSAGE_BYTES:
-        raise PoolError(
-            f"a {type(message).__name__} message takes {len(packet)} bytes,"
-            f" the limit is {MAX_MESSAGE_BYTES}; name fewer blocks at once"
-        )
-    return packet
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Incoming]", packet: memoryview) -> Incoming:

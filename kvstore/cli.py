@@ -108,7 +108,10 @@ class _Rows:
 
     def __init__(self, columns: Sequence[str], *, as_json: bool) -> None:
         self._as_json = as_json
-        self._table = rich.table.Table(*columns) if sys.stdout.isatty() and not as_json else None
+        self._table = rich.table.Table() if sys.stdout.isatty() and not as_json else None
+        if self._table is not None:
+            for column in columns:
+                self._table.add_column(column, overflow="fold")
         if self._table is None and not as_json:
             print(*columns, sep="\t")
 
@@ -135,17 +138,30 @@ class _Rows:
 
 
 def _stats(options: argparse.Namespace, pools: _Pools) -> int:
-    columns = ("instance", "tier", "blocks", "of", "MiB", "hits", "evicted", "in use", "pins", "state")
+    columns = (
+        "instance",
+        "tier",
+        "blocks",
+        "of",
+        "MiB",
+        "hits",
+        "evicted",
+        "in use",
+        "pins",
+        "state",
+        "address",
+    )
     is_sound = True
     with _Rows(columns, as_json=options.json) as rows:
         for pool in pools:
-            for instance, stats in pool.stats(check_integrity=True).items():
+            for instance, stats in pool.stats(check_integrity=options.check).items():
                 is_sound &= stats.integrity is None
                 if options.json:
-                    rows.add((), {"instance": instance, **msgspec.to_builtins(stats)})
+                    facts = {"instance": instance, "address": pool.addresses[0]}
+                    rows.add((), {**facts, **msgspec.to_builtins(stats)})
                 else:
                     for tier in stats.tiers:
-                        rows.add(_tier_cells(instance, tier, stats), {})
+                        rows.add([*_tier_cells(instance, tier, stats), pool.addresses[0]], {})
     return 0 if is_sound else FAILED
 
 
@@ -203,19 +219,25 @@ def _layers(wanted: tuple[int, int] | None, num_layers: int) -> range:
 
 def _verify(options: argparse.Namespace, pools: _Pools) -> int:
     num_damaged = 0
-    with _Rows(("instance", "intact", "damaged"), as_json=options.json) as rows:
+    with _Rows(("instance", "intact", "damaged", "unread"), as_json=options.json) as rows:
         for pool in pools:
             ((instance, stats),) = pool.stats().items()
-            num_intact, damaged = _verify_pool(pool, instance, stats)
+            num_intact, damaged, num_unread = _verify_pool(pool, instance, stats)
             num_damaged += len(damaged)
             keys = [key.hex() for key in damaged]
-            facts: dict[str, object] = {"instance": instance, "num_intact": num_intact, "damaged": keys}
-            rows.add((instance, num_intact, ", ".join(keys) or "none"), facts)
+            facts: dict[str, object] = {
+                "instance": instance,
+                "num_intact": num_intact,
+                "damaged": keys,
+                "num_unread": num_unread,
+            }
+            rows.add((instance, num_intact, ", ".join(keys) or "none", num_unread), facts)
     return FAILED if num_damaged else 0
 
 
-def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[int, list[BlockKey]]:
-    """How many blocks are intact, and the keys of which a copy was damaged."""
+def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[int, list[BlockKey], int]:
+    """How many blocks are intact, the keys of which a copy was damaged, and how many blocks have gone
+    meanwhile or have a copy that cannot be read now."""
     num_intact, damaged = 0, []
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -230,7 +252,7 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
             damaged += found.damaged
             seen.update(some_keys)
             progress.advance(task, len(some_keys))
-    return num_intact, damaged
+    return num_intact, damaged, len(seen) - num_intact - len(damaged)
 
 
 def _drop(options: argparse.Namespace, pools: _Pools) -> int:
@@ -314,7 +336,13 @@ def _parser() -> argparse.ArgumentParser:
         subparser.set_defaults(command=command)
         return subparser
 
-    add("stats", _stats, "show what pools hold and whether every page is accounted for")
+    stats = add("stats", _stats, "show what pools hold and whether every page is accounted for")
+    stats.add_argument(
+        "--check",
+        action="store_true",
+        help="have every page looked at now, which holds the pool up for a moment; default: what the pool"
+        " found when it was last idle",
+    )
     add("ls", _ls, "list blocks")
     get = add("get", _get, "write a block, or some layers of it, to a file")
     get.add_argument("key", type=_key, metavar="KEY_HEX")

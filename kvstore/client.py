@@ -53,7 +53,8 @@ Answer = TypeVar("Answer")
 
 
 class Verification(NamedTuple):
-    """`damaged`: keys of which a copy was dropped."""
+    """`damaged`: keys of which a copy was dropped. Blocks that have gone, or have a copy that cannot be read
+    now, are in neither."""
 
     num_intact: int
     damaged: list[BlockKey]
@@ -64,7 +65,8 @@ class KVCachePool:
 
     Keys have 16 bytes, blocks the `block_bytes` of the layout. The first pool is where puts go and where is
     looked first; the others are asked for what it lacks. A pool that does not answer counts as one that has
-    nothing, and is tried again about a second later; if none answers, the call raises PoolError.
+    nothing, and is tried again about a second later; if none answers, the call raises PoolError, or
+    MismatchError if one of them has come back with other blocks.
     """
 
     def __init__(self, holders: Holders, fingerprint: str, layout: KVLayout) -> None:
@@ -87,6 +89,7 @@ class KVCachePool:
         another.
 
         `fingerprint` and `layout` say what the caller's blocks are; by default they are what the pools hold.
+        With both given, a pool that is new and answers now is formatted for them.
         A pool that answers nothing for `timeout_s`, now or later, counts as gone.
 
         Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if none answers;
@@ -98,28 +101,34 @@ class KVCachePool:
             raise ConfigError(
                 f"a timeout of {timeout_s} s; it must be positive, at most {LONGEST_WAIT_S:g} s"
             )
-        holders, reasons = [], []
+        holders, lost = [], []
+        may_format = fingerprint is not None and layout is not None
         for place in map(Place.parse, addresses):
             holder = Holder(place, fingerprint, layout, timeout_s)
             holders.append(holder)
             try:
-                holder.connect()
+                holder.connect(may_format=may_format)
             except Unreachable as error:
-                reasons.append(str(error))
+                lost.append(error)
             except BaseException:
                 for opened in holders:
                     opened.close()
                 raise
             fingerprint, layout = holder.fingerprint, holder.layout
-        if len(reasons) == len(holders):
-            raise nobody_answers(reasons)
-        for reason in reasons:
+        if len(lost) == len(holders):
+            raise nobody_answers(lost)
+        for reason in lost:
             log.warning("one of %d pools does not answer and is tried again: %s", len(holders), reason)
         assert fingerprint is not None
         assert layout is not None
         for holder in holders:
             holder.fingerprint, holder.layout = fingerprint, layout
         return cls(Holders(holders), fingerprint, layout)
+
+    @property
+    def addresses(self) -> list[str]:
+        """As given to `connect`, in the order in which they are asked."""
+        return [holder.place.text for holder in self._holders.all]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -269,7 +278,11 @@ class KVCachePool:
     # -- looking after pools ----------------------------------------------------------------------
 
     def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
-        """Of every pool that answers, by instance. `check_integrity` looks at every page."""
+        """Of every pool that answers, by instance.
+
+        `check_integrity` looks at every page now, and holds the pool up meanwhile; by default `integrity` and
+        `num_orphaned` are those of its last look, which it takes when idle.
+        """
         self._check([])
 
         def ask(connection: PoolConnection) -> tuple[str, PoolStats]:
@@ -282,12 +295,12 @@ class KVCachePool:
         """Every copy of every block, with its instance. Those that come and go meanwhile may be missed, or
         named twice."""
         self._check([])
-        lost: list[str] = []
+        lost: list[Unreachable] = []
         for holder in self._holders.all:
             try:
                 yield from _list_blocks(holder)
             except Unreachable as error:
-                lost.append(str(error))
+                lost.append(error)
         if len(lost) == len(self._holders.all):
             raise nobody_answers(lost)
 

@@ -60,8 +60,13 @@ class Place(NamedTuple):
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(text, text.removeprefix("unix:"), None)
         host, _, port = text.removeprefix("tcp://").rpartition(":")
+        if text.startswith("tcp://") and ":" in host:
+            raise ConfigError(
+                f"{text!r} is an IPv6 address, or none; pools listen on IPv4 only: name the host, or its IPv4"
+                " address"
+            )
         if text.startswith("tcp://") and host and port.isdecimal() and 0 < int(port) < 65536:
-            return cls(text, None, (host.strip("[]"), int(port)))
+            return cls(text, None, (host, int(port)))
         raise ConfigError(f"a pool's address is unix:/path/of.sock or tcp://host:port, not {text!r}")
 
 

@@ -20,7 +20,7 @@ from kvstore.connections import Place, PoolConnection
 from kvstore.mapped import MappedConnection, Mapping
 from kvstore.streamed import StreamedConnection
 from mooncake.blocks import KVLayout
-from mooncake.errors import MooncakeError, PoolError
+from mooncake.errors import MismatchError, MooncakeError, PoolError
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,12 @@ Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """This pool does not answer now. The message says why."""
+    """This pool does not answer now, or holds other blocks than before. The message says why."""
+
+    def __init__(self, place: Place, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.place = place
+        self.reason = reason
 
 
 class Holder:
@@ -45,7 +50,7 @@ class Holder:
         self.fingerprint = fingerprint
         self.layout = layout
         self._timeout_s = timeout_s
-        self._lost: str | None = None
+        self._lost: Exception | None = None
         """why it counts as lost; None while it is there"""
         self._retry_at_s = 0.0
         self._attempt: threading.Thread | None = None
@@ -59,16 +64,16 @@ class Holder:
         self._mapping: Mapping | None = None
         self._is_closed = False
 
-    def connect(self) -> None:
-        """Makes the first connection and learns what the pool holds.
+    def connect(self, *, may_format: bool) -> None:
+        """Makes the first connection and learns what the pool holds, or lets it be formatted.
 
         Raises Unreachable, and what the pool refuses with.
         """
         try:
-            connection = self._open(self._timeout_s)
+            connection = self._open(self._timeout_s, may_format=may_format)
         except OSError as error:
-            self._lost = str(error)
-            raise Unreachable(str(error)) from error
+            self._lost = error
+            raise Unreachable(self.place, error) from error
         self.fingerprint, self.layout = connection.fingerprint, connection.layout
         self._idle.append(connection)
 
@@ -92,7 +97,7 @@ class Holder:
                 self._discard(connection, unsettled=True)
                 if is_new or isinstance(error, TimeoutError):
                     self._lose(error)
-                    raise Unreachable(str(error)) from error
+                    raise Unreachable(self.place, error) from error
                 self._discard_idle()
             except BaseException:
                 self._discard(connection)
@@ -133,17 +138,29 @@ class Holder:
             except IndexError:
                 return  # another thread was faster
 
-    def _open(self, timeout_s: float) -> PoolConnection:
-        """A new connection, which takes over the serial of one that was lost."""
+    def _open(self, timeout_s: float, *, may_format: bool = False) -> PoolConnection:
+        """A new connection, which takes over the serial of one that was lost.
+
+        What was learned from a pool that has gone must not format its successor, which may be deployed for
+        another model: only the first connection may.
+        """
         with self._lock:
             serial = self._free_serials.pop() if self._free_serials else next(_serials)
             was_unsettled = self._num_unsettled > 0
             self._num_unsettled -= was_unsettled
         try:
             if self.place.tcp is not None:
-                return StreamedConnection.open(self.place, self.fingerprint, self.layout, serial, timeout_s)
+                return StreamedConnection.open(
+                    self.place, self.fingerprint, self.layout, serial, timeout_s, may_format=may_format
+                )
             connection = MappedConnection.open(
-                self.place, self.fingerprint, self.layout, serial, timeout_s, self._mapping
+                self.place,
+                self.fingerprint,
+                self.layout,
+                serial,
+                timeout_s,
+                self._mapping,
+                may_format=may_format,
             )
         except BaseException:
             with self._lock:
@@ -158,8 +175,8 @@ class Holder:
     def _connect(self, patiently: bool) -> PoolConnection:
         if self._lost is not None and (attempt := self._try_again(patiently)) is not None:
             attempt.join(2 * _RECONNECT_TIMEOUT_S if patiently else _MOMENT_S)
-        if self._lost is not None:
-            raise Unreachable(self._lost)
+        if (lost := self._lost) is not None:
+            raise Unreachable(self.place, lost)
         try:
             return self._idle.pop()
         except IndexError:
@@ -168,7 +185,7 @@ class Holder:
             return self._open(self._timeout_s)
         except (OSError, MooncakeError) as error:
             self._lose(error)
-            raise Unreachable(str(error)) from error
+            raise Unreachable(self.place, error) from error
 
     def _try_again(self, patiently: bool) -> threading.Thread | None:
         """The attempt to wait for, if any."""
@@ -194,15 +211,21 @@ class Holder:
             self._attempt = None
 
     def _lose(self, error: Exception) -> None:
-        if self._lost is None and not self._is_closed:
+        if isinstance(error, MismatchError):
+            if not isinstance(self._lost, MismatchError):
+                log.error("the pool at %s holds other blocks now and is not used: %s", self.place.text, error)
+        elif self._lost is None and not self._is_closed:
             log.warning("pool lost, its blocks count as not there: %s", error)
         self._retry_at_s = time.monotonic() + RETRY_S
-        self._lost = str(error)
+        self._lost = error
         self._discard_idle()
 
 
 class Holders:
-    """In the order in which they are asked. All methods raise PoolError if no pool answers."""
+    """In the order in which they are asked.
+
+    If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now.
+    """
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.all = list(holders)
@@ -229,7 +252,7 @@ class Holders:
                 return
 
     def _ask(self, use: Callable[[PoolConnection], Answer]) -> Iterator[Answer]:
-        lost: list[str] = []
+        lost: list[Unreachable] = []
         has_answer = False
         # Only when nobody else answers is a lost pool waited for.
         for patiently in (True,) if len(self.all) == 1 else (False, True):
@@ -237,7 +260,7 @@ class Holders:
                 try:
                     answer = holder.run(use, patiently=patiently)
                 except Unreachable as error:
-                    lost.append(str(error))
+                    lost.append(error)
                 else:
                     has_answer = True
                     yield answer
@@ -246,6 +269,10 @@ class Holders:
         raise nobody_answers(lost)
 
 
-def nobody_answers(reasons: Sequence[str]) -> PoolError:
-    """`reasons`: why, of each pool."""
-    return PoolError(f"no pool answers: {'; '.join(dict.fromkeys(reasons))}")
+def nobody_answers(lost: Sequence[Unreachable]) -> PoolError | MismatchError:
+    """What a call that finds no pool fails with: that one holds other blocks now is no passing trouble."""
+    for error in lost:
+        if isinstance(reason := error.reason, MismatchError):
+            advice = f"the pool at {error.place.text} holds other blocks than this client; connect again"
+            return MismatchError(reason.what, reason.ours, reason.theirs, advice)
+    return PoolError(f"no pool answers: {'; '.join(dict.fromkeys(map(str, lost)))}")

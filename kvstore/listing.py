@@ -4,15 +4,12 @@ Owns: how a store is described. Does not know: who asks.
 """
 
 import asyncio
-import mmap
 
 import numpy as np
 
 from kvstore.messages import BlockInfo, Listing
 from kvstore.pages import PageState
-from kvstore.segment import Segment
 from kvstore.shelf import Shelf
-from kvstore.ssd import SsdTier
 from kvstore.store import Store
 from messenger.checksums import layer_checksums
 from messenger.transports import Transport
@@ -22,7 +19,8 @@ from mooncake.messages import PoolStats, Tier, TierStats
 
 
 def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
-    """All counters. `check_integrity` looks at every page now."""
+    """All counters. `check_integrity` looks at every page now; else `integrity` and `num_orphaned` are those
+    of the last look."""
     if check_integrity:
         store.check()
     pool, traffic = store.pool, store.traffic
@@ -115,17 +113,22 @@ def _info(tier: Tier, shelf: Shelf, page: int) -> BlockInfo:
 
 
 async def verify_block(store: Store, key: BlockKey) -> bool | None:
-    """Whether all copies of a block match their checksums; those that do not are dropped. None: no copy."""
-    results = [await _verify_in_dram(store, key), await _verify_on_ssd(store, key)]
-    known = [result for result in results if result is not None]
-    return all(known) if known else None
+    """Whether all copies of a block match their checksums; those that do not are dropped. Counts as no use.
+
+    None: none is damaged, but one cannot be read now, or there is no copy.
+    """
+    results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
+    if False in results:
+        return False
+    return None if None in results or not results else True
 
 
-async def _verify_in_dram(store: Store, key: BlockKey) -> bool | None:
+async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
+    """Of the copy there, if there is one."""
     pool, segment = store.pool, store.segment
     page = pool.find(key)
     if page is None:
-        return None
+        return []
     expected = pool.table.checksums(page, range(pool.table.num_layers))
     reading = asyncio.get_running_loop().run_in_executor(
         None, layer_checksums, segment.page_view(page), segment.layout.layer_bytes
@@ -135,16 +138,9 @@ async def _verify_in_dram(store: Store, key: BlockKey) -> bool | None:
     is_intact = await asyncio.shield(reading) == expected
     if not is_intact and pool.find(key) == page:  # else it has gone meanwhile, and another may be there
         pool.drop(page)
-    return is_intact
+    return [is_intact]
 
 
-async def _verify_on_ssd(store: Store, key: BlockKey) -> bool | None:
-    if store.ssd is None or not store.ssd.holds(key):
-        return None
-    # Whoever asked may go, but the memory must stay until the disk has filled it.
-    return await asyncio.shield(_is_loadable(store.ssd, key, store.segment))
-
-
-async def _is_loadable(ssd: SsdTier, key: BlockKey, segment: Segment) -> bool:
-    with mmap.mmap(-1, segment.page_stride) as scratch, memoryview(scratch) as view:
-        return await ssd.load(key, view, segment.layout.layer_bytes) is not None
+async def _verify_on_ssd(store: Store, key: BlockKey) -> list[bool | None]:
+    """Of the copy on each disk that has one; None for those that cannot be read now."""
+    return await store.ssd.verify(key) if store.ssd is not None else []

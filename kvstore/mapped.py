@@ -101,8 +101,10 @@ class MappedConnection(PoolConnection):
         serial: int,
         timeout_s: float,
         known: Mapping | None,
+        *,
+        may_format: bool,
     ) -> "MappedConnection":
-        """Connects. `known` is used if it is this pool's segment.
+        """Connects. `known` is used if it is this pool's segment; a new pool is formatted if `may_format`.
 
         Raises OSError if nobody answers or there is no descriptor left, else what the pool refuses with.
         """
@@ -118,7 +120,8 @@ class MappedConnection(PoolConnection):
                 raise TimeoutError(f"{place.text} accepts no connection within {timeout_s:g} s") from None
             except OSError as error:
                 raise ConnectionRefusedError(f"nobody listens at {place.text}: {error}") from None
-            connection._greet(Connect(connection.next_id(), fingerprint, layout, serial), known)
+            connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
+            connection._greet(connect, known)
         except BaseException:
             connection.close()
             raise
@@ -233,6 +236,8 @@ class MappedConnection(PoolConnection):
                 if not page.sealed
             ]
             self.call(SealBlocks(self.next_id(), reservation.reservation_id, b"".join(checksums)), Done)
+        except OSError:  # nobody answers: the connection will be closed, which ends the reservation
+            raise
         except BaseException:
             self.release(reservation.reservation_id)
             raise

@@ -12,6 +12,7 @@ Owns: the vocabulary. Does not know: sockets.
 """
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -22,6 +23,7 @@ MAX_MESSAGE_BYTES = 384 * 1024
 """Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
 
 
+Serial = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
 """Where a block is: `Located` names these by index."""
 
@@ -40,20 +42,22 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     incarnation: int
     fingerprint: str
     layout: KVLayout
-    serial: int
+    serial: Serial
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
     """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
 
     `fingerprint` and `layout` are what the client's blocks are; None accepts whatever the pool holds.
-    A pool that is still without a layout takes the client's.
+    A pool that is still without a layout takes the client's if it `may_format`: only who was told what the
+    pool is to hold may, not who has learned it from a pool that was here before.
     """
 
     call_id: int
     fingerprint: str | None
     layout: KVLayout | None
-    serial: int
+    serial: Serial
+    may_format: bool = False
 
 
 # -- reservations: pages to write -------------------------------------------------------------------

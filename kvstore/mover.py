@@ -9,15 +9,21 @@ Owns: demotions and promotions in flight, removal from all tiers. Does not know:
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvstore.claims import Reservation
+from kvstore.pages import SEALED
 from kvstore.pool import Pool
 from kvstore.segment import Segment
 from kvstore.ssd import SsdTier
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolFullError
+
+log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
 """after a block that no disk took"""
@@ -102,7 +108,7 @@ class Mover:
         while pool.shelf.num_free + len(self._demoting) < self._num_target:
             page = pool.shelf.coldest()
             if page is None:
-                return  # every page is in use; the next one that is not wakes us
+                break  # every page is in use; the next one that is not wakes us
             if pool.is_disposable(page):
                 pool.evict(page)
                 pool.room_changed()
@@ -112,8 +118,44 @@ class Mover:
                 self._tasks.create_task(self._demote(page))
             else:
                 return  # the next demotion that ends, or the end of the pause, wakes us
-        if pool.shelf.num_free >= self._num_target:
-            pool.num_wanted = 0
+        if not self._demoting:
+            pool.num_wanted = 0  # whoever still waits will ask again; others must not be evicted for nobody
+
+    async def flush(self, timeout_s: float) -> None:
+        """Before the end: writes what only DRAM has to SSD, latest use first, as far as time allows."""
+        if self._ssd is None:
+            return
+        table, pool = self._pool.table, self._pool
+        sealed = np.flatnonzero(table.states == SEALED)
+        latest_first = sealed[np.argsort(table.last_uses[sealed])[::-1]].tolist()
+        writers = asyncio.Semaphore(self._max_demotions)
+        num_stored = 0
+
+        async def store(page: int) -> None:
+            nonlocal num_stored
+            assert self._ssd is not None
+            checksums = table.checksums(page, range(table.num_layers))
+            view, position = self._segment.stride_view(page), int(table.positions[page])
+            try:
+                num_stored += await self._ssd.store(
+                    table.key(page), view, checksums, position, table.num_uses_of[page]
+                )
+            finally:
+                writers.release()
+                pool.unhold(page, used=False)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for page in latest_first:
+                    if not self._ssd.is_accepting:
+                        break
+                    if table.state_of[page] == SEALED and not self._ssd.holds(table.key(page)):
+                        await writers.acquire()
+                        pool.hold(page)
+                        self._tasks.create_task(store(page))
+                for _ in range(self._max_demotions):
+                    await writers.acquire()
+        log.info("%d blocks of DRAM are on SSD before the end", num_stored)
 
     async def _demote(self, page: int) -> None:
         assert self._ssd is not None

@@ -11,8 +11,8 @@ Invariants, checked by `check_integrity`:
 - a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
 - a page with a user is never evicted and never given to somebody else.
 
-With a lower tier a block may leave DRAM only once that tier holds it: nothing that was stored is lost by
-being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
+With a lower tier that works a block may leave DRAM only once that tier holds it: nothing that was stored is
+lost by being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
 
 Owns: reservations, leases, holds, pins. Does not know: bytes, sockets, the clock.
 """

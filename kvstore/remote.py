@@ -38,7 +38,7 @@ from kvstore.session import Session, User, failed_call
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
 from messenger.stream import Stream
-from mooncake.blocks import BlockKey, KVLayout
+from mooncake.blocks import BlockKey
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.messages import MessengerAddress
 
@@ -63,8 +63,8 @@ class Host(Protocol):
 
     address: MessengerAddress
 
-    def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Raises MismatchError or PoolError."""
+    def check_connect(self, connect: Connect) -> Store:
+        """What this client gets to see. Raises MismatchError or PoolError."""
 
     def remote_user(self, name: str) -> User:
         """A client that writes no page itself."""
@@ -119,7 +119,7 @@ class _Client:
         if not isinstance(connect, Connect) or payload_bytes:
             raise PoolError(f"the first message is {type(connect).__name__}; it must be Connect")
         try:
-            self._store = host.store_for(connect.fingerprint, connect.layout)
+            self._store = host.check_connect(connect)
         except MooncakeError as error:
             await self.send([encode_frame(failed_call(connect.call_id, error))])
             raise
@@ -282,10 +282,12 @@ class _Client:
         """Waits up to `timeout_s` for room."""
         deadline_s = self._loop.time() + timeout_s
         while True:
-            space_epoch = self._store.pool.space_epoch
             try:
                 return await self._session.reserve(keys, 0)
             except PoolFullError as error:
+                # Taken after the attempt, which may move blocks and so look like room itself: waiting for an
+                # older epoch might end at once, and nobody else would ever have a turn.
+                space_epoch = self._store.pool.space_epoch
                 full = PoolFullError(f"no room for {len(keys)} blocks within {timeout_s:g} s: {error}")
             try:
                 async with asyncio.timeout_at(deadline_s):

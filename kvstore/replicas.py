@@ -53,7 +53,8 @@ def change_replica(holders: Sequence[Holder], key: BlockKey, num_replicas: int) 
     """See `KVCachePool.change_replica`."""
     if num_replicas < 1:
         raise PoolError(f"{num_replicas} copies wanted, the least is 1; use remove to have none")
-    pools, reasons = _look(holders, key)
+    pools, lost = _look(holders, key)
+    reasons = list(map(str, lost))
     owners = [pool for pool in pools if pool.has_copy]
     others = [pool for pool in pools if not pool.has_copy]
     if not owners:
@@ -81,7 +82,7 @@ def change_replica(holders: Sequence[Holder], key: BlockKey, num_replicas: int) 
     )
 
 
-def _look(holders: Sequence[Holder], key: BlockKey) -> tuple[list[_Pool], list[str]]:
+def _look(holders: Sequence[Holder], key: BlockKey) -> tuple[list[_Pool], list[Unreachable]]:
     """The pools that answer, each instance once, and why the others do not."""
 
     def look(connection: PoolConnection) -> tuple[MessengerAddress, bool]:
@@ -89,17 +90,17 @@ def _look(holders: Sequence[Holder], key: BlockKey) -> tuple[list[_Pool], list[s
         return connection.address, located.locations != b"\0"
 
     pools: dict[str, _Pool] = {}
-    reasons: list[str] = []
+    lost: list[Unreachable] = []
     for holder in holders:
         try:
             address, has_copy = holder.run(look)
         except Unreachable as error:
-            reasons.append(str(error))
+            lost.append(error)
         else:
             pools.setdefault(address.instance, _Pool(holder, address, has_copy))
     if not pools:
-        raise nobody_answers(reasons)
-    return list(pools.values()), reasons
+        raise nobody_answers(lost)
+    return list(pools.values()), lost
 
 
 def _least_used_host(candidates: Sequence[_Pool], owners: Sequence[_Pool]) -> _Pool:

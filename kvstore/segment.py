@@ -51,7 +51,8 @@ class SegmentHeader(msgspec.Struct, frozen=True):
         num_pages = space_bytes // (page_stride + record_bytes(layout.num_layers))
         if num_pages == 0:
             raise ConfigError(
-                f"{size_bytes} bytes hold no page of {page_stride} bytes; give the pool or the SSD tier more"
+                f"{size_bytes} bytes hold no page of {page_stride} bytes;"
+                " raise kvcache.pool_bytes or kvcache.ssd_bytes"
             )
         pages_offset = _aligned(ALIGNMENT + table_bytes(num_pages, layout.num_layers))
         return cls(fingerprint, layout, num_pages, page_stride, ALIGNMENT, pages_offset)
@@ -99,7 +100,8 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
     """Makes `buffer` an empty table under `header`. The magic is written last."""
     encoded = msgspec.msgpack.encode(header)
-    assert _PREFIX.size + len(encoded) <= header.table_offset
+    if _PREFIX.size + len(encoded) > header.table_offset:
+        raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")
     np.frombuffer(buffer, np.uint8)[header.table_offset : header.pages_offset] = 0
     buffer[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
     _PREFIX.pack_into(buffer, 0, _UNFORMATTED, FORMAT_VERSION, len(encoded))

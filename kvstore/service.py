@@ -27,6 +27,7 @@ from kvstore.remote import serve_client
 from kvstore.segment import Segment
 from kvstore.session import Session, User, failed_call
 from kvstore.store import Store, open_store
+from messenger.checksums import prepare
 from messenger.identity import host_id
 from messenger.receiver import Receiver, refuse
 from messenger.stream import Stream
@@ -41,8 +42,10 @@ log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToPool)
 _BACKLOG = 128
+_FLUSH_S = 2.0
+"""how long the end may take to write blocks to SSD; a supervisor gives up on us after 5 s"""
 _ACCEPT_RETRY_S = 0.5
-_REPLAYED_BATCHES = 10_000
+_REPLAYED_BATCHES = 1000
 
 
 class Service:
@@ -136,9 +139,9 @@ class Service:
     def _admit(self, first: Attach | Connect, connection: Connection[ToPool]) -> Session | None:
         """Answers the first message. None if the user was refused."""
         try:
-            store = self._check_attach(first) if isinstance(first, Attach) else self._check_connect(first)
+            store = self._check_attach(first) if isinstance(first, Attach) else self.check_connect(first)
         except MooncakeError as error:
-            log.warning("a %s was refused: %s", type(first).__name__, error)
+            log.warning("%s refused: %s", type(first).__name__, error)
             connection.send(failed_call(first.call_id, error))
             connection.close()
             return None
@@ -167,7 +170,13 @@ class Service:
             )
         return self.store_for(attach.fingerprint, attach.layout)
 
-    def _check_connect(self, connect: Connect) -> Store:
+    def check_connect(self, connect: Connect) -> Store:
+        """The store for a client. Raises MismatchError, or PoolError if it is to be formatted by another."""
+        if self.store is None and not connect.may_format:
+            raise PoolError(
+                f"{self._config.instance} has no pool yet: no worker has attached, and this client names"
+                " no fingerprint and layout of its own"
+            )
         return self.store_for(connect.fingerprint, connect.layout)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
@@ -281,8 +290,19 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
+@contextlib.contextmanager
+def listen_clients(address: str) -> Iterator[socket.socket]:
+    """Listens for clients of other hosts."""
+    try:
+        with listen_tcp(*host_and_port(address)) as listener:
+            yield listener
+    except ConfigError as error:
+        raise ConfigError(f"kvcache.listen: {error}") from error
+
+
 async def serve(config: MessengerProcess) -> None:
     """Serves one instance until cancelled."""
+    prepare()
     async with contextlib.AsyncExitStack() as stack:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))
         peer_listener = stack.enter_context(listen_unix(config.peer_socket, socket.SOCK_STREAM))
@@ -293,11 +313,16 @@ async def serve(config: MessengerProcess) -> None:
         tasks.create_task(service.accept_peers(tcp_listener))
         detail = f"{config.settings.host}:{service.address.tcp_port}"
         if config.kvcache.listen is not None:
-            client_listener = stack.enter_context(listen_tcp(*host_and_port(config.kvcache.listen)))
+            client_listener = stack.enter_context(listen_clients(config.kvcache.listen))
             tasks.create_task(service.accept_clients(client_listener))
             detail += f", clients at {config.kvcache.listen}"
         report(Ready(detail))
-        await service.accept_users(user_listener)
+        try:
+            await service.accept_users(user_listener)
+        finally:
+            if service.store is not None:
+                await service.store.mover.flush(_FLUSH_S)
+                service.store.close()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvstore.claims import Lease, Reservation, layer_mask
 from kvstore.events import BlockTokens
 from kvstore.listing import list_blocks, pool_stats, verify_block
@@ -66,6 +64,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_TTL_S = 30 * 24 * 3600.0
 _MOST_LISTED = 1000
+_MOST_WAITING = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +288,10 @@ class Session:
         block_size = self._store.segment.layout.block_size
         if len(described.token_ids) % (4 * block_size):
             raise PoolError(f"{len(described.token_ids)} bytes are no token ids of blocks of {block_size}")
-        token_ids = np.frombuffer(described.token_ids, "<u4").reshape(-1, block_size).tolist()
-        for index, tokens in enumerate(token_ids, described.first_block):
+        token_ids = memoryview(described.token_ids).cast("I")
+        for number in range(len(token_ids) // block_size):
+            index = described.first_block + number
+            tokens = token_ids[number * block_size : (number + 1) * block_size]
             if not 0 <= index < len(reservation.blocks):
                 raise PoolError(f"token ids for block {index} of {len(reservation.blocks)}")
             parent = reservation.blocks[index - 1].key if index else None
@@ -324,6 +325,9 @@ class Session:
         return self._sends[reservation_id][0]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if len(self._waiting) >= _MOST_WAITING:
+            work.close()
+            raise PoolError(f"more than {_MOST_WAITING} calls wait for their answers")
         task = self._tasks.create_task(work)
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)

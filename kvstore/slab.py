@@ -47,7 +47,6 @@ _MISPLACED = frozenset(
         errno.EISDIR,
         errno.EACCES,
         errno.EPERM,
-        errno.EROFS,
         errno.ELOOP,
         errno.ENAMETOOLONG,
     }
@@ -71,7 +70,7 @@ class Slab:
         self.num_slots = header.num_pages
         self.slot_bytes = header.page_stride
         self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-        self._header = header
+        self.header = header
         self._fd = fd
         self._lock_fd = lock_fd
 
@@ -105,14 +104,14 @@ class Slab:
         `block` has `slot_bytes` bytes and begins at an address that is a multiple of 4096.
         """
         assert len(block) == self.slot_bytes
-        offset, num_done = self._header.page_offset(slot), 0
+        offset, num_done = self.header.page_offset(slot), 0
         while num_done < self.slot_bytes:
             num_done += self._advanced(os.pwritev(self._fd, [block[num_done:]], offset + num_done))
 
     def read(self, slot: int, block: memoryview) -> None:
         """Fills `block`. As `write`."""
         assert len(block) == self.slot_bytes
-        offset, num_done = self._header.page_offset(slot), 0
+        offset, num_done = self.header.page_offset(slot), 0
         while num_done < self.slot_bytes:
             num_done += self._advanced(os.preadv(self._fd, [block[num_done:]], offset + num_done))
 

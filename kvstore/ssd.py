@@ -10,6 +10,7 @@ Owns: slots, their order of eviction, the health of the disks. Does not know: pa
 import asyncio
 import itertools
 import logging
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,10 +117,12 @@ class Disk:
             await turn
 
     def _give_back_thread(self) -> None:
-        if self._queue:
-            self._queue.popleft().set_result(None)
-        else:
-            self._num_idle_threads += 1
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():  # else whoever waited was cancelled
+                turn.set_result(None)
+                return
+        self._num_idle_threads += 1
 
     def suspend(self, reason: str) -> None:
         """Leaves the disk alone for a while, longer each time."""
@@ -131,7 +134,9 @@ class Disk:
         asyncio.get_running_loop().call_later(self._pause_s, self._resume)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         while self._queue:  # whoever waits there has pages that others need
-            self._queue.popleft().set_exception(Suspended())
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_exception(Suspended())
         self._on_health()
 
     def _resume(self) -> None:
@@ -296,6 +301,41 @@ class SsdTier:
             return Loaded(expected, int(table.num_uses[slot]))
         finally:
             disk.give_back(slot)
+
+    async def verify(self, key: BlockKey) -> list[bool | None]:
+        """One answer for each disk that has this block: intact, damaged (and dropped now), or None: not
+        readable now. Counts as no use."""
+        copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
+        return [await self._is_intact(disk, slot, key) for disk, slot in copies]
+
+    async def _is_intact(self, disk: Disk, slot: int, key: BlockKey) -> bool | None:
+        if not disk.is_healthy or disk.shelf.index.get(key) != slot:
+            return None
+        table, layer_bytes = disk.shelf.table, disk.slab.header.layout.layer_bytes
+        expected = table.checksums(slot, range(table.num_layers))
+        actual = b""
+
+        def read() -> None:
+            nonlocal actual
+            with mmap.mmap(-1, disk.slab.slot_bytes) as scratch, memoryview(scratch) as block:
+                disk.slab.read(slot, block)
+                with block[: table.num_layers * layer_bytes] as layers:
+                    actual = layer_checksums(layers, layer_bytes)
+
+        disk.shelf.claim([slot])
+        try:
+            await disk.run(read)
+        except (OSError, Suspended):
+            return None
+        else:
+            is_intact = actual == expected and table.is_intact(slot)
+            if not is_intact:
+                self.counters.num_checksum_failures += 1
+                self._drop(disk, slot, key)
+            return is_intact
+        finally:
+            for ended in disk.shelf.unclaim([slot], used=False):
+                disk.shelf.free(ended)
 
     def position(self, key: BlockKey) -> int:
         """Index of a block that is held in the prompt that stored it."""

@@ -28,6 +28,7 @@ from mooncake.messages import MessengerAddress, Tier
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_WATCH_AGAIN_S = 60.0
 _CHECK_INTERVAL_S = 30.0
 
 
@@ -132,12 +133,20 @@ class Store:
         self.num_orphaned = len(self.pool.orphans())
 
     async def _await_end(self, writer: Writer) -> None:
-        """Frees the pages that a former life of the messenger gave to a process, when that has ended."""
-        try:
-            process = os.pidfd_open(writer.pid)
-        except OSError:  # ended, or not to be seen from here
-            self.pool.writer_gone(writer)
-            return
+        """Frees the pages that a former life of the messenger gave to a process, when that has ended.
+
+        Those of a process that cannot be watched from here stay aside until it comes again by itself.
+        """
+        while True:
+            try:
+                process = os.pidfd_open(writer.pid)
+                break
+            except ProcessLookupError:
+                self.pool.writer_gone(writer)
+                return
+            except OSError as error:
+                log.warning("cannot tell whether process %d still writes: %s", writer.pid, error)
+                await asyncio.sleep(_WATCH_AGAIN_S)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         try:
             loop.add_reader(process, ended.set)

@@ -46,9 +46,19 @@ class StreamedConnection(PoolConnection):
 
     @classmethod
     def open(
-        cls, place: Place, fingerprint: str | None, layout: KVLayout | None, serial: int, timeout_s: float
+        cls,
+        place: Place,
+        fingerprint: str | None,
+        layout: KVLayout | None,
+        serial: int,
+        timeout_s: float,
+        *,
+        may_format: bool,
     ) -> "StreamedConnection":
-        """Connects. Raises OSError if nobody answers, else what the pool refuses with."""
+        """Connects; a new pool is formatted if `may_format`.
+
+        Raises OSError if nobody answers, else what the pool refuses with.
+        """
         assert place.tcp is not None
         try:
             sock = socket.create_connection(place.tcp, timeout_s)
@@ -60,7 +70,8 @@ class StreamedConnection(PoolConnection):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = cls(sock, place, serial, timeout_s)
         try:
-            connected = connection.call(Connect(connection.next_id(), fingerprint, layout, serial), Connected)
+            connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
+            connected = connection.call(connect, Connected)
             stats = connection.call(GetStats(connection.next_id(), False), Stats).stats
         except BaseException:
             connection.close()

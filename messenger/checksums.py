@@ -31,8 +31,14 @@ _SHORT_LAYER_BYTES = 240
 """xxh3 treats these differently; so do we: they are not compiled"""
 
 
+def prepare() -> None:
+    """Compiles the code, if that has not been done: so that no request waits for it."""
+    _native()
+
+
 def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
     """`layers` holds consecutive layers of `layer_bytes` each: their checksums, in order."""
+    assert len(layers) % layer_bytes == 0
     native = _native() if len(layers) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
     if native is None:
         checksums = LayerChecksums(layers, layer_bytes)
@@ -45,6 +51,9 @@ def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
 
 def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
     """Copies whole layers and returns their checksums. Other threads run meanwhile, if the block is large."""
+    assert len(source) == len(target)
+    assert len(target) % layer_bytes == 0
+    assert not target.readonly
     native = _native() if len(target) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
     if native is None:
         return _copy_in_pieces(source, target, layer_bytes)

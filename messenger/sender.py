@@ -337,7 +337,7 @@ class Links:
                     return await self._connect_by(transport, address)
             except TimeoutError:
                 reasons.append(f"{transport}: no answer within {self._connect_timeout_s} s")
-            except OSError as error:
+            except (OSError, ValueError, OverflowError) as error:  # an address may be none at all
                 reasons.append(f"{transport}: {error}")
         raise TransferError(f"cannot reach messenger {address.instance} ({'; '.join(reasons)})")
 

@@ -20,9 +20,11 @@ ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
+ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
 ANY_ENDPOINT = "tcp://127.0.0.1:*"
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
-Port = Annotated[int, Field(ge=0, le=65535)]
+LARGEST_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=LARGEST_PORT)]
 TransportChoice = Literal["auto", "shm", "tcp"]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
@@ -59,7 +61,7 @@ class KVCacheConfig(_Section):
     pool_bytes: ByteSize = Field(ByteSize(1 << 30), description="DRAM of an instance's part of the pool")
     device_bytes: ByteSize = Field(ByteSize(1 << 30), description="device memory for KVCache of an instance")
     segment_dir: Path | None = Field(
-        None, description="keep the DRAM part in a file here (tmpfs, hugetlbfs), over restarts of the node"
+        None, description="keep the DRAM part in a file here (tmpfs, hugetlbfs): it outlives the processes"
     )
     eviction: EvictionPolicy = Field(
         EvictionPolicy.LRU, description="which block goes first: lru, lfu or length_aware"
@@ -74,7 +76,9 @@ class KVCacheConfig(_Section):
     )
     ssd_depth: int = Field(8, ge=1, le=256, description="blocks read or written at the same time, a disk")
     ssd_timeout_s: PositiveSeconds = Field(
-        2.0, description="a disk that takes longer is left alone for a while, what was asked of it recomputed"
+        2.0,
+        le=4,
+        description="a disk that takes longer is left alone for a while, what was asked of it recomputed",
     )
     listen: str | None = Field(
         None,
@@ -82,19 +86,28 @@ class KVCacheConfig(_Section):
         description="host:port for clients of the pool on other hosts (instance i: port + i); off",
     )
     vllm_events: str | None = Field(
-        None, description="publish KV events in vLLM's format at this ZeroMQ endpoint (instance i: port + i)"
+        None,
+        pattern=ENDPOINT,
+        description="publish KV events in vLLM's format at this ZeroMQ endpoint (instance i: port + i)",
     )
     vllm_replay: str | None = Field(
-        None, description="answer replays of those events at this endpoint (instance i: port + i)"
+        None,
+        pattern=ENDPOINT,
+        description="answer replays of those events at this endpoint (instance i: port + i)",
     )
 
     vllm_topic: str = Field("", description="topic of those events; llm-d wants kv@ADDRESS@MODEL")
 
     @model_validator(mode="after")
     def _check_together(self) -> "KVCacheConfig":
+        if self.listen is not None and host_and_port(self.listen)[1] > LARGEST_PORT:
+            raise ValueError(f"kvcache.listen: {self.listen} has no port up to {LARGEST_PORT}")
+        if len({path.resolve() for path in self.ssd_dirs}) < len(self.ssd_dirs):
+            raise ValueError("kvcache.ssd_dirs: a directory is named twice")
         if self.low_watermark > self.high_watermark:
             raise ValueError(
-                f"kvcache.low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}"
+                f"kvcache.low_watermark {self.low_watermark} is above kvcache.high_watermark"
+                f" {self.high_watermark}; raise the second or lower the first"
             )
         if self.vllm_replay is not None and self.vllm_events is None:
             raise ValueError("kvcache.vllm_replay has no effect without vllm_events")
@@ -171,7 +184,7 @@ class Config(_Section):
         keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
         if self.role in ("prefill", "decode") and keeps is not None and self.instance is None:
             raise ValueError(
-                f"kvcache.{keeps} keeps files by the name of the instance: give it one (instance)"
+                f"kvcache.{keeps} keeps files by the name of the instance: give it one (--instance NAME)"
             )
         return self
 

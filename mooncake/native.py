@@ -22,6 +22,7 @@ from pathlib import Path
 from mooncake.errors import ConfigError
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+ENV_CACHE = "XDG_CACHE_HOME"
 _TIMEOUT_S = 120.0
 
 
@@ -33,26 +34,26 @@ class NoCompilerError(ConfigError):
 def load(source: Path) -> ctypes.CDLL:
     """The library of `source`. Its calls release the GIL.
 
-    Raises NoCompilerError, or ConfigError if the file cannot be compiled here.
+    Raises NoCompilerError, or ConfigError if the file cannot be compiled, kept or loaded here.
     """
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise NoCompilerError(f"no C++ compiler: {compiler} is not installed (Debian: apt install g++)")
-    library = _cache() / f"{source.stem}-{_digest(source, compiler)}.so"
-    if not library.exists():
-        _compile(compiler, source, library)
-    return ctypes.CDLL(str(library))
+    try:
+        library = _cache() / f"{source.stem}-{_digest(source, compiler)}.so"
+        if not library.exists():
+            _compile(compiler, source, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"cannot compile and load {source.name} in {ENV_CACHE} or ~/.cache: {error}"
+        ) from error
 
 
 def _cache() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(os.environ.get(ENV_CACHE) or Path.home() / ".cache")
     directory = base / "mooncake-serve" / "native"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot keep compiled code in {directory}: {error.strerror}; set XDG_CACHE_HOME"
-        ) from None
+    directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 

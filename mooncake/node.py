@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import socket
-import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from mooncake.messages import Role
 from mooncake.rundir import RunDirectory
 
 GIB = 1 << 30
-FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+LOCK_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         config = config.model_copy(update={"conductor": conductor})
     instances = _instances(config, run_dir)
     _check_memory(config, [name for name, _ in instances])
+    _check_directories(config)
     specs = [_conductor(config)] if config.role in ("all", "conductor") else []
     for index, (name, role) in enumerate(instances):
         # Sockets are numbered: a host's name may be longer than a socket's path.
@@ -67,6 +68,13 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
     # Two nodes may have one hostname, but a name belongs to one instance.
     name = config.instance or f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
     return [(name, Role(config.role))]
+
+
+def _check_directories(config: Config) -> None:
+    """Here, and not when the first worker has loaded its model."""
+    for path in config.kvcache.ssd_dirs if config.role != "conductor" else ():
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
 
 
 def _check_memory(config: Config, instances: list[str]) -> None:
@@ -153,7 +161,9 @@ def _of_instance(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
 
 def _port_higher(address: str, num_ports: int) -> str:
     place, _, port = address.rpartition(":")
-    return f"{place}:{int(port) + num_ports}" if port.isdigit() and int(port) else address
+    if port.isdigit():
+        return f"{place}:{int(port) + num_ports}" if int(port) else address
+    return address if port == "*" or not num_ports else f"{address}-{num_ports}"  # an ipc path
 
 
 def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
@@ -177,15 +187,13 @@ def _segment_file(path: Path, size_bytes: int) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"kvcache.segment_dir: cannot use {path}: {error.strerror}") from None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0)))[4]
+    if not _is_locked(descriptor):
+        owner = _lock_owner(os.fstat(descriptor).st_ino)
         os.close(descriptor)
         raise ConfigError(
             f"kvcache.segment_dir: {path} belongs to the live process {owner}, this is {os.getpid()};"
             " end that one first or name another directory"
-        ) from None
+        )
     found_bytes = os.fstat(descriptor).st_size
     if found_bytes not in (0, size_bytes):
         os.close(descriptor)
@@ -194,6 +202,32 @@ def _segment_file(path: Path, size_bytes: int) -> int:
             " give the pool the size of the file, or remove the file"
         )
     return _allocated(descriptor, size_bytes, str(path))
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Locks the file for whoever holds this descriptor: us, and the messenger that gets it.
+
+    Those of a supervisor that was killed end a moment after it.
+    """
+    deadline_s = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
+def _lock_owner(inode: int) -> str:
+    """The process that has locked a file, as the kernel tells it."""
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if "FLOCK" in fields and fields[-3].endswith(f":{inode}"):
+            return fields[-4]
+    return "(unknown)"
 
 
 def _allocated(descriptor: int, size_bytes: int, what: str) -> int:

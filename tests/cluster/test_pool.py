@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.harness import ROOT, Server, eventually
+from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -115,4 +115,14 @@ def test_memory_in_a_file_outlives_the_node(arguments: list[str], run_dir: Path,
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     with Server(*in_file, run_dir=run_dir) as server:
+        assert complete(server, PROMPT) == (text, NUM_BLOCKS * BLOCK_SIZE)
+
+
+def test_a_server_that_is_ended_properly_finds_its_prefixes_again(
+    arguments: list[str], run_dir: Path
+) -> None:
+    with Server(*arguments, run_dir=run_dir) as server:
+        text, _ = complete(server, PROMPT)
+        assert server.stop() < STOP_DEADLINE_S
+    with Server(*arguments, run_dir=run_dir) as server:
         assert complete(server, PROMPT) == (text, NUM_BLOCKS * BLOCK_SIZE)

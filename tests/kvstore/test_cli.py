@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import cli
+from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
+from mooncake.messages import PoolStats
 from tests.kvstore.nodes import DEADLINE_S, LAYOUT, ROOT
 from tests.kvstore.pools import Pool, Pools, block_of, keys_of
 
@@ -93,6 +96,21 @@ def test_stats_of_a_pool_given_by_address(pool: Pool, keys: list[BlockKey], door
     ]
 
 
+def test_stats_have_every_page_looked_at_only_on_demand(
+    pool: Pool, keys: list[BlockKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats, looks = KVCachePool.stats, []
+
+    def noted(client: KVCachePool, check_integrity: bool = False) -> dict[str, PoolStats]:
+        looks.append(check_integrity)
+        return stats(client, check_integrity)
+
+    monkeypatch.setattr(KVCachePool, "stats", noted)
+    assert cli.run(["stats", "--pool", pool.unix]) == 0
+    assert cli.run(["stats", "--pool", pool.unix, "--check"]) == 0
+    assert looks == [False, True]
+
+
 def test_pools_of_this_users_runs_are_found(pool: Pool, keys: list[BlockKey], tmp_path: Path) -> None:
     base = str(Path(pool.socket_path).parents[1])
     (stats,) = json_lines(run("stats", "--json", environment={"XDG_RUNTIME_DIR": base}))
@@ -158,7 +176,7 @@ def test_get_of_a_missing_block_writes_nothing(pool: Pool, keys: list[BlockKey],
 
 def test_verify_says_what_was_damaged(pool: Pool, keys: list[BlockKey]) -> None:
     assert json_lines(run("verify", "--pool", pool.unix, "--json")) == [
-        {"instance": "worker-0", "num_intact": 3, "damaged": []}
+        {"instance": "worker-0", "num_intact": 3, "damaged": [], "num_unread": 0}
     ]
     pool.damage(keys[2], layer=0)
     result = run("verify", "--pool", pool.unix)

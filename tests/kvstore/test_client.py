@@ -275,7 +275,7 @@ def test_block_that_was_replaced_while_it_was_copied_is_not_taken_for_the_old_on
 
     with pool.client() as client:
         keys = store(client, 1)
-        writer = mapped.MappedConnection.open(place, FINGERPRINT, LAYOUT, 1 << 20, 10, None)
+        writer = mapped.MappedConnection.open(place, FINGERPRINT, LAYOUT, 1 << 20, 10, None, may_format=False)
         monkeypatch.setattr(mapped, "_COPY_LEASE_S", 0.01)
         monkeypatch.setattr(mapped, "copy_layers", be_slow)
         out = buffers(1, LAYOUT.layer_bytes)
@@ -439,6 +439,12 @@ def test_pool_without_a_layout_takes_that_of_its_first_client(tmp_path: Path) ->
 @pytest.mark.parametrize("address", ["unix:", "tcp://host", "tcp://host:99999", "/tmp/x.sock", "http://a:1"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"unix:/path/of\.sock or tcp://host:port, not"):
+        KVCachePool.connect(address)
+
+
+@pytest.mark.parametrize("address", ["tcp://[::1]:7000", "tcp://::1:7000"])
+def test_address_that_no_pool_can_listen_at_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"pools listen on IPv4 only: name the host, or its IPv4 address"):
         KVCachePool.connect(address)
 
 

@@ -295,7 +295,7 @@ class Crashes:
             high_watermark=0.2,
             ssd_dirs=[self.folder / "disk-0", self.folder / "disk-1"],
             ssd_bytes=ByteSize(space_for(NUM_SLOTS)),
-            ssd_timeout_s=DEADLINE_S,  # a slow disk would excuse a block that is not found
+            ssd_timeout_s=4,  # the longest: a slow disk would excuse a block that is not found
         )
         node.start()
         return node

@@ -1,12 +1,14 @@
 """Pools that are killed, stopped and started again under their clients."""
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from kvstore import mapped
 from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
-from mooncake.errors import PoolError
+from mooncake.errors import MismatchError, PoolError
 from mooncake.messages import Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, ROOT
 from tests.kvstore.pools import (
@@ -26,6 +28,7 @@ from tests.kvstore.pools import (
     keys_of,
     nothing_reserved,
     until,
+    wait_until_listening,
 )
 
 pytestmark = pytest.mark.cluster
@@ -143,17 +146,82 @@ def test_stopped_pool_holds_up_one_call_and_then_none(pools: Pools) -> None:
             assert time.monotonic() < deadline
 
 
-def test_pool_of_another_model_at_an_old_address_is_not_used(pools: Pools) -> None:
+def deploy_anew(pool: Pool) -> None:
+    """In place of `pool`, with empty memory. Returns when it serves; it has no layout yet."""
+    pool.kill()
+    os.ftruncate(pool.segment_fd, 0)
+    os.posix_fallocate(pool.segment_fd, 0, 1 << 20)
+    pool.start()
+    wait_until_listening(pool.tcp)
+
+
+@pytest.mark.parametrize("door", ["unix", "tcp"])
+@pytest.mark.parametrize("was_told", [True, False])
+def test_old_client_does_not_format_a_new_pool(pools: Pools, door: str, was_told: bool) -> None:
     pool = pools.start()
-    with pool.client() as client:
+    told = {"fingerprint": FINGERPRINT, "layout": LAYOUT} if was_told else {}
+    with connected(getattr(pool, door), **told) as client:
         keys = store(client, 1)
-        pool.kill()
-        os.ftruncate(pool.segment_fd, 0)
-        os.posix_fallocate(pool.segment_fd, 0, 1 << 20)
-        pool.start()
-        connected(pool.unix, fingerprint="another", layout=LAYOUT).close()
-        with pytest.raises(PoolError, match=f"ours is {FINGERPRINT}, theirs is another"):
+        deploy_anew(pool)
+        with pytest.raises(PoolError, match=r"no pool answers: .* has no pool yet"):
             client.exists(keys)
+        connected(pool.unix, fingerprint="another", layout=LAYOUT).close()  # not refused
+
+
+def test_what_was_learned_from_one_pool_does_not_format_another(pools: Pools, tmp_path: Path) -> None:
+    pool, new = pools.start(), Pool(tmp_path, "new", 16, LAYOUT)
+    with contextlib.closing(new):
+        new.start()
+        wait_until_listening(new.tcp)
+        with pytest.raises(PoolError, match="new has no pool yet"):
+            KVCachePool.connect(pool.unix, new.unix)
+
+
+def mismatches(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("door", ["unix", "tcp"])
+def test_pool_of_another_model_at_an_old_address_is_an_error_and_said_once(
+    pools: Pools, caplog: pytest.LogCaptureFixture, door: str
+) -> None:
+    pool = pools.start()
+    with pool.client(getattr(pool, door)) as client:
+        keys = store(client, 1)
+        deploy_anew(pool)
+        connected(pool.unix, fingerprint="another", layout=LAYOUT).close()
+        calls: list[Callable[[], object]] = [
+            lambda: client.exists(keys),
+            lambda: client.get(keys, buffers(1)),
+            lambda: store(client, 1),
+            client.stats,
+            lambda: list(client.list_blocks()),
+            lambda: client.change_replica(keys[0], 1),
+        ]
+        for call in calls:
+            with pytest.raises(MismatchError, match=f"ours is {FINGERPRINT}, theirs is another"):
+                call()
+    (message,) = mismatches(caplog)
+    assert getattr(pool, door) in message
+    assert f"ours is {FINGERPRINT}, theirs is another" in message
+
+
+def test_others_answer_for_a_pool_that_came_back_with_another_model(
+    pools: Pools, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pools.start("first"), pools.start("second")
+    with connected(first.unix, second.unix, fingerprint=FINGERPRINT, layout=LAYOUT) as client:
+        with second.client() as alone:
+            keys = store(alone, 2)
+        deploy_anew(first)
+        connected(first.unix, fingerprint="another", layout=LAYOUT).close()
+        assert_reads(client, keys)
+        assert client.exists(store(client, 1)) == [Tier.DRAM]
+        assert set(client.stats()) == {"second"}
+        second.kill()
+        with pytest.raises(MismatchError, match=f"the pool at {first.unix} holds other blocks"):
+            client.exists(keys)
+    assert len(mismatches(caplog)) == 1
 
 
 # -- in the middle of a put -------------------------------------------------------------------------

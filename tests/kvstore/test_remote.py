@@ -40,11 +40,12 @@ from kvstore.messages import (
     Stats,
 )
 from kvstore.service import Service
+from kvstore.session import Session
 from kvstore.streamed import StreamedConnection
 from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess
-from mooncake.errors import PoolError
+from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages import PoolStats, Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import (
@@ -191,7 +192,7 @@ def test_new_pool_takes_no_impossible_layout(tmp_path: Path, sizes: dict[str, in
     with contextlib.closing(new):
         new.start()
         wait_until_listening(new.tcp)
-        connect = msgspec.to_builtins(Connect(1, FINGERPRINT, LAYOUT, 1))
+        connect = msgspec.to_builtins(Connect(1, FINGERPRINT, LAYOUT, 1, may_format=True))
         connect["layout"].update(sizes)
         encoded = msgspec.msgpack.encode(connect)
         with Peer(door_of(new), greet=False) as peer:
@@ -454,4 +455,33 @@ def test_silent_client_keeps_its_connection_but_no_reserved_pages(
             silent.send(GetStats(2, False))
             assert isinstance(silent.receive(), Stats)
 
+    with_little_patience(tmp_path, monkeypatch, test)
+
+
+def test_put_whose_attempts_look_like_room_themselves_gives_up_in_time_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_attempts = 0
+
+    async def move_blocks_in_vain(
+        session: Session, keys: Sequence[BlockKey], num_private: int
+    ) -> Reservation:
+        nonlocal num_attempts
+        num_attempts += 1
+        assert num_attempts < 100, "nobody else has a turn"
+        session._pool.room_changed()
+        raise PoolFullError("it is full again")
+
+    def test(address: tuple[str, int], statistics: Callable[[], PoolStats]) -> None:
+        put, block = large_put()
+        with Peer(address, LARGE) as peer:
+            peer.send(msgspec.structs.replace(put, timeout_s=0.05), block)
+            failed = peer.receive()
+            assert isinstance(failed, CallFailed)
+            assert failed.kind is ErrorKind.POOL_FULL
+            assert "within 0.05 s: it is full again" in failed.message
+        wait_for(statistics, nothing_reserved)
+        assert num_attempts == 1
+
+    monkeypatch.setattr(Session, "reserve", move_blocks_in_vain)
     with_little_patience(tmp_path, monkeypatch, test)

@@ -86,7 +86,7 @@ class HandMadeUser:
             except (FileNotFoundError, ConnectionRefusedError):
                 assert node.process is not None
                 assert node.process.poll() is None
-        self.first_answer = self.call(Connect(0, FINGERPRINT, LAYOUT, serial))
+        self.first_answer = self.call(Connect(0, FINGERPRINT, LAYOUT, serial, may_format=True))
 
     def tell(self, message: msgspec.Struct | bytes) -> None:
         self.sock.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))

@@ -18,7 +18,7 @@ from kvstore.grants import Grants
 from kvstore.mover import Mover
 from kvstore.pages import PageTable, record_bytes
 from kvstore.pool import Pool
-from kvstore.segment import ALIGNMENT, Segment
+from kvstore.segment import ALIGNMENT, Segment, SegmentHeader
 from kvstore.ssd import SsdTier
 from kvstore.store import Store
 from messenger.checksums import layer_checksums
@@ -55,6 +55,7 @@ class FakeSlab:
 
     def __init__(self, num_slots: int, name: str = "disk", layout: KVLayout = LAYOUT) -> None:
         self.path = Path(f"/{name}/node.slab")
+        self.header = SegmentHeader.plan((num_slots + 1) * STRIDE_BYTES + (1 << 20), FINGERPRINT, layout)
         self.table = PageTable.in_memory(num_slots, layout.num_layers)
         self.num_slots = num_slots
         self.slot_bytes = STRIDE_BYTES

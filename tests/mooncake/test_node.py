@@ -96,8 +96,14 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({("kvcache", "low_watermark"): "0.3"}, "kvcache.low_watermark 0.3 is above high_watermark 0.05"),
+        (
+            {("kvcache", "low_watermark"): "0.3"},
+            "kvcache.low_watermark 0.3 is above kvcache.high_watermark 0.05",
+        ),
         ({("kvcache", "vllm_replay"): "tcp://*:1"}, "kvcache.vllm_replay has no effect without vllm_events"),
+        ({("kvcache", "ssd_dirs"): "/tmp,/usr,/tmp/"}, "kvcache.ssd_dirs: a directory is named twice"),
+        ({("kvcache", "listen"): "0.0.0.0:70000"}, "kvcache.listen: 0.0.0.0:70000 has no port up to 65535"),
+        ({("kvcache", "vllm_events"): "*:5557"}, "kvcache.vllm_events: .*'\\*:5557'"),
         ({("kvcache", "eviction"): "fifo"}, "kvcache.eviction: .*'lru', 'lfu' or 'length_aware'.*'fifo'"),
         ({("kvcache", "listen"): "7100"}, "kvcache.listen: .*'7100'"),
         (
@@ -109,6 +115,16 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
 def test_values_that_make_no_sense_are_refused(flags: dict[tuple[str, ...], str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, {}, flags)
+
+
+def test_directory_that_cannot_hold_slabs_is_refused_at_start(
+    run_directory: RunDirectory, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE, ssd_dirs=[path]))
+        with pytest.raises(ConfigError, match=f"kvcache.ssd_dirs: {path} is no directory"):
+            plan_node(config, run_directory)
 
 
 def test_directories_are_given_as_one_string_or_a_list(tmp_path: Path) -> None:
