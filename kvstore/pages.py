@@ -117,6 +117,7 @@ class PageTable:
         for name, dtype, shape in table_fields(num_layers):
             arrays[name] = np.frombuffer(buffer, dtype, count=num_pages * math.prod(shape), offset=offset)
             offset += _aligned(arrays[name].nbytes)
+        self._arrays = arrays
         self.states, self.state_of = arrays["state"], arrays["state"].data
         self.num_uses, self.num_uses_of = arrays["num_uses"], arrays["num_uses"].data
         self.last_uses, self.last_use_of = arrays["last_use"], arrays["last_use"].data
@@ -191,6 +192,19 @@ class PageTable:
     def free(self, page: int) -> None:
         self._bump(page)
         self._move(page, FREE)
+
+    def clear(self, page: int) -> None:
+        """Makes a page FREE, whatever it was."""
+        if self.state_of[page] != FREE:
+            self._bump(page)
+            self.state_of[page] = FREE
+
+    def copy(self) -> "PageTable":
+        """The same in memory of its own."""
+        copy = PageTable.in_memory(self.num_pages, self.num_layers)
+        for name, array in self._arrays.items():
+            copy._arrays[name][:] = array
+        return copy
 
     def adopt(self) -> Adopted:
         """After the death of the owner. What its writers had begun stays theirs until they are gone."""

@@ -26,14 +26,16 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from kvstore.pages import PageTable
 from kvstore.segment import ALIGNMENT, SegmentHeader, read_header, write_header
-from mooncake.blocks import KVLayout
+from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError
 
 MAGIC = b"MCKVSLB\0"
@@ -57,6 +59,16 @@ _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 log = logging.getLogger(__name__)
 
 
+class Record(NamedTuple):
+    """What the table of a slab says of a block. `checksums`: of all layers."""
+
+    key: BlockKey
+    checksums: bytes
+    last_use: int
+    position: int
+    num_uses: int
+
+
 class Slab:
     """An open slab, locked. `slot_bytes` is what a slot takes: a block, up to the next multiple of 4096.
 
@@ -71,6 +83,8 @@ class Slab:
         self.slot_bytes = header.page_stride
         self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         self.header = header
+        self._records = threading.Lock()
+        """of who clears a record: another may be about to write a new one"""
         self._fd = fd
         self._lock_fd = lock_fd
 
@@ -107,6 +121,21 @@ class Slab:
         offset, num_done = self.header.page_offset(slot), 0
         while num_done < self.slot_bytes:
             num_done += self._advanced(os.pwritev(self._fd, [block[num_done:]], offset + num_done))
+
+    def store(self, slot: int, block: memoryview, record: Record) -> None:
+        """Writes a block and then its record: what was in the slot before cannot be found meanwhile."""
+        with self._records:
+            self.table.clear(slot)
+            self.table.reserve(slot)
+        self.write(slot, block)
+        self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
+        self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
+
+    def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
+        """The block in `slot` is not to be found again, unless another has come there meanwhile."""
+        with self._records:
+            if is_free():
+                self.table.clear(slot)
 
     def read(self, slot: int, block: memoryview) -> None:
         """Fills `block`. As `write`."""

@@ -8,6 +8,7 @@ Owns: slots, their order of eviction, the health of the disks. Does not know: pa
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import mmap
@@ -17,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvstore.events import EventLog
+from kvstore.pages import FREE, QUARANTINED
 from kvstore.shelf import Shelf
-from kvstore.slab import Slab
+from kvstore.slab import Record, Slab
 from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey
 from mooncake.config import EvictionPolicy
@@ -26,6 +28,8 @@ from mooncake.messages import Tier
 
 log = logging.getLogger(__name__)
 
+_GONE = (FREE, QUARANTINED)
+_USES = 1 << 62
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -66,7 +70,9 @@ class Disk:
         on_health: Callable[[], None],
     ) -> None:
         self.slab = slab
-        self.shelf = Shelf(slab.table, policy, on_removed)
+        # The slab's own table lies in a file: a disk that hangs may hold up whoever writes there.
+        self.shelf = Shelf(slab.table.copy(), policy, on_removed)
+        self._last_use = int(slab.table.last_uses.max(initial=0)) % _USES
         self.is_healthy = True
         self.num_evictions = 0
         self._timeout_s = timeout_s
@@ -161,11 +167,25 @@ class Disk:
         for ended in self.shelf.unclaim([slot]):
             self.shelf.free(ended)
 
+    async def store(
+        self, slot: int, block: memoryview, key: BlockKey, checksums: bytes, position: int, num_uses: int
+    ) -> None:
+        """Writes a block, and its record on the disk. As `run`."""
+        self._last_use += 1
+        record = Record(key, checksums, self._last_use, position, num_uses)
+        await self.run(lambda: self.slab.store(slot, block, record))
+
     def drop(self, slot: int) -> None:
         """Nobody finds the block in `slot` any more."""
         self.shelf.unseal(slot)
         if not self.shelf.num_users[slot]:
             self.shelf.free(slot)
+        self.erase(slot)
+
+    def erase(self, slot: int) -> None:
+        """Its record on the disk goes too, some time."""
+        with contextlib.suppress(RuntimeError):  # the tier is closed
+            self._threads.submit(self.slab.erase, slot, lambda: self.shelf.table.state_of[slot] in _GONE)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -246,7 +266,7 @@ class SsdTier:
             return False
         self._writing[key] = True
         try:
-            await disk.run(lambda: disk.slab.write(slot, page))
+            await disk.store(slot, page, key, checksums, position, num_uses)
         except Suspended:
             return False
         except OSError:
@@ -261,8 +281,10 @@ class SsdTier:
                     self._events.stored(Tier.SSD, key)
             return self._writing[key]
         finally:
-            del self._writing[key]
+            is_wanted = self._writing.pop(key)
             disk.give_back(slot)
+            if not is_wanted:
+                disk.erase(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
         """Reads a block into `page` (a whole page stride), or None if it cannot be had intact.

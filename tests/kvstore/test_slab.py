@@ -25,7 +25,7 @@ import xxhash
 from kvstore import segment, slab
 from kvstore.pages import PageState
 from kvstore.segment import FORMAT_VERSION
-from kvstore.slab import MAGIC, Slab
+from kvstore.slab import MAGIC, Record, Slab
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
 
@@ -66,12 +66,8 @@ def checksums_of(block: memoryview) -> bytes:
 def store(stored_in: Slab, slot: int, number: int) -> None:
     """What the tier does to store one block."""
     block = block_of(key_of(number))
-    if stored_in.table.state(slot) is PageState.SEALED:
-        stored_in.table.free(slot)
-    stored_in.table.reserve(slot)
-    stored_in.write(slot, block)
-    stored_in.table.set_checksums(slot, LAYERS, checksums_of(block))
-    stored_in.table.seal(slot, key_of(number), last_use=number)
+    record = Record(key_of(number), checksums_of(block), last_use=number, position=0, num_uses=1)
+    stored_in.store(slot, block, record)
 
 
 def load(stored_in: Slab, slot: int) -> memoryview:
@@ -103,6 +99,19 @@ def forked(child: Callable[..., None], *arguments: object) -> int:
         finally:
             os._exit(code)
     return pid
+
+
+# -- records ------------------------------------------------------------------------------------------
+
+
+def test_erased_block_is_not_found_again_unless_another_has_come(tmp_path: Path) -> None:
+    with contextlib.closing(open_slab(tmp_path)) as slab:
+        for slot in range(3):
+            store(slab, slot, slot + 1)
+        slab.erase(0, lambda: True)
+        slab.erase(1, lambda: False)  # taken for another block meanwhile
+    with contextlib.closing(open_slab(tmp_path)) as slab:
+        assert numbers_found(slab) == {1: 2, 2: 3}
 
 
 # -- slots --------------------------------------------------------------------------------------------
@@ -515,7 +524,7 @@ def churn(directory: Path, seed: int, reports: int) -> None:
     """Stores random blocks in random slots for ever, and reports each one once it is sealed."""
     opened = open_slab(directory)
     numbers_found(opened)
-    table, draw, number = opened.table, random.Random(seed), seed << 32
+    draw, number = random.Random(seed), seed << 32
     unused = [aligned_block() for _ in range(_NUM_THREADS)]
     writes: dict[Future[None], tuple[int, int, memoryview]] = {}
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
@@ -526,15 +535,11 @@ def churn(directory: Path, seed: int, reports: int) -> None:
                     continue
                 number, block = number + 1, unused.pop()
                 block[:] = key_of(number) + draw.randbytes(len(block) - 16)
-                if table.state(slot) is PageState.SEALED:
-                    table.free(slot)
-                table.reserve(slot)
-                writes[threads.submit(opened.write, slot, block)] = slot, number, block
+                record = Record(key_of(number), checksums_of(block), number, position=0, num_uses=1)
+                writes[threads.submit(opened.store, slot, block, record)] = slot, number, block
             for write in wait(writes, return_when=FIRST_COMPLETED).done:
                 slot, stored_number, block = writes.pop(write)
                 write.result()
-                table.set_checksums(slot, LAYERS, checksums_of(block))
-                table.seal(slot, key_of(stored_number), last_use=stored_number)
                 os.write(reports, _STORED.pack(slot, stored_number))
                 unused.append(block)
 

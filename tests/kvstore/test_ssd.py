@@ -3,13 +3,14 @@
 import asyncio
 import errno
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
 from kvstore import ssd as ssd_module
 from kvstore.events import EventLog
-from kvstore.pages import PageState
+from kvstore.pages import PageState, PageTable
 from kvstore.ssd import Disk, Loaded, SsdTier
 from mooncake.blocks import BlockKey
 from mooncake.config import EvictionPolicy
@@ -88,6 +89,28 @@ def test_what_was_stored_is_loaded_with_all_that_belongs_to_it(slab: FakeSlab) -
         assert page[: LAYOUT.block_bytes] == block_of(KEYS[0])
         assert await load(ssd, KEYS[1]) is None
         assert (ssd.counters.num_demotions, ssd.num_blocks) == (1, 1)
+
+    run_on(lambda: ssd_tier(slab), test)
+
+
+def test_the_event_loop_never_touches_the_table_in_the_file(slab: FakeSlab) -> None:
+    """It lies on the same disk: whoever writes there hangs with it."""
+
+    class Guarded:
+        def __init__(self, table: PageTable) -> None:
+            self._table, self._loop_thread = table, threading.get_ident()
+
+        def __getattr__(self, name: str) -> object:
+            assert threading.get_ident() != self._loop_thread
+            return getattr(self._table, name)
+
+    async def test(ssd: SsdTier) -> None:
+        slab.table = Guarded(slab.table)  # type: ignore[assignment]
+        for key in KEYS[:6]:
+            assert await store(ssd, key)
+        assert await load(ssd, KEYS[5]) == block_of(KEYS[5])
+        assert ssd.forget(KEYS[5])
+        assert await ssd.verify(KEYS[4]) == [True]
 
     run_on(lambda: ssd_tier(slab), test)
 
@@ -207,9 +230,9 @@ def test_damaged_block_is_dropped_and_counted_and_never_returned(
             case "data":
                 slab.damage(slot)
             case "checksums":
-                slab.table._checksums[slot * LAYOUT.num_layers * 8] ^= 1
+                ssd.disks[0].shelf.table._checksums[slot * LAYOUT.num_layers * 8] ^= 1
             case _:
-                slab.table._seal[slot] ^= 1
+                ssd.disks[0].shelf.table._seal[slot] ^= 1
         assert await load(ssd, KEYS[0]) is None
         assert not ssd.holds(KEYS[0])
         assert (ssd.counters.num_checksum_failures, ssd.counters.num_read_errors) == (1, 0)

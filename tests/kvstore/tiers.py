@@ -19,6 +19,7 @@ from kvstore.mover import Mover
 from kvstore.pages import PageTable, record_bytes
 from kvstore.pool import Pool
 from kvstore.segment import ALIGNMENT, Segment, SegmentHeader
+from kvstore.slab import Record
 from kvstore.ssd import SsdTier
 from kvstore.store import Store
 from messenger.checksums import layer_checksums
@@ -100,6 +101,17 @@ class FakeSlab:
             self.num_writes += 1
         self._work()
         self.bytes[slot * STRIDE_BYTES : (slot + 1) * STRIDE_BYTES] = block
+
+    def store(self, slot: int, block: memoryview, record: Record) -> None:
+        self.table.clear(slot)
+        self.table.reserve(slot)
+        self.write(slot, block)
+        self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
+        self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
+
+    def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
+        if is_free():
+            self.table.clear(slot)
 
     def read(self, slot: int, block: memoryview) -> None:
         assert len(block) == STRIDE_BYTES
