@@ -40,6 +40,8 @@ _BUFFER_BYTES = 1 << 22
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _COPY_LEASE_S = 30.0
 """longer than copying one batch takes; should it not be, the checksums tell"""
+_SPINS = 40
+"""attempts to receive, of one or two microseconds each, before sleeping"""
 _POPULATED_BYTES = 64 * 1024
 """pages at least so large are mapped at once, not by a fault every 4 KiB"""
 
@@ -159,7 +161,7 @@ class MappedConnection(PoolConnection):
     def _receive(self) -> FromPool:
         try:
             if self._fds is None:
-                num_bytes = self._sock.recv_into(self._buffer)
+                num_bytes = self._receive_soon()
             else:
                 num_bytes, ancillary, _flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE)
                 for _level, _kind, data in ancillary:
@@ -172,6 +174,16 @@ class MappedConnection(PoolConnection):
             raise self._gone("it has closed the connection")
         message: FromPool = _DECODER.decode(self._buffer[:num_bytes])
         return message
+
+    def _receive_soon(self) -> int:
+        """Most answers come within microseconds, waking up takes longer: so asks a while before it sleeps."""
+        receive, buffer = self._sock.recv_into, self._buffer
+        for _ in range(_SPINS):
+            try:
+                return receive(buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()  # the messenger may have been woken on this very core
+        return receive(buffer)
 
     def close(self) -> None:
         with self._lock:
