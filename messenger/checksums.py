@@ -9,7 +9,7 @@ Owns: how checksums are computed. Does not know: whose bytes these are, where ch
 import functools
 import logging
 import struct
-from ctypes import CDLL, c_int, c_size_t, c_void_p
+from ctypes import CDLL, addressof, c_char, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -131,5 +131,7 @@ def _native() -> CDLL | None:
 
 
 def _address(view: memoryview) -> int:
+    if not view.readonly:
+        return addressof(c_char.from_buffer(view))
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
