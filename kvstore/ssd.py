@@ -8,7 +8,6 @@ Owns: slots, their order of eviction, the health of the disks. Does not know: pa
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import mmap
@@ -183,9 +182,8 @@ class Disk:
         self.erase(slot)
 
     def erase(self, slot: int) -> None:
-        """Its record on the disk goes too, some time."""
-        with contextlib.suppress(RuntimeError):  # the tier is closed
-            self._threads.submit(self.slab.erase, slot, lambda: self.shelf.table.state_of[slot] in _GONE)
+        """Its record on the disk goes too, now: what was removed must not be found after a crash."""
+        self.slab.erase(slot, lambda: self.shelf.table.state_of[slot] in _GONE)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
