@@ -122,14 +122,21 @@ class Slab:
         while num_done < self.slot_bytes:
             num_done += self._advanced(os.pwritev(self._fd, [block[num_done:]], offset + num_done))
 
-    def store(self, slot: int, block: memoryview, record: Record) -> None:
-        """Writes a block and then its record: what was in the slot before cannot be found meanwhile."""
+    def store(
+        self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Writes a block and then, if it `is_wanted` still, its record.
+
+        What was in the slot before cannot be found meanwhile. Who does not want it any more calls `erase`.
+        """
         with self._records:
             self.table.clear(slot)
             self.table.reserve(slot)
         self.write(slot, block)
-        self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
-        self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
+        with self._records:
+            if is_wanted():
+                self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
+                self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
 
     def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
         """The block in `slot` is not to be found again, unless another has come there meanwhile."""

@@ -167,12 +167,18 @@ class Disk:
             self.shelf.free(ended)
 
     async def store(
-        self, slot: int, block: memoryview, key: BlockKey, checksums: bytes, position: int, num_uses: int
+        self,
+        write: "_Write",
+        block: memoryview,
+        key: BlockKey,
+        checksums: bytes,
+        position: int,
+        num_uses: int,
     ) -> None:
         """Writes a block, and its record on the disk. As `run`."""
         self._last_use += 1
         record = Record(key, checksums, self._last_use, position, num_uses)
-        await self.run(lambda: self.slab.store(slot, block, record))
+        await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))
 
     def drop(self, slot: int) -> None:
         """Nobody finds the block in `slot` any more."""
@@ -187,6 +193,16 @@ class Disk:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class _Write:
+    """A block on its way to a slot."""
+
+    disk: Disk
+    slot: int
+    is_wanted: bool = True
+    """not removed meanwhile"""
 
 
 class SsdTier:
@@ -220,8 +236,7 @@ class SsdTier:
             for slab in slabs
         ]
         self._turns = itertools.cycle(self.disks)
-        self._writing: dict[BlockKey, bool] = {}
-        """blocks being written now, and whether they are still wanted"""
+        self._writing: dict[BlockKey, _Write] = {}
 
     @property
     def is_accepting(self) -> bool:
@@ -262,27 +277,25 @@ class SsdTier:
         slot = disk.take_slot() if disk is not None else None
         if disk is None or slot is None:
             return False
-        self._writing[key] = True
+        write = self._writing[key] = _Write(disk, slot)
         try:
-            await disk.store(slot, page, key, checksums, position, num_uses)
+            await disk.store(write, page, key, checksums, position, num_uses)
         except Suspended:
             return False
         except OSError:
             self.counters.num_write_errors += 1
             return False
         else:
-            if self._writing[key]:
+            if write.is_wanted:
                 disk.shelf.table.set_checksums(slot, range(disk.shelf.table.num_layers), checksums)
                 disk.shelf.seal(slot, key, position, num_uses)
                 self.counters.num_demotions += 1
                 if self._events is not None and self._num_copies(key) == 1:
                     self._events.stored(Tier.SSD, key)
-            return self._writing[key]
+            return write.is_wanted
         finally:
-            is_wanted = self._writing.pop(key)
+            del self._writing[key]
             disk.give_back(slot)
-            if not is_wanted:
-                disk.erase(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
         """Reads a block into `page` (a whole page stride), or None if it cannot be had intact.
@@ -366,8 +379,9 @@ class SsdTier:
 
     def forget(self, key: BlockKey) -> bool:
         """Removes a block from every disk. Whether it was there."""
-        if key in self._writing:
-            self._writing[key] = False
+        if (write := self._writing.get(key)) is not None:
+            write.is_wanted = False
+            write.disk.slab.erase(write.slot, lambda: True)
         copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
         for disk, slot in copies:
             disk.drop(slot)

@@ -102,12 +102,15 @@ class FakeSlab:
         self._work()
         self.bytes[slot * STRIDE_BYTES : (slot + 1) * STRIDE_BYTES] = block
 
-    def store(self, slot: int, block: memoryview, record: Record) -> None:
+    def store(
+        self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         self.table.clear(slot)
         self.table.reserve(slot)
         self.write(slot, block)
-        self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
-        self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
+        if is_wanted():
+            self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
+            self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
 
     def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
         if is_free():
