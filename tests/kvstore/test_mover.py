@@ -491,6 +491,23 @@ def test_block_that_is_removed_and_stored_again_while_it_is_demoted_stays() -> N
     run(test())
 
 
+def test_block_that_is_removed_before_its_demotion_has_begun_is_never_on_disk() -> None:
+    """Else a crash right then would bring it back."""
+    slab = FakeSlab(20)
+
+    async def test() -> None:
+        async with running(4, slab) as r:
+            await r.put(KEYS[0])
+            with pytest.raises(PoolFullError):
+                r.pool.reserve(1, [], 4)
+            r.mover._make_room()  # decides to demote it
+            assert r.mover.remove(KEYS[0])
+            await settled(r)
+            assert not slab.num_writes
+
+    run(test())
+
+
 def test_block_that_is_replaced_before_its_demotion_has_begun_is_not_mixed_up_with_the_new_one() -> None:
     async def test() -> None:
         async with running(4, FakeSlab(20)) as r:
