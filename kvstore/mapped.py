@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvstore.channel import receive_soon
 from kvstore.connections import Place, PoolConnection, RemoteCall
 from kvstore.frames import encode
 from kvstore.messages import (
@@ -40,8 +41,8 @@ _BUFFER_BYTES = 1 << 22
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _COPY_LEASE_S = 30.0
 """longer than copying one batch takes; should it not be, the checksums tell"""
-_SPINS = 40
-"""attempts to receive, of one or two microseconds each, before sleeping"""
+_TRIES = 40
+"""to receive an answer before sleeping"""
 _POPULATED_BYTES = 64 * 1024
 """pages at least so large are mapped at once, not by a fault every 4 KiB"""
 
@@ -161,7 +162,7 @@ class MappedConnection(PoolConnection):
     def _receive(self) -> FromPool:
         try:
             if self._fds is None:
-                num_bytes = self._receive_soon()
+                num_bytes = self._receive_bytes()
             else:
                 num_bytes, ancillary, _flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE)
                 for _level, _kind, data in ancillary:
@@ -175,15 +176,12 @@ class MappedConnection(PoolConnection):
         message: FromPool = _DECODER.decode(self._buffer[:num_bytes])
         return message
 
-    def _receive_soon(self) -> int:
+    def _receive_bytes(self) -> int:
         """Most answers come within microseconds, waking up takes longer: so asks a while before it sleeps."""
-        receive, buffer = self._sock.recv_into, self._buffer
-        for _ in range(_SPINS):
-            try:
-                return receive(buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()  # the messenger may have been woken on this very core
-        return receive(buffer)
+        try:
+            return receive_soon(self._sock, self._buffer, _TRIES)
+        except BlockingIOError:
+            return self._sock.recv_into(self._buffer)
 
     def close(self) -> None:
         with self._lock:

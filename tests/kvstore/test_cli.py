@@ -21,6 +21,8 @@ from mooncake.messages import PoolStats
 from tests.kvstore.nodes import DEADLINE_S, LAYOUT, ROOT
 from tests.kvstore.pools import Pool, Pools, block_of, keys_of
 
+pytestmark = pytest.mark.cluster
+
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
 
 

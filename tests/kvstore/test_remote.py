@@ -59,6 +59,8 @@ from tests.kvstore.pools import (
     wait_until_listening,
 )
 
+pytestmark = pytest.mark.cluster
+
 DECODER = msgspec.msgpack.Decoder(FromRemotePool)
 SIZE = LAYOUT.block_bytes
 

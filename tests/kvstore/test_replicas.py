@@ -14,6 +14,8 @@ from mooncake.messages import MessengerAddress
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT
 from tests.kvstore.pools import Pool, Pools, block_of, buffers, connected, keys_of, nothing_reserved, until
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture
 def pools(tmp_path: Path) -> Iterator[list[Pool]]:

@@ -29,6 +29,8 @@ from tests.kvstore.nodes import (
     write_layers,
 )
 
+pytestmark = pytest.mark.cluster
+
 ALL_LAYERS = range(LAYOUT.num_layers)
 BLOCK_BYTES = LAYOUT.block_bytes
 both_transports = pytest.mark.parametrize("transport", list(Transport))

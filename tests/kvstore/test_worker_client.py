@@ -25,6 +25,8 @@ from tests.kvstore.nodes import (
     write_layers,
 )
 
+pytestmark = pytest.mark.cluster
+
 ALL_LAYERS = range(LAYOUT.num_layers)
 
 
