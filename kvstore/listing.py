@@ -71,8 +71,11 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
             num_evictions=ssd.num_evictions,
             num_checksum_failures=ssd.counters.num_checksum_failures,
             num_errors=ssd.counters.num_read_errors + ssd.counters.num_write_errors,
-            is_healthy=all(disk.is_healthy for disk in ssd.disks),
+            is_healthy=len(ssd.disks) == len(store.config.ssd_dirs)
+            and all(disk.is_healthy for disk in ssd.disks),
         )
+    elif store.config.ssd_dirs:  # none could be opened
+        tiers[Tier.SSD] = TierStats(0, 0, 0, 0, 0, is_healthy=False)
     return tiers
 
 

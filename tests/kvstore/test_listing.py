@@ -1,8 +1,12 @@
 """What those who look at a pool are told, when disks do what they should not."""
 
+from pathlib import Path
+
 import pytest
 
-from kvstore.listing import verify_block
+from kvstore.listing import pool_stats, verify_block
+from mooncake.config import KVCacheConfig
+from mooncake.messages import Tier
 from tests.kvstore.nodes import run
 from tests.kvstore.tiers import FakeSlab, Running, key_of, running
 
@@ -77,5 +81,17 @@ def test_every_copy_counts(
 
             monkeypatch.setattr(r.ssd, "verify", copies)
             assert await verify_block(r.store, KEY) is expected
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_opened", [0, 1, 2])
+def test_tier_without_one_of_its_disks_is_not_healthy(num_opened: int) -> None:
+    async def test() -> None:
+        async with running(1, *[FakeSlab(4, name) for name in ["a", "b"][:num_opened]]) as r:
+            r.store.config = KVCacheConfig(ssd_dirs=[Path("/a"), Path("/b")])
+            stats = pool_stats(r.store, check_integrity=False)
+            assert stats.tiers[Tier.SSD].is_healthy is (num_opened == 2)
+            assert stats.tiers[Tier.SSD].num_slots == 4 * num_opened
 
     run(test())

@@ -258,7 +258,7 @@ async def running(
             promotion_timeout_s=timeout_s,
         )
         store = Store(
-            config=KVCacheConfig(),
+            config=KVCacheConfig(ssd_dirs=[slab.path.parent for slab in slabs]),
             identity=Identity("node", 1, "host", FINGERPRINT, LAYOUT),
             address=ADDRESS,
             segment=segment,
