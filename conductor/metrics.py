@@ -97,6 +97,7 @@ def pool_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:
             blocks.add_metric([name, event], getattr(pool, f"num_{event}"))
     yield from (pages, users, orphaned, misses, blocks)
     yield from _tier_metrics(pools)
+    yield from _peer_metrics(pools)
 
 
 def _tier_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:
@@ -124,3 +125,27 @@ def _tier_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:
             damaged.add_metric([name, tier.value], stats.num_checksum_failures)
             errors.add_metric([name, tier.value], stats.num_errors)
     yield from (slots, held, held_bytes, healthy, hits, evictions, damaged, errors)
+
+
+def _peer_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:
+    labels = ["instance", "peer"]
+    in_flight = GaugeMetricFamily(
+        "mooncake_transfer_in_flight_bytes", "bytes under way or waiting for it", labels=labels
+    )
+    bandwidth = GaugeMetricFamily(
+        "mooncake_transfer_bandwidth_bytes_per_second", "of the latest transfers", labels=labels
+    )
+    streams = GaugeMetricFamily("mooncake_transfer_streams", "open connections", labels=labels)
+    strangers = CounterMetricFamily(
+        "mooncake_messenger_strangers",
+        "connections from whoever has not the cluster's key",
+        labels=["instance"],
+    )
+    for name, pool in pools.items():
+        strangers.add_metric([name], pool.num_strangers)
+        for peer, stats in pool.peers.items():
+            in_flight.add_metric([name, peer], stats.in_flight_bytes)
+            streams.add_metric([name, peer], stats.num_streams)
+            if stats.bandwidth_bytes_per_s is not None:
+                bandwidth.add_metric([name, peer], stats.bandwidth_bytes_per_s)
+    yield from (in_flight, bandwidth, streams, strangers)

@@ -86,8 +86,9 @@ async def serve(process: ConductorProcess) -> None:
             reply_endpoint=config.conductor.reply_endpoint,
             served_model_name=config.served_model_name or checkpoint.name,
             max_request_bytes=int(config.http.max_request_bytes),
+            cluster_key=process.cluster_key,
         )
-        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor)
+        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(ConductorService(conductor, router).run())

@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if something failed or is damaged, 2 for wrong use."""
     options = _parser().parse_args(arguments)
     try:
-        with _Pools(options.pool) as pools:
+        with _Pools(options.pool, options.key_file) as pools:
             code: int = options.command(options, pools)
             sys.stdout.flush()
             return max(code, FAILED if pools.has_lost else 0)
@@ -62,10 +62,11 @@ def run(arguments: Sequence[str]) -> int:
 class _Pools:
     """The pools that are asked, each by itself: they may be of different models."""
 
-    def __init__(self, addresses: Sequence[str] | None) -> None:
+    def __init__(self, addresses: Sequence[str] | None, key_file: str | None) -> None:
         """Raises PoolError or ConfigError if there is none to ask. By default all of this user's runs."""
         self.has_lost = False
         """whether one was left out because it did not answer"""
+        self._key_file = key_file
         self._pools: list[KVCachePool] = []
         if addresses is None and not (addresses := _running_pools()):
             raise PoolError("no mooncake-serve of this user runs here; name a pool with --pool")
@@ -80,7 +81,7 @@ class _Pools:
 
     def _connect(self, address: str, *, is_only: bool) -> None:
         try:
-            self._pools.append(KVCachePool.connect(address))
+            self._pools.append(KVCachePool.connect(address, key_file=self._key_file))
         except PoolError as error:
             if is_only:
                 raise
@@ -326,6 +327,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="unix:/path/worker-0.sock or tcp://host:port, may be repeated; default: the pools of every"
         " mooncake-serve that you run on this host",
+    )
+    common.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="the cluster's key (mooncake-serve keygen), which tcp:// addresses need and others ignore",
     )
     common.add_argument("--json", action="store_true", help="print one JSON object a line")
 

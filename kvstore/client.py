@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -38,6 +39,7 @@ from kvstore.messages import (
 from kvstore.replicas import Replicas, change_replica
 from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
 from mooncake.errors import ConfigError, PoolError
+from mooncake.keys import ClusterKey
 from mooncake.messages import PoolStats, Tier
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class KVCachePool:
     Keys have 16 bytes, blocks the `block_bytes` of the layout. The first pool is where puts go and where is
     looked first; the others are asked for what it lacks. A pool that does not answer counts as one that has
     nothing, and is tried again about a second later; if none answers, the call raises PoolError, or
-    MismatchError if one of them has come back with other blocks.
+    MismatchError if one of them has come back with other blocks, ConfigError if with another cluster key.
     """
 
     def __init__(self, holders: Holders, fingerprint: str, layout: KVLayout) -> None:
@@ -84,6 +86,7 @@ class KVCachePool:
         fingerprint: str | None = None,
         layout: KVLayout | None = None,
         timeout_s: float = 10.0,
+        key_file: Path | str | None = None,
     ) -> "KVCachePool":
         """Connects to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
         another.
@@ -91,9 +94,11 @@ class KVCachePool:
         `fingerprint` and `layout` say what the caller's blocks are; by default they are what the pools hold.
         With both given, a pool that is new and answers now is formatted for them.
         A pool that answers nothing for `timeout_s`, now or later, counts as gone.
+        `key_file` holds the cluster's key, which both sides of a `tcp://` address prove that they know; it is
+        read once. A `unix:` address needs none: the socket is private to its user.
 
         Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if none answers;
-        ConfigError for what is no address.
+        ConfigError for what is no address, and for a key that is missing, unreadable or not the pool's.
         """
         if not addresses:
             raise ConfigError("name at least one pool: unix:/path/of.sock or tcp://host:port")
@@ -101,10 +106,12 @@ class KVCachePool:
             raise ConfigError(
                 f"a timeout of {timeout_s} s; it must be positive, at most {LONGEST_WAIT_S:g} s"
             )
+        places = [Place.parse(address) for address in addresses]
+        key = _key_for(places, key_file)
         holders, lost = [], []
         may_format = fingerprint is not None and layout is not None
-        for place in map(Place.parse, addresses):
-            holder = Holder(place, fingerprint, layout, timeout_s)
+        for place in places:
+            holder = Holder(place, key, fingerprint, layout, timeout_s)
             holders.append(holder)
             try:
                 holder.connect(may_format=may_format)
@@ -390,6 +397,19 @@ class KVCachePool:
         if writable and view.readonly:
             raise PoolError("a buffer that is to be filled is read-only")
         return view
+
+
+def _key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
+    """The key in `key_file`; None if all places are on this host. Raises ConfigError if there must be one."""
+    remote = [place.text for place in places if place.tcp is not None]
+    if not remote:
+        return None
+    if key_file is None:
+        raise ConfigError(
+            f"{remote[0]} listens only to those who know its cluster's key: name the file that has it, as"
+            " key_file=... or mooncake-kv --key-file"
+        )
+    return ClusterKey.load(Path(key_file))
 
 
 def _list_blocks(holder: Holder) -> Iterator[tuple[str, BlockInfo]]:

@@ -25,7 +25,9 @@ import zmq.asyncio
 
 from kvstore.events import Batch, BlockTokens, EventLog
 from mooncake.blocks import BlockKey
+from mooncake.curve import Gate
 from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
 from mooncake.messages import (
     EventsGone,
     GetSnapshot,
@@ -66,9 +68,14 @@ class _Publisher(ABC):
     """The sockets and tasks that both formats share. Binds at once; raises ConfigError if it cannot."""
 
     def __init__(
-        self, events: EventLog, endpoint: str, request_endpoint: str, flush_interval_s: float
+        self,
+        events: EventLog,
+        new_socket: Callable[[int], zmq.asyncio.Socket],
+        endpoint: str,
+        request_endpoint: str,
+        flush_interval_s: float,
     ) -> None:
-        context = zmq.asyncio.Context.instance()
+        """`new_socket` makes a socket of a kind such as `zmq.PUB`."""
         self._events = events
         self._flush_interval_s = flush_interval_s
         self._position = events.oldest_sequence
@@ -76,9 +83,9 @@ class _Publisher(ABC):
         self._woken = asyncio.Event()
         self._answers: dict[bytes, asyncio.Task[None]] = {}
         """by peer"""
-        self._pub = context.socket(zmq.PUB)
+        self._pub = new_socket(zmq.PUB)
         self._pub.sndhwm = PUB_QUEUE_LEN
-        self._router = context.socket(zmq.ROUTER)
+        self._router = new_socket(zmq.ROUTER)
         self._router.router_mandatory = True  # else what does not fit into a peer's queue is lost silently
         self._router.router_handover = True
         self._router.sndhwm = ANSWER_QUEUE_LEN
@@ -168,7 +175,10 @@ class _Publisher(ABC):
 
 
 class InternalPublisher(_Publisher):
-    """Batches, replays and snapshots in the messages of `mooncake.messages`; the topic is `KV_TOPIC`."""
+    """Batches, replays and snapshots in the messages of `mooncake.messages`; the topic is `KV_TOPIC`.
+
+    Encrypted, for holders of the cluster's key. Needs a running event loop.
+    """
 
     def __init__(
         self,
@@ -179,12 +189,22 @@ class InternalPublisher(_Publisher):
         incarnation: int,
         endpoint: str,
         request_endpoint: str,
+        key: ClusterKey,
         flush_interval_s: float = FLUSH_INTERVAL_S,
     ) -> None:
-        super().__init__(events, endpoint, request_endpoint, flush_interval_s)
+        self._gate = Gate(key)
+        super().__init__(events, self._gate.socket, endpoint, request_endpoint, flush_interval_s)
         self._snapshot = snapshot
         self._life = instance, incarnation
         self._decode = msgspec.msgpack.Decoder(ToKVEvents).decode
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were closed because they did not show the cluster's key."""
+        return self._gate.num_refused
+
+    def close(self) -> None:
+        self._gate.close()
 
     def _frames(self, batch: Batch) -> list[bytes]:
         return [KV_TOPIC, self._encoded(batch)]
@@ -266,6 +286,7 @@ class _EventBatch(msgspec.Struct, array_like=True):
 class VllmPublisher(_Publisher):
     """The same events as vLLM sends them: `[topic, 8-byte number, payload]`, and replays.
 
+    - Open to everybody who reaches the sockets: the routers that follow this format know no keys.
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
     - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
@@ -288,7 +309,8 @@ class VllmPublisher(_Publisher):
         topic: str = "",
         flush_interval_s: float = FLUSH_INTERVAL_S,
     ) -> None:
-        super().__init__(events, endpoint, replay_endpoint, flush_interval_s)
+        context = zmq.asyncio.Context.instance()
+        super().__init__(events, context.socket, endpoint, replay_endpoint, flush_interval_s)
         self._clock = clock
         self._topic = topic.encode()
         self._published: deque[tuple[Batch, float]] = deque(maxlen=events.capacity_batches)

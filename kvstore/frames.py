@@ -2,6 +2,8 @@
 
     bytes of the message u32 | bytes of the payload u64 (little-endian), the message (msgpack), the payload
 
+Until the other side has proved that it knows the cluster's key its messages are short, and have no payload.
+
 Owns: framing and its limits. Does not know: sockets.
 """
 
@@ -13,6 +15,8 @@ from kvstore.messages import MAX_MESSAGE_BYTES
 from messenger.checksums import CHECKSUM_BYTES
 from mooncake.errors import PoolError
 
+MAX_GREETING_BYTES = 4096
+"""of a message from somebody who has not shown that he knows the cluster's key"""
 LONGEST_WAIT_S = 3600.0
 """that a call may ask for"""
 MAX_KEYS = 4096
@@ -52,13 +56,22 @@ class FrameBuffer:
     """What has been received of a stream of frames and not been used yet.
 
     The caller receives into what `room...` returns, says how much with `received`, and takes every payload
-    off the stream before the next message.
+    off the stream before the next message. Only greetings are taken before `trust`.
     """
 
     def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_HEADER.size + MAX_MESSAGE_BYTES + SMALL_BYTES))
+        self._buffer = memoryview(bytearray(_HEADER.size + MAX_GREETING_BYTES + _AHEAD_BYTES))
         self._begin = 0
         self._end = 0
+        self._is_trusted = False
+
+    def trust(self) -> None:
+        """The other side knows the cluster's key: from now on it gets room for everything."""
+        held = self._buffer[self._begin : self._end]
+        self._buffer = memoryview(bytearray(_HEADER.size + MAX_MESSAGE_BYTES + SMALL_BYTES))
+        self._buffer[: len(held)] = held
+        self._begin, self._end = 0, len(held)
+        self._is_trusted = True
 
     def room_for_message(self) -> memoryview | None:
         """Where to receive what the next message lacks; None when it is whole. Raises PoolError for what is
@@ -96,8 +109,9 @@ class FrameBuffer:
 
     def _sizes(self) -> tuple[int, int]:
         num_bytes, payload_bytes = _HEADER.unpack_from(self._buffer, self._begin)
-        if not 0 < num_bytes <= MAX_MESSAGE_BYTES:
-            raise PoolError(
-                f"a frame announces a message of {num_bytes} bytes, the limit is {MAX_MESSAGE_BYTES}"
-            )
+        limit = MAX_MESSAGE_BYTES if self._is_trusted else MAX_GREETING_BYTES
+        if not 0 < num_bytes <= limit:
+            raise PoolError(f"a frame announces a message of {num_bytes} bytes, the limit is {limit}")
+        if payload_bytes and not self._is_trusted:
+            raise PoolError(f"a greeting announces a payload of {payload_bytes} bytes; it must have none")
         return num_bytes, payload_bytes

@@ -10,6 +10,8 @@ Owns: open grants. Does not know: sockets.
 
 import asyncio
 import secrets
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.claims import Reservation, layer_mask
@@ -17,9 +19,12 @@ from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
 from messenger.protocol import WriteEntry
+from messenger.rdma.windows import Range
 from messenger.receiver import Writer, WriteRefused
 from mooncake.errors import PoolError, TransferError
 from mooncake.messages import Grant, GrantedPage, MessengerAddress
+
+_NUM_COMPLETED = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +47,8 @@ class Grants:
         self._address = address
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
+        self._completed: deque[int] = deque(maxlen=_NUM_COMPLETED)
+        """grants whose last acknowledgements may have been lost with a connection"""
 
     # -- the worker's side ------------------------------------------------------------------------
 
@@ -87,14 +94,16 @@ class Grants:
     # -- the messenger's side (WriteTarget) -------------------------------------------------------
 
     def open(self, grant_id: int, writer: Writer) -> None:
-        self._find(grant_id).writers.append(writer)
+        if grant_id not in self._completed and writer not in self._find(grant_id).writers:
+            self._find(grant_id).writers.append(writer)
 
-    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview:
+    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview | None:
+        if grant_id in self._completed:
+            return None
         grant = self._find(grant_id)
-        receiving = grant.incomplete.get(entry.page)
         block = grant.reservation.by_page.get(entry.page)
-        if receiving is None or block is None:
-            raise WriteRefused(f"page {entry.page} is complete or was never part of grant {grant_id}")
+        if block is None or block.found:
+            raise WriteRefused(f"page {entry.page} is no part of grant {grant_id}")
         if entry.generation != block.generation:
             raise WriteRefused(
                 f"page {entry.page} has generation {block.generation}, the write names {entry.generation}"
@@ -109,6 +118,13 @@ class Grants:
                 f"{entry.num_layers} layers came with {len(entry.checksums)} bytes of checksums"
             )
         layers = range(entry.layer_begin, entry.layer_end)
+        if not layer_mask(layers) & ~block.arrived:
+            if self._pool.table.checksums(entry.page, layers) == entry.checksums:
+                return None
+            raise WriteRefused(
+                f"layers [{layers.start}, {layers.stop}) of page {entry.page} are there already, and differ"
+            )
+        receiving = grant.incomplete[entry.page]
         if (receiving | block.arrived) & layer_mask(layers):
             raise WriteRefused(
                 f"layers [{layers.start}, {layers.stop}) of page {entry.page} were written before"
@@ -117,7 +133,21 @@ class Grants:
         self._pool.hold(entry.page)
         return self._segment.layers_view(entry.page, layers)
 
-    def complete(self, grant_id: int, entry: WriteEntry) -> None:
+    def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
+        if grant_id in self._completed:
+            return [], lambda: None
+        pages = list(self._find(grant_id).incomplete)
+        for page in pages:
+            self._pool.hold(page)
+
+        def on_closed() -> None:
+            for page in pages:
+                self._pool.unhold(page)
+
+        block_bytes = self._segment.layout.block_bytes
+        return [(page, Range(self._segment.page_offset(page), block_bytes)) for page in pages], on_closed
+
+    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
         grant = self._open.get(grant_id)
         if grant is None:
             self._pool.unhold(entry.page)
@@ -130,6 +160,7 @@ class Grants:
         if self._pool.is_complete(block):
             del grant.incomplete[entry.page]
             self._finish_if_complete(grant)
+        return not grant.incomplete
 
     def abandon(self, grant_id: int, entry: WriteEntry) -> None:
         grant = self._open.get(grant_id)
@@ -158,6 +189,7 @@ class Grants:
     def _finish_if_complete(self, grant: _OpenGrant) -> None:
         if not grant.incomplete:
             del self._open[grant.grant_id]
+            self._completed.append(grant.grant_id)
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:

@@ -20,7 +20,8 @@ from kvstore.connections import Place, PoolConnection
 from kvstore.mapped import MappedConnection, Mapping
 from kvstore.streamed import StreamedConnection
 from mooncake.blocks import KVLayout
-from mooncake.errors import MismatchError, MooncakeError, PoolError
+from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
+from mooncake.keys import ClusterKey
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """This pool does not answer now, or holds other blocks than before. The message says why."""
+    """This pool does not answer now, or has other blocks or another key than before. The message says why."""
 
     def __init__(self, place: Place, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -41,12 +42,19 @@ class Unreachable(Exception):
 
 
 class Holder:
-    """One pool. `fingerprint` and `layout`: what it must hold, None while that is open."""
+    """One pool. `fingerprint` and `layout`: what it must hold, None while that is open. `key`: the cluster's;
+    a pool on this host needs none."""
 
     def __init__(
-        self, place: Place, fingerprint: str | None, layout: KVLayout | None, timeout_s: float
+        self,
+        place: Place,
+        key: ClusterKey | None,
+        fingerprint: str | None,
+        layout: KVLayout | None,
+        timeout_s: float,
     ) -> None:
         self.place = place
+        self._key = key
         self.fingerprint = fingerprint
         self.layout = layout
         self._timeout_s = timeout_s
@@ -150,8 +158,15 @@ class Holder:
             self._num_unsettled -= was_unsettled
         try:
             if self.place.tcp is not None:
+                assert self._key is not None
                 return StreamedConnection.open(
-                    self.place, self.fingerprint, self.layout, serial, timeout_s, may_format=may_format
+                    self.place,
+                    self._key,
+                    self.fingerprint,
+                    self.layout,
+                    serial,
+                    timeout_s,
+                    may_format=may_format,
                 )
             connection = MappedConnection.open(
                 self.place,
@@ -214,6 +229,9 @@ class Holder:
         if isinstance(error, MismatchError):
             if not isinstance(self._lost, MismatchError):
                 log.error("the pool at %s holds other blocks now and is not used: %s", self.place.text, error)
+        elif isinstance(error, ConfigError):
+            if not isinstance(self._lost, ConfigError):
+                log.error("the pool at %s is not used: %s", self.place.text, error)
         elif self._lost is None and not self._is_closed:
             log.warning("pool lost, its blocks count as not there: %s", error)
         self._retry_at_s = time.monotonic() + RETRY_S
@@ -224,7 +242,8 @@ class Holder:
 class Holders:
     """In the order in which they are asked.
 
-    If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now.
+    If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now, or
+    ConfigError if one has another key now.
     """
 
     def __init__(self, holders: Sequence[Holder]) -> None:
@@ -269,9 +288,11 @@ class Holders:
         raise nobody_answers(lost)
 
 
-def nobody_answers(lost: Sequence[Unreachable]) -> PoolError | MismatchError:
-    """What a call that finds no pool fails with: that one holds other blocks now is no passing trouble."""
+def nobody_answers(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
+    """What a call that finds no pool fails with: other blocks or another key are no passing trouble."""
     for error in lost:
+        if isinstance(error.reason, ConfigError):
+            return ConfigError(str(error))
         if isinstance(reason := error.reason, MismatchError):
             advice = f"the pool at {error.place.text} holds other blocks than this client; connect again"
             return MismatchError(reason.what, reason.ours, reason.theirs, advice)

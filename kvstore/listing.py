@@ -15,7 +15,7 @@ from messenger.checksums import layer_checksums
 from messenger.transports import Transport
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError
-from mooncake.messages import PoolStats, Tier, TierStats
+from mooncake.messages import PeerStats, PoolStats, Tier, TierStats
 
 
 def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
@@ -48,6 +48,13 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         num_orphaned=store.num_orphaned,
         sent_bytes=by_name(traffic.sent_bytes),
         received_bytes=by_name(traffic.received_bytes),
+        num_strangers=traffic.num_strangers,
+        peers={
+            peer.name: PeerStats(
+                peer.flow.in_flight_bytes, peer.flow.bandwidth_bytes_per_s, num_streams=len(peer.lanes)
+            )
+            for peer in store.peers.all
+        },
         integrity=store.problem,
     )
 

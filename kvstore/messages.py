@@ -2,7 +2,8 @@
 
 A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
 a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
-one frame a message (see remote); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
+one frame a message (see remote), after both sides have proved that they know the cluster's key (see
+greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch` and `DescribeTokens` are no calls: they are frequent and ordered, and
@@ -26,6 +27,30 @@ MAX_MESSAGE_BYTES = 384 * 1024
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
 """Where a block is: `Located` names these by index."""
+NONCE_BYTES = 32
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+# -- before the first message, TCP only: see greeting -----------------------------------------------
+
+
+class Greeting(msgspec.Struct, tag=True, frozen=True):
+    """From the client. Answered by `Challenge`."""
+
+    nonce: Nonce
+
+
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """The pool's proof that it knows the cluster's key. Answered by `Proof`."""
+
+    nonce: Nonce
+    proof: bytes
+
+
+class Proof(msgspec.Struct, tag=True, frozen=True):
+    """The client's proof. Not answered; whoever fails it has his connection closed."""
+
+    proof: bytes
+
 
 # -- first messages ---------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ A block that comes goes straight into its page and is sealed when it has been ve
 sent straight from its page, leased meanwhile. Lengths are checked before anything is done, and who stalls
 in the middle of a transfer, or says nothing while pages are reserved for him, loses his connection.
 
+Whoever does not prove that he knows the cluster's key costs a closed connection and a counter (see greeting).
+
 Owns: the connections of remote clients. Does not know: how pages are found.
 """
 
@@ -11,12 +13,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from kvstore.claims import Block, Reservation
 from kvstore.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
+from kvstore.greeting import Doorkeeper
 from kvstore.messages import (
     Commit,
     Connect,
@@ -28,7 +31,9 @@ from kvstore.messages import (
     FromRemotePool,
     GetBlocks,
     GotBlocks,
+    Greeting,
     Prefetch,
+    Proof,
     PutBlocks,
     SealBlocks,
     ToPool,
@@ -37,14 +42,19 @@ from kvstore.messages import (
 from kvstore.session import Session, User, failed_call
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
+from messenger.handshake import StrangerError
 from messenger.stream import Stream
+from messenger.transports import Traffic
 from mooncake.blocks import BlockKey
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.keys import ClusterKey
 from mooncake.messages import MessengerAddress
 
 log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToRemotePool)
+_GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
+_PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
 _GRACE_S = 30.0
 _LEAST_BYTES_PER_S = 4 << 20
 """a transfer may take `_GRACE_S`, and what it takes at this speed"""
@@ -56,6 +66,7 @@ _MOST_UNANSWERED = 256
 _IDLE_S = 120.0
 """how long pages stay reserved for a client that says nothing"""
 _WATCH_S = 5.0
+Incoming = TypeVar("Incoming")
 
 
 class Host(Protocol):
@@ -70,13 +81,26 @@ class Host(Protocol):
         """A client that writes no page itself."""
 
 
-async def serve_client(stream: Stream, host: Host, tasks: asyncio.TaskGroup, timeout_s: float) -> None:
-    """Serves a client from its first message, due within `timeout_s`, until it leaves."""
+async def serve_client(
+    stream: Stream,
+    host: Host,
+    tasks: asyncio.TaskGroup,
+    key: ClusterKey,
+    traffic: Traffic,
+    *,
+    timeout_s: float,
+) -> None:
+    """Serves a client from its greeting until it leaves. Its proof and its first message are due within
+    `timeout_s` each."""
     client = _Client(stream)
     try:
+        await client.admit(key, timeout_s)
         async with asyncio.timeout(timeout_s):
             await client.greet(host, tasks)
         await client.serve()
+    except StrangerError as error:
+        traffic.num_strangers += 1
+        log.info("a stranger is turned away: %s", error)
     except MooncakeError as error:
         log.warning("a client on another host is sent away: %s", error)
         with contextlib.suppress(OSError):
@@ -114,8 +138,22 @@ class _Client:
         self._watch: asyncio.TimerHandle | None = None
         self._late_answers: asyncio.Task[None] | None = None
 
+    async def admit(self, key: ClusterKey, timeout_s: float) -> None:
+        """Raises StrangerError unless the client proves within `timeout_s` that it knows `key`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                greeting, _ = await self._next(_GREETING_DECODER)
+                doorkeeper = Doorkeeper(key, greeting)
+                await self._stream.send([encode_frame(doorkeeper.challenge)])
+                proof, _ = await self._next(_PROOF_DECODER)
+        except (OSError, PoolError) as error:
+            raise StrangerError(str(error) or f"it proves nothing within {timeout_s:g} s") from error
+        if not doorkeeper.admits(proof):
+            raise StrangerError("it has another cluster key")
+        self._frames.trust()
+
     async def greet(self, host: Host, tasks: asyncio.TaskGroup) -> None:
-        connect, payload_bytes = await self._next()
+        connect, payload_bytes = await self._next(_DECODER)
         if not isinstance(connect, Connect) or payload_bytes:
             raise PoolError(f"the first message is {type(connect).__name__}; it must be Connect")
         try:
@@ -134,7 +172,7 @@ class _Client:
     async def serve(self) -> None:
         """Until the connection ends. Raises PoolError for what no correct client sends."""
         while True:
-            message, self._payload_left = await self._next()
+            message, self._payload_left = await self._next(_DECODER)
             self._last_message_s = self._loop.time()
             if isinstance(message, PutBlocks):
                 await self._put(message)
@@ -158,12 +196,13 @@ class _Client:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    async def _next(self) -> tuple[ToRemotePool, int]:
+    async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
+        """The next message and the length of its payload. Raises PoolError for what is none."""
         while (room := self._frames.room_for_message()) is not None:
             self._frames.received(await self._stream.receive_some([room]))
         encoded, payload_bytes = self._frames.take_message()
         try:
-            return _DECODER.decode(encoded), payload_bytes
+            return decoder.decode(encoded), payload_bytes
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise PoolError(f"a message cannot be read: {str(error)[:200]}") from error
 

@@ -15,8 +15,10 @@ from kvstore.claims import Block, Reservation, layer_mask
 from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import layer_checksums
-from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, WriteEntry
-from messenger.sender import Links, Outcome, Transfer
+from messenger.lane import Outcome
+from messenger.peer import Transfer
+from messenger.peers import Peers
+from messenger.protocol import MAX_FRAME_ENTRIES, WriteEntry
 from mooncake.errors import PoolError, TransferError
 from mooncake.messages import Grant, GrantedPage
 
@@ -47,14 +49,14 @@ class Send:
         self,
         pool: Pool,
         segment: Segment,
-        links: Links,
+        peers: Peers,
         reservation: Reservation,
         grant: Grant,
         ref_text: str,
     ) -> None:
         self._pool = pool
         self._segment = segment
-        self._links = links
+        self._peers = peers
         self._grant = grant
         self._ref_text = ref_text
         self._targets = [
@@ -80,20 +82,20 @@ class Send:
     async def run(self) -> None:
         try:
             if self._targets:
-                link = await self._links.link(self._grant.messenger)
-                with link.transfer(self._grant.grant_id, self._ref_text, self.wake) as transfer:
-                    await self._stream(transfer)
+                peer = await self._peers.peer(self._grant.messenger)
+                with peer.transfer(self._grant.grant_id, self._ref_text, self.wake) as transfer:
+                    await self._stream(transfer, peer.frame_bytes)
         except TransferError as error:
             log.info("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
             self.finish(error)
         else:
             self.finish(None)
 
-    async def _stream(self, transfer: Transfer) -> None:
+    async def _stream(self, transfer: Transfer, frame_bytes: int) -> None:
         while self._num_unacknowledged:
             transfer.check()
             self._changed.clear()
-            ranges = self._take_ready()
+            ranges = self._take_ready(frame_bytes)
             if not ranges:
                 await self._changed.wait()
                 continue
@@ -103,12 +105,12 @@ class Send:
                 self._pool.hold(r.target.block.page)
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
-    def _take_ready(self) -> list[_Range]:
+    def _take_ready(self, frame_bytes: int) -> list[_Range]:
         """The next frame: layers that are there and were not submitted, up to the limits of a frame."""
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges
-        num_layers_left = max(1, MAX_FRAME_BYTES // self._segment.layout.layer_bytes)
+        num_layers_left = max(1, frame_bytes // self._segment.layout.layer_bytes)
         for target in self._targets:
             while ready := target.block.arrived & ~target.submitted:
                 if not num_layers_left or len(ranges) == MAX_FRAME_ENTRIES:

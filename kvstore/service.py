@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -29,8 +29,9 @@ from kvstore.session import Session, User, failed_call
 from kvstore.store import Store, open_store
 from messenger.checksums import prepare
 from messenger.identity import host_id
-from messenger.receiver import Receiver, refuse
+from messenger.receiver import turn_away
 from messenger.stream import Stream
+from messenger.tls import Tls
 from messenger.transports import Traffic
 from mooncake.blocks import KVLayout
 from mooncake.config import ANY_ENDPOINT, MessengerProcess, host_and_port
@@ -51,10 +52,13 @@ _REPLAYED_BATCHES = 1000
 class Service:
     """Listens for its worker, for clients and for other messengers, and connects them to the store."""
 
-    def __init__(self, config: MessengerProcess, tasks: asyncio.TaskGroup, tcp_port: int) -> None:
+    def __init__(
+        self, config: MessengerProcess, tasks: asyncio.TaskGroup, tcp_endpoints: Sequence[tuple[str, int]]
+    ) -> None:
         self._config = config
         self._tasks = tasks
         self._traffic = Traffic()
+        self._tls = Tls.of(config.security)
         self._owners = itertools.count(1)
         self.store: Store | None = None
         self._worker: tuple[int, Connection[ToPool]] | None = None
@@ -65,8 +69,7 @@ class Service:
             incarnation=config.incarnation,
             host_id=host_id(),
             unix_path=config.peer_socket,
-            tcp_host=config.settings.host,
-            tcp_port=tcp_port,
+            tcp_endpoints=tuple(tcp_endpoints),
             event_endpoints=self._publish(config),
         )
         segment = Segment.open(config.segment_fd)
@@ -83,6 +86,7 @@ class Service:
             incarnation=config.incarnation,
             endpoint=endpoint,
             request_endpoint=request_endpoint,
+            key=config.cluster_key,
         )
         self._tasks.create_task(internal.run())
         if config.kvcache.vllm_events is not None:
@@ -200,7 +204,9 @@ class Service:
         return self.store
 
     def _open(self, segment: Segment) -> None:
-        self.store = open_store(self._config, segment, self.address, self._traffic, self._events, self._tasks)
+        self.store = open_store(
+            self._config, segment, self.address, self._traffic, self._events, self._tls, self._tasks
+        )
 
     # -- other hosts ------------------------------------------------------------------------------
 
@@ -208,27 +214,34 @@ class Service:
         while True:
             sock = await _accept(listener)
             self._tasks.create_task(
-                serve_client(Stream(sock), self, self._tasks, self._config.settings.connect_timeout_s)
+                serve_client(
+                    Stream(sock),
+                    self,
+                    self._tasks,
+                    self._config.cluster_key,
+                    self._traffic,
+                    timeout_s=self._config.settings.connect_timeout_s,
+                )
             )
 
     async def accept_peers(self, listener: socket.socket) -> None:
+        tls = self._tls if listener.family == socket.AF_INET else None
         while True:
             sock = await _accept(listener)
-            self._tasks.create_task(self._serve_peer(Stream(sock)))
+            try:
+                stream = Stream(sock if tls is None else tls.accept(sock), answers=True)
+            except OSError as error:  # it has gone already
+                log.info("a connection ended as it was accepted: %s", error)
+                sock.close()
+            else:
+                self._tasks.create_task(self._serve_peer(stream))
 
     async def _serve_peer(self, stream: Stream) -> None:
         if self.store is None:
             reason = f"{self._config.instance} has no pool yet, its worker has not attached"
-            await refuse(stream, reason, self._config.settings.connect_timeout_s)
-            return
-        receiver = Receiver(
-            stream,
-            self.store.grants,
-            self._traffic,
-            ack_timeout_s=self._config.settings.ack_timeout_s,
-            connect_timeout_s=self._config.settings.connect_timeout_s,
-        )
-        await receiver.run(self.store.identity)
+            await turn_away(stream, reason, self._config.cluster_key, self._config.settings.connect_timeout_s)
+        else:
+            await self.store.sessions.serve(stream)
 
     def remote_user(self, name: str) -> User:
         """A client that writes no page itself."""
@@ -306,12 +319,15 @@ async def serve(config: MessengerProcess) -> None:
     async with contextlib.AsyncExitStack() as stack:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))
         peer_listener = stack.enter_context(listen_unix(config.peer_socket, socket.SOCK_STREAM))
-        tcp_listener = stack.enter_context(listen_tcp(config.settings.host, config.settings.port))
+        tcp_listeners = [
+            stack.enter_context(listen_tcp(host, config.settings.port)) for host in config.settings.hosts
+        ]
+        endpoints = [listener.getsockname() for listener in tcp_listeners]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        service = Service(config, tasks, tcp_port=tcp_listener.getsockname()[1])
-        tasks.create_task(service.accept_peers(peer_listener))
-        tasks.create_task(service.accept_peers(tcp_listener))
-        detail = f"{config.settings.host}:{service.address.tcp_port}"
+        service = Service(config, tasks, endpoints)
+        for listener in (peer_listener, *tcp_listeners):
+            tasks.create_task(service.accept_peers(listener))
+        detail = ", ".join(f"{host}:{port}" for host, port in endpoints)
         if config.kvcache.listen is not None:
             client_listener = stack.enter_context(listen_clients(config.kvcache.listen))
             tasks.create_task(service.accept_clients(client_listener))

@@ -310,7 +310,7 @@ class Session:
         if call.reservation_id in self._sends:
             raise PoolError(f"reservation {call.reservation_id} is being sent already")
         store = self._store
-        send = Send(store.pool, store.segment, store.links, reservation, call.grant, call.ref_text)
+        send = Send(store.pool, store.segment, store.peers, reservation, call.grant, call.ref_text)
         self._sends[call.reservation_id] = (send, self._tasks.create_task(send.run()))
 
     def _cancel_send(self, reservation_id: int) -> None:

@@ -15,11 +15,15 @@ from kvstore.grants import Grants
 from kvstore.mover import Mover
 from kvstore.pages import PageState, Writer
 from kvstore.pool import Pool
+from kvstore.reads import Reads
 from kvstore.segment import Segment
 from kvstore.slab import Slab
 from kvstore.ssd import SsdTier
 from messenger.identity import Identity
-from messenger.sender import Links
+from messenger.peers import Peers
+from messenger.rdma.cards import open_cards
+from messenger.receiver import Door, Sessions
+from messenger.tls import Tls
 from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import BlockKey
 from mooncake.config import KVCacheConfig, MessengerProcess
@@ -44,7 +48,8 @@ class Store:
     ssd: SsdTier | None
     mover: Mover
     grants: Grants
-    links: Links
+    peers: Peers
+    sessions: Sessions
     traffic: Traffic
     events: EventLog
     space: asyncio.Event
@@ -167,6 +172,7 @@ def open_store(
     address: MessengerAddress,
     traffic: Traffic,
     events: EventLog,
+    tls: Tls | None,
     tasks: asyncio.TaskGroup,
 ) -> Store:
     """Adopts what segment and slabs hold, and starts what works on them.
@@ -201,18 +207,23 @@ def open_store(
     if ssd is not None:
         ssd.on_lost = pool.left_lower_tier
         ssd.on_health = pool.room_changed
-    links = Links(
+    grants = Grants(pool, segment, address)
+    source = SourceSegment.of(config.segment_fd, segment.buffer)
+    cards = open_cards(settings, segment.buffer)
+    peers = Peers(
         tasks,
-        SourceSegment.of(config.segment_fd, segment.buffer),
+        source,
         traffic,
         identity=identity,
-        choice=settings.transport,
-        ack_timeout_s=settings.ack_timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
+        key=config.cluster_key,
+        tls=tls,
+        settings=settings,
+        cards=cards,
     )
-    grants = Grants(pool, segment, address)
+    reads = Reads(pool, mover, segment, asyncio.get_running_loop().time)
+    sessions = Sessions(Door(identity, config.cluster_key, grants, reads, source, traffic, settings, cards))
     store = Store(
-        kvcache, identity, address, segment, pool, ssd, mover, grants, links, traffic, events, space
+        kvcache, identity, address, segment, pool, ssd, mover, grants, peers, sessions, traffic, events, space
     )
     log.info(
         "pool of %d pages: %d blocks adopted in DRAM, %d of %d slots on SSD",

@@ -4,6 +4,7 @@ Owns: connections of that kind. Does not know: which connection is used when.
 """
 
 import socket
+import time
 from collections.abc import Sequence
 from itertools import compress
 
@@ -11,7 +12,9 @@ import msgspec
 
 from kvstore.connections import Place, PoolConnection, RemoteCall
 from kvstore.frames import SMALL_BYTES, FrameBuffer, encode_frame
+from kvstore.greeting import Visitor
 from kvstore.messages import (
+    Challenge,
     Connect,
     Connected,
     Done,
@@ -19,17 +22,21 @@ from kvstore.messages import (
     GetBlocks,
     GetStats,
     GotBlocks,
+    Greeting,
     Located,
     Lookup,
     Notice,
+    Proof,
     PutBlocks,
     Stats,
 )
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.errors import PoolError
+from mooncake.errors import ConfigError, PoolError
+from mooncake.keys import ClusterKey
 
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
+_CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _LOOKUP_BYTES = 1 << 20
 """before so much is sent, it is worth asking which blocks are there already"""
@@ -48,6 +55,7 @@ class StreamedConnection(PoolConnection):
     def open(
         cls,
         place: Place,
+        key: ClusterKey,
         fingerprint: str | None,
         layout: KVLayout | None,
         serial: int,
@@ -57,7 +65,7 @@ class StreamedConnection(PoolConnection):
     ) -> "StreamedConnection":
         """Connects; a new pool is formatted if `may_format`.
 
-        Raises OSError if nobody answers, else what the pool refuses with.
+        Raises OSError if nobody answers, ConfigError if the pool has another key, else what it refuses with.
         """
         assert place.tcp is not None
         try:
@@ -70,6 +78,7 @@ class StreamedConnection(PoolConnection):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = cls(sock, place, serial, timeout_s)
         try:
+            connection._prove(key, timeout_s)
             connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
             connected = connection.call(connect, Connected)
             stats = connection.call(GetStats(connection.next_id(), False), Stats).stats
@@ -80,9 +89,33 @@ class StreamedConnection(PoolConnection):
         connection.layout, connection.num_pages = connected.layout, stats.num_pages
         return connection
 
+    def _prove(self, key: ClusterKey, timeout_s: float) -> None:
+        """Both sides show that they know `key`. A pool that drips is given up after `timeout_s`."""
+        due_s = time.monotonic() + timeout_s
+        visitor = Visitor(key)
+        self.notify(visitor.greeting)
+        while (room := self._room_for_message()) is not None:
+            if time.monotonic() > due_s:
+                raise TimeoutError(
+                    f"{self.place.text} has not proved within {timeout_s:g} s that it is a pool"
+                )
+            self._frames.received(self._receive_some(room))
+        try:
+            challenge = _CHALLENGE_DECODER.decode(self._frames.take_message()[0])
+        except msgspec.MsgspecError as error:
+            raise self._broken(str(error)) from None
+        proof = visitor.answer(challenge)
+        if proof is None:
+            raise ConfigError(
+                f"the pool at {self.place.text} has another cluster key than this client (key id"
+                f" {key.key_id}); give as key_file a copy of the key that the pool's node was started with"
+            )
+        self._frames.trust()
+        self.notify(proof)
+
     # -- messages ---------------------------------------------------------------------------------
 
-    def notify(self, message: RemoteCall | Notice) -> None:
+    def notify(self, message: RemoteCall | Notice | Greeting | Proof) -> None:
         self._send([memoryview(encode_frame(message))])
 
     def _send(self, buffers: list[memoryview]) -> None:

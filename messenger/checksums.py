@@ -45,7 +45,7 @@ def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
         checksums.advance(len(layers))
         return checksums.packed()
     digests = np.empty(len(layers) // layer_bytes, "<u8")
-    native.hash_layers(_address(layers), layer_bytes, len(digests), digests.ctypes.data)
+    native.hash_layers(address_of(layers), layer_bytes, len(digests), digests.ctypes.data)
     return digests.tobytes()
 
 
@@ -59,8 +59,8 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
         return _copy_in_pieces(source, target, layer_bytes)
     digests = np.empty(len(target) // layer_bytes, "<u8")
     native.copy_layers(
-        _address(target),
-        _address(source),
+        address_of(target),
+        address_of(source),
         layer_bytes,
         len(digests),
         digests.ctypes.data,
@@ -130,7 +130,8 @@ def _native() -> CDLL | None:
     return library
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Where the bytes of `view` are in memory."""
     if not view.readonly:
         return addressof(c_char.from_buffer(view))
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]

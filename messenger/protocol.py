@@ -1,20 +1,31 @@
 """The wire protocol between two messengers, without IO.
 
-One connection carries writes in one direction: the *sender* writes, the *receiver* acknowledges.
+The *sender* asks, the *receiver* answers. A sender may have several connections (*lanes*) to one receiver:
+they are one *session*, and a transfer may use all of them.
 
     sender                                receiver
-    Hello                          ->                     who I am, what my bytes mean
-                                   <-     Hello | Refused
+    Hello(nonce)                   ->                     somebody speaks this protocol
+                                   <-     Challenge(nonce, proof) | Refused
+    Introduction(proof, ...)       ->                     both have shown that they know the cluster's key
+                                   <-     Welcome | Refused
     Open(transfer, grant)          ->                     from now on my loss is that grant's failure
     Write(transfer, entries)       ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
     Close(transfer, reason)        ->                     done, or given up
                                    <-     Ended           the receiver gave the transfer up
+    Fetch(keys, layers)            ->                     read blocks, if they are there
+                                   <-     Found           one per Fetch, in their order, bytes as in Write
+    FetchDone                      ->                     the oldest Found has been read: let go of it
+    Abandon(lane)                  ->                     forget that lane: what was on it comes again here
+    Expose(transfer, grant)        ->                     over RDMA: open its pages to this queue pair
+                                   <-     Exposed         where they are; closed again with the transfer
+    Probe                          ->                     bytes for nobody, to measure a path
+                                   <-     WriteAck
 
 A frame is `meta length u32 | payload length u32` (little-endian), a msgpack message, then the payload.
 The payload never passes through this module: it is received straight into pages.
 
-Owns: messages, framing, what may be said in which phase. Does not know: sockets, pages, keys.
+Owns: messages, framing, what may be said in which phase. Does not know: sockets, pages.
 """
 
 import struct
@@ -23,23 +34,57 @@ from enum import Enum, auto
 import msgspec
 
 from messenger.identity import Identity
+from messenger.rdma.endpoint import EndpointInfo
 from mooncake.errors import MismatchError, TransferError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_META_BYTES = 1 << 20
+MAX_GREETING_BYTES = 4096
+"""meta of a frame from somebody who has not shown that he knows the cluster's key"""
 MAX_FRAME_ENTRIES = 1024
 MAX_FRAME_BYTES = 4 << 20
-"""Payload of one frame, unless a single layer is larger: bounds how long one frame holds the loop."""
+"""Payload of one frame, unless a single layer is larger: bounds how long others wait behind it."""
+NONCE_BYTES = 32
 
 _HEADER = struct.Struct("<II")
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First frame of either side. `segment_bytes` is set when the sender's segment comes along."""
+    """First frame of the sender."""
 
     protocol_version: int
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """The receiver's answer. `proof` is of both nonces: see `handshake`."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Introduction(msgspec.Struct, tag=True, frozen=True):
+    """Who the sender is. `segment_bytes` is set when its segment comes along.
+
+    Lanes of one `session` (random, of the sender's choice) are numbered by `lane`. Without an `identity` the
+    sender has no blocks and may only probe.
+    """
+
+    proof: bytes
+    identity: Identity | None
+    session: bytes
+    lane: int
+    segment_bytes: int | None = None
+    endpoint: EndpointInfo | None = None
+    """the sender's queue pair, if bytes are to go by RDMA"""
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Who the receiver is. `segment_bytes` is set when its segment comes along."""
+
     identity: Identity
     segment_bytes: int | None = None
+    endpoint: EndpointInfo | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -49,7 +94,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """A transfer begins. `transfer_id` is the sender's, unique on its connection."""
+    """A transfer begins. `transfer_id` is the sender's, unique in its session."""
 
     transfer_id: int
     grant_id: int
@@ -76,9 +121,13 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Write(msgspec.Struct, tag=True, frozen=True):
-    """Place these bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer."""
+    """Place these bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
+
+    Names the grant again: on another lane this may come before the `Open`.
+    """
 
     transfer_id: int
+    grant_id: int
     entries: list[WriteEntry]
 
 
@@ -87,6 +136,69 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
     transfer_id: int
     reason: str | None
+
+
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Send layers `[layer_begin, layer_end)` of those of these blocks that are there."""
+
+    keys: list[bytes]
+    layer_begin: int
+    layer_end: int
+
+
+class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
+    """`index` into the keys of the `Fetch`; `checksums` and `source_offset` as in `WriteEntry`."""
+
+    index: int
+    checksums: bytes
+    source_offset: int
+    address: int = 0
+    remote_key: int = 0
+    """over RDMA: where the sender may read it until `FetchDone`"""
+
+
+class Found(msgspec.Struct, tag=True, frozen=True):
+    """What is there. The blocks stay where they are until `FetchDone`. `failure`: why nothing is."""
+
+    blocks: list[FoundBlock]
+    failure: str | None = None
+
+
+class FetchDone(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of the oldest `Found` have been read, or are not wanted any more."""
+
+
+class Expose(msgspec.Struct, tag=True, frozen=True):
+    """Open the pages of this grant to the queue pair of this lane."""
+
+    transfer_id: int
+    grant_id: int
+
+
+class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes of `page` begin at `address` of the receiver."""
+
+    page: int
+    address: int
+    remote_key: int
+
+
+class Exposed(msgspec.Struct, tag=True, frozen=True):
+    """They are open until the transfer ends, or `failure` says why not."""
+
+    transfer_id: int
+    pages: list[ExposedPage]
+    failure: str | None = None
+
+
+class Abandon(msgspec.Struct, tag=True, frozen=True):
+    """That lane of this session is dead, whether the receiver has noticed or not."""
+
+    lane: int
+
+
+class Probe(msgspec.Struct, tag=True, frozen=True):
+    """The payload is thrown away."""
 
 
 class RefusalKind(Enum):
@@ -110,7 +222,25 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Message = Hello | Refused | Open | Write | Close | WriteAck | Ended
+Message = (
+    Hello
+    | Challenge
+    | Introduction
+    | Welcome
+    | Refused
+    | Open
+    | Write
+    | Close
+    | Fetch
+    | Found
+    | FetchDone
+    | Abandon
+    | Expose
+    | Exposed
+    | Probe
+    | WriteAck
+    | Ended
+)
 
 
 class Side(Enum):
@@ -123,19 +253,29 @@ class Side(Enum):
 class Phase(Enum):
     """State of a connection, moved by the messages that arrive."""
 
-    HANDSHAKE = auto()
+    GREETING = auto()
+    INTRODUCTION = auto()
     OPEN = auto()
     REFUSED = auto()
 
 
 EXPECTED: dict[tuple[Side, Phase], tuple[type[Message], ...]] = {
-    (Side.SENDER, Phase.HANDSHAKE): (Hello, Refused),
-    (Side.SENDER, Phase.OPEN): (WriteAck, Ended),
+    (Side.SENDER, Phase.GREETING): (Challenge, Refused),
+    (Side.SENDER, Phase.INTRODUCTION): (Welcome, Refused),
+    (Side.SENDER, Phase.OPEN): (WriteAck, Ended, Found, Exposed),
     (Side.SENDER, Phase.REFUSED): (),
-    (Side.RECEIVER, Phase.HANDSHAKE): (Hello,),
-    (Side.RECEIVER, Phase.OPEN): (Open, Write, Close),
+    (Side.RECEIVER, Phase.GREETING): (Hello,),
+    (Side.RECEIVER, Phase.INTRODUCTION): (Introduction,),
+    (Side.RECEIVER, Phase.OPEN): (Open, Write, Close, Fetch, FetchDone, Abandon, Expose, Probe),
 }
-NEXT_PHASE: dict[type[Message], Phase] = {Hello: Phase.OPEN, Refused: Phase.REFUSED}
+NEXT_PHASE: dict[type[Message], Phase] = {
+    Hello: Phase.INTRODUCTION,
+    Challenge: Phase.INTRODUCTION,
+    Introduction: Phase.OPEN,
+    Welcome: Phase.OPEN,
+    Refused: Phase.REFUSED,
+}
+WITH_PAYLOAD = (Write, Found, Probe)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -163,7 +303,7 @@ class FrameReader:
     """
 
     def __init__(self, side: Side) -> None:
-        self.phase = Phase.HANDSHAKE
+        self.phase = Phase.GREETING
         self._side = side
         self._payload_bytes = 0
         self._in_header = True
@@ -185,9 +325,10 @@ class FrameReader:
             return None
         if self._in_header:
             meta_bytes, self._payload_bytes = _HEADER.unpack(self._pending)
-            if not 0 < meta_bytes <= MAX_META_BYTES:
+            limit = MAX_META_BYTES if self.phase is Phase.OPEN else MAX_GREETING_BYTES
+            if not 0 < meta_bytes <= limit:
                 raise TransferError(
-                    f"a frame announces {meta_bytes} bytes of meta data, the limit is {MAX_META_BYTES}"
+                    f"a frame announces {meta_bytes} bytes of meta data, the limit is {limit}"
                 )
             self._expect(meta_bytes, in_header=False)
             return None
@@ -209,7 +350,7 @@ class FrameReader:
         if type(message) not in expected:
             names = " or ".join(kind.__name__ for kind in expected)
             raise TransferError(f"expected {names or 'nothing more'}, got {type(message).__name__}")
-        if self._payload_bytes and not isinstance(message, Write):
+        if self._payload_bytes and not isinstance(message, WITH_PAYLOAD):
             raise TransferError(
                 f"{type(message).__name__} came with a payload of {self._payload_bytes} bytes"
             )
@@ -217,18 +358,17 @@ class FrameReader:
         return message
 
 
-def check_hello(ours: Identity, theirs: Hello) -> None:
+def check_version(theirs: int) -> None:
+    """Raises MismatchError, naming both versions."""
+    if theirs != PROTOCOL_VERSION:
+        raise MismatchError("messenger protocol version", PROTOCOL_VERSION, theirs)
+
+
+def check_identity(ours: Identity, theirs: Identity) -> None:
     """Raises MismatchError, naming both values, unless bytes may be exchanged."""
-    if theirs.protocol_version != PROTOCOL_VERSION:
-        raise MismatchError("messenger protocol version", PROTOCOL_VERSION, theirs.protocol_version)
-    if theirs.identity.fingerprint != ours.fingerprint:
+    if theirs.fingerprint != ours.fingerprint:
         raise MismatchError(
-            "model fingerprint",
-            ours.fingerprint,
-            theirs.identity.fingerprint,
-            "serve the same checkpoint and dtype",
+            "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"
         )
-    if theirs.identity.layout != ours.layout:
-        raise MismatchError(
-            "KV layout", ours.layout, theirs.identity.layout, "use the same block size and dtype"
-        )
+    if theirs.layout != ours.layout:
+        raise MismatchError("KV layout", ours.layout, theirs.layout, "use the same block size and dtype")

@@ -1,7 +1,8 @@
 """A non-blocking stream socket that moves bytes between the kernel and lists of buffers.
 
-asyncio's own streams copy; a page must be received in place. Descriptors that arrive beside the bytes
-of a Unix socket are kept until taken.
+asyncio's own streams copy; a page must be received in place. Small pieces are received together with what
+follows them, and handed out one after the other. Descriptors that arrive beside the bytes of a Unix socket
+are kept until taken. However fast bytes come and go, others have their turn in between.
 
 Owns: one connected socket. Does not know: frames.
 """
@@ -11,31 +12,79 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from messenger.tls import TlsSocket
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_TURN_BYTES = 512 * 1024
+"""moved before others have their turn"""
+_UNACKNOWLEDGED_MS = 3000
+"""after so long without the peer's kernel taking anything the connection is lost"""
+_AHEAD_BYTES = 16 * 1024
+_SMALL_BYTES = 4 * 1024
+"""who wants less gets it from what was received ahead"""
+_TRIES = 12
+"""to receive the next request before waiting for it, if nobody else has spoken meanwhile"""
+
+
+Result = TypeVar("Result")
 
 
 class Stream:
-    """`receive_into` and `send` move everything or raise ConnectionError. One user per direction."""
+    """`receive_into` and `send` move everything or raise ConnectionError. One user per direction.
 
-    def __init__(self, sock: socket.socket) -> None:
+    After one of them has been cancelled nobody knows what was moved: the stream can only be closed.
+    """
+
+    _spoke_last: "ClassVar[Stream | None]" = None
+
+    def __init__(self, sock: "socket.socket | TlsSocket", *, answers: bool = False) -> None:
+        """`shake_hands` must come before anything else.
+
+        A side that `answers` listens for some microseconds to whoever asks twice in a row: he has probably
+        the next request ready by then, and waking up would take longer.
+        """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A host that vanished sends no reset: ask an idle one after 10 s, give up after 15 s more.
+            # A host that vanished sends no reset: ask an idle one after 2 s, give up after 3 s more.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         self._sock = sock
+        self._answers = answers
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
+        self._ahead = memoryview(b"")
+        """received and not asked for yet"""
+        self._ahead_buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._readable = _Readiness(sock, self._loop.add_reader, self._loop.remove_reader)
+        self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer)
+        self._num_moved = 0
+        """bytes since others had their turn"""
+
+    async def shake_hands(self) -> None:
+        """The TLS handshake, if there is TLS. Raises OSError."""
+        if isinstance(self._sock, TlsSocket):
+            try:
+                self._sock.do_handshake()
+            except BlockingIOError:
+                await self._readable.first(self._sock.do_handshake)
 
     def close(self) -> None:
+        """Who waits gets a ConnectionError."""
+        for readiness in (self._readable, self._writable):
+            readiness.end()
         self._sock.close()
+        if Stream._spoke_last is self:
+            Stream._spoke_last = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -50,21 +99,24 @@ class Stream:
         fd, self._fd = self._fd, None
         return fd
 
+    # -- in ---------------------------------------------------------------------------------------
+
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
         """At least one byte into `buffers`, in order."""
-        while True:
-            try:
-                num_bytes, ancillary, _flags, _peer = self._sock.recvmsg_into(
-                    buffers[:_MAX_BUFFERS], self._ancillary_bytes
-                )
-            except BlockingIOError:
-                await self._until(self._loop.add_reader, self._loop.remove_reader)
-                continue
-            for _level, _kind, data in ancillary:
-                self._keep_fds(data)
-            if num_bytes == 0:
-                raise ConnectionResetError("connection closed by the peer")
-            return num_bytes
+        if not self._ahead:
+            if len(buffers) > 1 or len(buffers[0]) >= _SMALL_BYTES:
+                return await self._receive(buffers)
+            num_ahead = await self._receive([self._ahead_buffer])
+            self._ahead = self._ahead_buffer[:num_ahead]
+        num_bytes = 0
+        for buffer in buffers:
+            piece = self._ahead[: len(buffer)]
+            buffer[: len(piece)] = piece
+            num_bytes += len(piece)
+            self._ahead = self._ahead[len(piece) :]
+            if not self._ahead:
+                break
+        return num_bytes
 
     async def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fills all `buffers`."""
@@ -72,29 +124,30 @@ class Stream:
         while rest:
             rest = _without(rest, await self.receive_some(rest))
 
-    async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
-        """All of `buffers`; `fd` travels beside their first byte."""
-        rest = [memoryview(buffer) for buffer in buffers]
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
-        while rest:
+    async def _receive(self, buffers: Sequence[memoryview]) -> int:
+        num_tries = 1
+        if self._answers:
+            num_tries = _TRIES if Stream._spoke_last is self else 1
+            Stream._spoke_last = self
+        pieces = buffers[:_MAX_BUFFERS]
+        receive = self._sock.recvmsg_into
+        while True:
             try:
-                num_bytes = self._sock.sendmsg(rest[:_MAX_BUFFERS], ancillary)
+                received = receive(pieces, self._ancillary_bytes)
+                break
             except BlockingIOError:
-                await self._until(self._loop.add_writer, self._loop.remove_writer)
-                continue
-            ancillary = []
-            rest = _without(rest, num_bytes)
-
-    async def _until(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        fd = self._sock.fileno()
-        if fd < 0:
-            raise ConnectionResetError("connection closed")
-        add(fd, _resolve, ready)
-        try:
-            await ready
-        finally:
-            remove(fd)
+                num_tries -= 1
+            if num_tries <= 0:
+                received = await self._readable.first(lambda: receive(pieces, self._ancillary_bytes))
+                break
+            os.sched_yield()  # whoever is to send it may have been woken on this very core
+        num_bytes, ancillary, _flags, _peer = received
+        for _level, _kind, data in ancillary:
+            self._keep_fds(data)
+        if num_bytes == 0:
+            raise ConnectionResetError("connection closed by the peer")
+        await self._take_turns(num_bytes)
+        return num_bytes
 
     def _keep_fds(self, data: bytes) -> None:
         fds = array.array("i")
@@ -105,10 +158,165 @@ class Stream:
             else:
                 os.close(fd)
 
+    # -- out --------------------------------------------------------------------------------------
 
-def _resolve(ready: "asyncio.Future[None]") -> None:
-    if not ready.done():
-        ready.set_result(None)
+    async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
+        """All of `buffers`; `fd` travels beside their first byte."""
+        rest = [memoryview(buffer) for buffer in buffers]
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+        while rest:
+            pieces = rest[:_MAX_BUFFERS]
+            try:
+                num_bytes = self._sock.sendmsg(pieces, ancillary)
+            except BlockingIOError:
+                num_bytes = await self._writable.first(lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
+            ancillary = []
+            rest = _without(rest, num_bytes)
+            await self._take_turns(num_bytes)
+
+    def send_now(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        """What of `buffers` the kernel does not take at once."""
+        rest = list(buffers)
+        with contextlib.suppress(BlockingIOError):
+            while rest:
+                rest = _without(rest, self._sock.sendmsg(rest[:_MAX_BUFFERS]))
+        return rest
+
+    async def _take_turns(self, num_bytes: int) -> None:
+        self._num_moved += num_bytes
+        if self._num_moved >= _TURN_BYTES:
+            self._num_moved = 0
+            await asyncio.sleep(0)
+
+
+class Outbox:
+    """Sends whole messages in their order, at once as far as the kernel takes them.
+
+    `on_empty` is called when everything has left that had to wait. Whoever has one is the only sender.
+    """
+
+    def __init__(self, stream: Stream, on_empty: Callable[[], None] = lambda: None) -> None:
+        self._stream = stream
+        self._on_empty = on_empty
+        self._waiting: deque[Sequence[memoryview]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._waiting)
+
+    def post(self, *buffers: bytes | memoryview) -> None:
+        """Never waits. Raises OSError when the connection is lost."""
+        rest: Sequence[memoryview] = [memoryview(buffer) for buffer in buffers]
+        if not self._waiting:
+            rest = self._stream.send_now(rest)
+            if not rest:
+                return
+        self._waiting.append(rest)
+        if self._task is None:
+            self._task = asyncio.create_task(self._flush())
+
+    async def close(self) -> None:
+        """Ends the sending; what waits is not sent."""
+        self._on_empty = lambda: None  # whose it is may hold mappings, and goes at once with no circle left
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _flush(self) -> None:
+        try:
+            while self._waiting:
+                await self._stream.send(self._waiting[0])
+                self._waiting.popleft()
+        except OSError:
+            self._stream.shut_down()  # the receiving side finds out, and says why
+            return
+        self._task = None
+        self._on_empty()
+
+
+class Watch:
+    """Ends a connection on which something takes too long. `with watch:` costs no timer of its own."""
+
+    def __init__(self, stream: Stream, timeout_s: float) -> None:
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._due_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._due_s = self._loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due_s, self._look)
+
+    def __exit__(self, *_: object) -> None:
+        self._due_s = None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due_s is None:
+            return
+        if self._due_s <= self._loop.time():
+            self._stream.shut_down()
+        else:
+            self._timer = self._loop.call_at(self._due_s, self._look)
+
+
+class _Readiness:
+    """Waits until a socket can be read, or written. It stays registered from one wait to the next, until an
+    event comes that nobody waits for."""
+
+    def __init__(
+        self, sock: "socket.socket | TlsSocket", add: Callable[..., None], remove: Callable[[int], bool]
+    ) -> None:
+        self._sock = sock
+        self._add = add
+        self._remove = remove
+        self._is_registered = False
+        self._attempt: Callable[[], Any]
+        self._result: asyncio.Future[Any] | None = None
+
+    async def first(self, attempt: Callable[[], Result]) -> Result:
+        """What `attempt` returns when it does not raise BlockingIOError any more."""
+        if self._sock.fileno() < 0:
+            raise ConnectionResetError("connection closed")
+        if not self._is_registered:
+            self._add(self._sock.fileno(), self._on_event)
+            self._is_registered = True
+        self._attempt = attempt
+        self._result = asyncio.get_running_loop().create_future()
+        try:
+            result: Result = await self._result
+            return result
+        finally:
+            self._result = None
+
+    def end(self) -> None:
+        """Before the socket is closed."""
+        self._unregister()
+        if self._result is not None and not self._result.done():
+            self._result.set_exception(ConnectionResetError("connection closed"))
+
+    def _unregister(self) -> None:
+        if self._is_registered:
+            self._remove(self._sock.fileno())
+            self._is_registered = False
+
+    def _on_event(self) -> None:
+        if self._result is None or self._result.done():
+            self._unregister()
+            return
+        try:
+            self._result.set_result(self._attempt())
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._result.set_exception(error)
 
 
 def _without(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:

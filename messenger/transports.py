@@ -1,24 +1,27 @@
-"""The ways bytes can take between two messengers: shared memory on one host, TCP between hosts.
+"""The ways bytes can take between two messengers: shared memory on one host, RDMA or TCP between hosts.
 
-Over `shm` the sender passes a read-only descriptor of its segment once, and the *receiver* copies into
-its own pages: nobody ever maps another's segment writable. Over `tcp` the payload follows the frame and
-is received straight into the page. Both sides of a transport stand here next to each other.
+Over `shm` each side passes a read-only descriptor of its segment once, and whoever *receives* bytes copies
+them into its own pages: nobody ever maps another's segment writable. Over `tcp` the payload follows the frame
+and is received straight into the page. Over `rdma` they go from memory to memory, beside the connection on
+which the frames travel: see messenger.rdma.
 
-Owns: choice of path, connecting, moving one frame's bytes. Does not know: grants, acknowledgements.
+Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
 """
 
-import mmap
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from messenger.protocol import Frame, FrameReader, WriteEntry
+from messenger.checksums import copy_layers, layer_checksums
 from messenger.stream import Stream
+from messenger.tls import Tls
 from mooncake.config import TransportChoice
 from mooncake.errors import TransferError
+from mooncake.mapping import MappedFile
 from mooncake.messages import MessengerAddress
 
 _DISCARD_BYTES = 1 << 18
@@ -28,48 +31,77 @@ class Transport(StrEnum):
     """How a connection moves payload."""
 
     SHM = "shm"
+    RDMA = "rdma"
     TCP = "tcp"
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What a messenger has moved: acknowledged payload bytes per transport, and what arrived damaged."""
+    """What a messenger has moved, acknowledged payload bytes per transport, and what should not have come."""
 
     sent_bytes: dict[Transport, int] = field(default_factory=lambda: dict.fromkeys(Transport, 0))
     received_bytes: dict[Transport, int] = field(default_factory=lambda: dict.fromkeys(Transport, 0))
     num_checksum_failures: int = 0
+    num_strangers: int = 0
+    """connections that were closed because their other end had not the cluster's key"""
 
 
-def candidates(choice: TransportChoice, host_id: str, address: MessengerAddress) -> list[Transport]:
-    """Transports to try towards `address`, the preferred one first."""
+class Path(NamedTuple):
+    """One way to a messenger: a transport and where it listens."""
+
+    transport: Transport
+    place: str | tuple[str, int]
+    nic: str | None = None
+    """this side's RDMA device"""
+
+    def __str__(self) -> str:
+        place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
+        return f"{self.transport} {place}" if self.nic is None else f"{self.transport} {self.nic} {place}"
+
+
+def paths(
+    choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
+) -> list[list[Path]]:
+    """Ways to `address`: those of a list are used together, the next list only where none of them works."""
+    by_memory = [Path(Transport.SHM, address.unix_path)]
+    by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
+    by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
     shares_host = host_id == address.host_id
-    if choice == "tcp" or (choice == "auto" and not shares_host):
-        return [Transport.TCP]
+    if choice == "tcp":
+        return [by_network]
+    if choice == "rdma":
+        return [by_rdma]
     if choice == "auto":
-        return [Transport.SHM, Transport.TCP]
+        # Beside RDMA the TCP connections only stand by, see Peer.
+        between_hosts = [[*by_rdma, *by_network], by_network] if by_rdma else [by_network]
+        return [by_memory, *between_hosts] if shares_host else between_hosts
     if not shares_host:
         raise TransferError(
             f"transport shm needs one host, but {address.instance} is on {address.host_id}"
             f" and this is {host_id}; set transport: auto"
         )
-    return [Transport.SHM]
+    return [by_memory]
 
 
-def open_socket(
-    transport: Transport, address: MessengerAddress
-) -> tuple[socket.socket, str | tuple[str, int]]:
-    """An unconnected socket for `address` and the place to connect it to."""
-    if transport is Transport.SHM:
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address.unix_path
-    return socket.socket(socket.AF_INET, socket.SOCK_STREAM), (address.tcp_host, address.tcp_port)
-
-
-async def read_frame(stream: Stream, reader: FrameReader) -> Frame:
-    """The next frame, without its payload. Raises OSError or TransferError if none comes."""
-    while True:
-        frame = reader.received(await stream.receive_some([reader.buffer()]))
-        if frame is not None:
-            return frame
+async def connect(path: Path, tls: Tls | None) -> Stream:
+    """Raises OSError, or TransferError for a place that is none."""
+    family = socket.AF_UNIX if path.transport is Transport.SHM else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, path.place)
+        stream = Stream(tls.connect(sock) if tls is not None and family == socket.AF_INET else sock)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, ValueError | OverflowError):
+            raise TransferError(str(error)) from None
+        raise
+    try:
+        await stream.shake_hands()
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,49 +119,67 @@ class SourceSegment:
         os.close(self.read_only_fd)
 
 
+class Source(Protocol):
+    """What the other side says about some layers of a block: `WriteEntry` or `FoundBlock`."""
+
+    @property
+    def source_offset(self) -> int: ...
+
+
 class Inlet(Protocol):
-    """Receiving end of one connection's payload."""
+    """Where the payload of one connection comes in."""
 
     transport: Transport
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        """Raises TransferError if the payload does not fit a frame that writes `num_bytes`."""
+        """Raises TransferError if the payload does not fit a frame that brings `num_bytes`."""
 
-    async def place(self, entries: Sequence[WriteEntry], pages: Sequence[memoryview]) -> None:
-        """Fills `pages` with the bytes of `entries`."""
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        """Fills `views`, each some layers of a block. Returns the checksums of what is there now."""
 
     async def discard(self, payload_bytes: int) -> None:
-        """Takes a refused frame's payload off the wire. Raises TransferError if it must not have one."""
+        """Takes an unwanted payload off the wire. Raises TransferError if it must not have one."""
 
 
 class ShmInlet:
-    """Copies out of the sender's segment, mapped read-only."""
+    """Copies out of the other side's segment, mapped read-only. Takes `fd` over."""
 
     transport = Transport.SHM
 
-    def __init__(self, fd: int, segment_bytes: int) -> None:
-        size_bytes = os.fstat(fd).st_size
-        if not 0 < segment_bytes <= size_bytes:
-            raise TransferError(
-                f"the sender's segment has {size_bytes} bytes, its hello says {segment_bytes}"
-            )
-        self._buffer = memoryview(mmap.mmap(fd, segment_bytes, prot=mmap.PROT_READ))
+    def __init__(self, fd: int | None, segment_bytes: int | None) -> None:
+        if fd is None:
+            raise TransferError("a segment is announced, but no descriptor came along")
+        try:
+            size_bytes = os.fstat(fd).st_size
+            if segment_bytes is None or not 0 < segment_bytes <= size_bytes:
+                raise TransferError(
+                    f"the peer's segment has {size_bytes} bytes, it announces {segment_bytes}"
+                )
+            self._buffer = MappedFile(fd, segment_bytes, read_only=True).view
+        finally:
+            os.close(fd)  # the mapping stays
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        _expect_payload(0, payload_bytes)
+        expect_payload(0, payload_bytes)
 
-    async def place(self, entries: Sequence[WriteEntry], pages: Sequence[memoryview]) -> None:
-        for entry, page in zip(entries, pages, strict=True):
-            end = entry.source_offset + len(page)
-            if not 0 <= entry.source_offset <= end <= len(self._buffer):
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        checksums = []
+        for source, view in zip(sources, views, strict=True):
+            offset = source.source_offset
+            end = offset + len(view)
+            if not 0 <= offset <= end <= len(self._buffer):
                 raise TransferError(
-                    f"source range [{entry.source_offset}, {end}) is outside"
-                    f" a segment of {len(self._buffer)} bytes"
+                    f"source range [{offset}, {end}) is outside a segment of {len(self._buffer)} bytes"
                 )
-            page[:] = self._buffer[entry.source_offset : end]
+            checksums.append(copy_layers(self._buffer[offset:end], view, layer_bytes))
+        return checksums
 
     async def discard(self, payload_bytes: int) -> None:
-        _expect_payload(0, payload_bytes)
+        expect_payload(0, payload_bytes)
 
 
 class TcpInlet:
@@ -141,10 +191,13 @@ class TcpInlet:
         self._stream = stream
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        _expect_payload(num_bytes, payload_bytes)
+        expect_payload(num_bytes, payload_bytes)
 
-    async def place(self, entries: Sequence[WriteEntry], pages: Sequence[memoryview]) -> None:
-        await self._stream.receive_into(pages)
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        await self._stream.receive_into(views)
+        return [layer_checksums(view, layer_bytes) for view in views]
 
     async def discard(self, payload_bytes: int) -> None:
         scratch = memoryview(bytearray(min(payload_bytes, _DISCARD_BYTES)))
@@ -152,6 +205,7 @@ class TcpInlet:
             payload_bytes -= await self._stream.receive_some([scratch[:payload_bytes]])
 
 
-def _expect_payload(expected_bytes: int, payload_bytes: int) -> None:
+def expect_payload(expected_bytes: int, payload_bytes: int) -> None:
+    """Raises TransferError."""
     if payload_bytes != expected_bytes:
-        raise TransferError(f"a write came with {payload_bytes} bytes of payload, expected {expected_bytes}")
+        raise TransferError(f"a frame came with {payload_bytes} bytes of payload, expected {expected_bytes}")

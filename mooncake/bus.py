@@ -4,6 +4,8 @@
 `instance#incarnation`, so a restarted process is a new peer, and a message to the old one fails
 instead of reaching the new one.
 
+Both sides hold the cluster's key; what crosses is encrypted, and a stranger gets nowhere (`mooncake.curve`).
+
 Owns: sockets, encoding, peer identities. Does not know: what the messages mean.
 """
 
@@ -15,7 +17,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from mooncake.curve import LARGEST_MESSAGE_BYTES, ConnectionWatch, Gate, use_key
 from mooncake.errors import ConfigError, TransferError
+from mooncake.keys import ClusterKey
 
 Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
@@ -35,9 +39,8 @@ def peer_identity(instance: str, incarnation: int) -> bytes:
 
 
 class _Socket(Generic[Incoming]):
-    def __init__(self, kind: int, incoming: Any) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(kind)
-        self._socket.linger = 0
+    def __init__(self, socket: zmq.asyncio.Socket, incoming: Any) -> None:
+        self._socket = socket
         self._socket.set_hwm(QUEUE_LEN)
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self.num_malformed = 0
@@ -52,16 +55,16 @@ class _Socket(Generic[Incoming]):
             return None
         return message
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close at once; what was not sent may still leave within `linger_s`."""
-        self._socket.close(linger=int(1000 * linger_s))
-
 
 class Router(_Socket[Incoming]):
-    """Binds `endpoint`; `incoming` is the union of message types that may arrive."""
+    """Binds `endpoint` for holders of `key`; `incoming` is the union of message types that may arrive.
 
-    def __init__(self, endpoint: str, incoming: Any) -> None:
-        super().__init__(zmq.ROUTER, incoming)
+    Needs a running event loop.
+    """
+
+    def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
+        self._gate = Gate(key)
+        super().__init__(self._gate.socket(zmq.ROUTER), incoming)
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         try:
@@ -70,6 +73,15 @@ class Router(_Socket[Incoming]):
             self.close()
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from None
         self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were closed because they did not show the key."""
+        return self._gate.num_refused
+
+    def close(self) -> None:
+        """Close at once; the endpoint is free afterwards."""
+        self._gate.close()
 
     async def recv(self) -> tuple[bytes, Incoming]:
         """The next well-formed message and its sender's identity."""
@@ -95,17 +107,28 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """Connects to a `Router` at `endpoint`, now or when it appears, under `identity`."""
+    """Connects to a `Router` with the same `key` at `endpoint`, now or when it appears, under `identity`.
 
-    def __init__(self, endpoint: str, identity: bytes, incoming: Any) -> None:
-        super().__init__(zmq.DEALER, incoming)
+    Needs a running event loop.
+    """
+
+    def __init__(self, endpoint: str, identity: bytes, incoming: Any, key: ClusterKey) -> None:
+        super().__init__(zmq.asyncio.Context.instance().socket(zmq.DEALER), incoming)
+        self._socket.linger = 0
         self._socket.identity = identity
+        use_key(self._socket, key)
+        self._watch = ConnectionWatch(self._socket, endpoint, key)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
         self.endpoint = endpoint
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close at once; what was not sent may still leave within `linger_s`."""
+        self._watch.close()
+        self._socket.close(linger=int(1000 * linger_s))
 
     async def recv(self) -> Incoming:
         """The next well-formed message."""
@@ -117,9 +140,18 @@ class Dealer(_Socket[Incoming]):
                 return message
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queued while the other side is away, up to `QUEUE_LEN` messages; then `PeerGoneError`."""
+        """Queued while the other side is away, up to `QUEUE_LEN` messages; then `PeerGoneError`.
+
+        Raises that as well for a message longer than a `Router` takes, which would end the connection.
+        """
+        payload = _encode(message)
+        if len(payload) > LARGEST_MESSAGE_BYTES:
+            raise PeerGoneError(
+                f"cannot send {type(message).__name__} of {len(payload)} bytes to {self.endpoint}:"
+                f" it takes {LARGEST_MESSAGE_BYTES}"
+            )
         try:
-            await self._socket.send(_encode(message), flags=zmq.NOBLOCK)
+            await self._socket.send(payload, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise PeerGoneError(
                 f"cannot send {type(message).__name__} to {self.endpoint}: {error.strerror}"

@@ -1,6 +1,7 @@
 """`mooncake-serve`: reads the configuration and runs this node's processes.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
+`mooncake-serve keygen FILE` makes the key of a cluster.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import yaml
 
 from mooncake.config import Config, describe, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.keys import ClusterKey
 from mooncake.supervisor import supervise
 
 SHORT_NAMES = {
@@ -28,18 +30,33 @@ def main() -> None:
     arguments = _parser().parse_args()
     flags = {path: value for path in leaf_keys() if (value := getattr(arguments, "_".join(path))) is not None}
     try:
+        if arguments.command == "keygen":
+            if flags or arguments.config or arguments.print_config:
+                raise ConfigError("keygen takes FILE and no other options")
+            keygen(arguments.file)
+            return
         config = load_config(arguments.config, os.environ, flags)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(CONFIG_EXIT_CODE)
-    if arguments.print_config:
-        print(render(config), end="")
-        return
-    try:
+        if arguments.print_config:
+            print(render(config), end="")
+            return
         sys.exit(asyncio.run(supervise(config)))
     except MooncakeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(CONFIG_EXIT_CODE)
+
+
+def keygen(file: str) -> None:
+    """Makes a cluster's key, in a new file or (`-`) on stdout. Raises ConfigError."""
+    key = ClusterKey.generate()
+    if file == "-":
+        print(key.to_text())
+        return
+    path = Path(file)
+    key.save(path)
+    print(
+        f"{path.absolute()} holds a new cluster key (key id {key.key_id}). Copy it to every node, readable by"
+        f" the user of mooncake-serve alone, and start every node with --security-key-file {path}"
+    )
 
 
 def render(config: Config) -> str:
@@ -64,4 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         if path in SHORT_NAMES:
             names.append(SHORT_NAMES[path])
         parser.add_argument(*names, dest="_".join(path), metavar="VALUE", help=describe(path))
+    commands = parser.add_subparsers(dest="command", metavar="keygen FILE")
+    help_text = "make the key that all nodes of a cluster share, in a new FILE (- for stdout), and exit"
+    commands.add_parser("keygen", help=help_text, description=help_text).add_argument("file", metavar="FILE")
     return parser

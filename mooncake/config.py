@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
 from mooncake.messages import Role
 
 ENV_PREFIX = "MOONCAKE_"
@@ -25,7 +36,7 @@ ANY_ENDPOINT = "tcp://127.0.0.1:*"
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT)]
-TransportChoice = Literal["auto", "shm", "tcp"]
+TransportChoice = Literal["auto", "shm", "rdma", "tcp"]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
@@ -140,14 +151,53 @@ class WorkerConfig(_Section):
 class MessengerConfig(_Section):
     """The data plane between instances."""
 
-    host: str = Field("127.0.0.1", description="address for KVCache transfers over TCP")
-    port: Port = Field(0, description="port for KVCache transfers over TCP; 0 takes a free one")
-    transport: TransportChoice = Field("auto", description="auto: shm on one host, else tcp")
+    hosts: Annotated[list[str], BeforeValidator(_split)] = Field(
+        ["127.0.0.1"],
+        min_length=1,
+        description="addresses for KVCache transfers over TCP, with commas; several are used together",
+    )
+    port: Port = Field(
+        0, description="port for KVCache transfers over TCP, one more for each further instance; 0: free ones"
+    )
+    topology: str | None = Field(
+        None,
+        description="which RDMA devices are near which memory, as JSON; default: what sysfs says",
+    )
+    rdma_gid_index: int | None = Field(None, ge=0, description="address of the RDMA ports; default: found")
+    streams: int = Field(2, ge=1, le=16, description="TCP connections to each address of another messenger")
+    max_sessions: int = Field(
+        1024, ge=1, description="other messengers to stay connected to; idle ones are given up beyond"
+    )
+    transport: TransportChoice = Field(
+        "auto", description="auto: shm on one host, else rdma if both sides have it, else tcp"
+    )
     connect_timeout_s: PositiveSeconds = Field(5.0, description="deadline of a connection and its handshake")
     ack_timeout_s: PositiveSeconds = Field(30.0, description="deadline of a transfer's acknowledgement")
     arrival_timeout_s: PositiveSeconds = Field(
         60.0, description="how long after the end of prefill its KVCache may take to arrive"
     )
+
+
+class SecurityConfig(_Section):
+    """Who may speak to the processes of the cluster."""
+
+    key_file: Path | None = Field(
+        None,
+        description="the cluster's key, the same on all nodes (mooncake-serve keygen FILE);"
+        " --role all makes one for the run",
+    )
+    tls_cert: Path | None = Field(
+        None, description="this node's certificate (PEM): KVCache transfers over TCP are encrypted with it"
+    )
+    tls_key: Path | None = Field(None, description="the private key of tls_cert (PEM)")
+    tls_ca: Path | None = Field(None, description="who signs the certificates of all nodes (PEM)")
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> "SecurityConfig":
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if None in given and given != [None] * 3:
+            raise ValueError("security.tls_cert, tls_key and tls_ca go together: name all of them or none")
+        return self
 
 
 class Config(_Section):
@@ -173,6 +223,7 @@ class Config(_Section):
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     messenger: MessengerConfig = Field(default_factory=MessengerConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
 
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
@@ -189,13 +240,27 @@ class Config(_Section):
         return self
 
 
-class ConductorProcess(_Section):
+def _as_key(value: object) -> ClusterKey:
+    return value if isinstance(value, ClusterKey) else ClusterKey.from_text(str(value))
+
+
+class _Process(_Section):
+    """What a child is started with, on its stdin: arguments and environment can be read by others."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    cluster_key: Annotated[
+        ClusterKey, PlainValidator(_as_key), PlainSerializer(ClusterKey.to_text, when_used="json")
+    ]
+
+
+class ConductorProcess(_Process):
     """What the conductor process is started with."""
 
     config: Config
 
 
-class MessengerProcess(_Section):
+class MessengerProcess(_Process):
     """What a messenger process is started with.
 
     `segment_fd` is inherited: allocated memory whose size is the pool's. The worker connects to
@@ -204,6 +269,7 @@ class MessengerProcess(_Section):
     """
 
     settings: MessengerConfig
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
     kvcache: KVCacheConfig
     instance: str
     incarnation: int
@@ -213,7 +279,7 @@ class MessengerProcess(_Section):
     segment_fd: int
 
 
-class WorkerProcess(_Section):
+class WorkerProcess(_Process):
     """What a worker process is started with. `incarnation` grows with every start."""
 
     config: Config

@@ -27,18 +27,21 @@ _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class MappedFile:
-    """`size_bytes` of the file behind `fd`, readable and writable. Raises OSError."""
+    """`size_bytes` of the file behind `fd`. Raises OSError."""
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, read_only: bool = False) -> None:
         self.size_bytes = size_bytes
-        self._address = _map_aligned(fd, size_bytes)
+        self._read_only = read_only
+        protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+        self._address = _map_aligned(fd, size_bytes, protection)
         self._bytes = (ctypes.c_char * size_bytes).from_address(self._address)
         weakref.finalize(self._bytes, _libc.munmap, self._address, size_bytes).atexit = False
 
     @property
     def view(self) -> memoryview:
         """All of it, as bytes."""
-        return memoryview(self._bytes).cast("B")
+        view = memoryview(self._bytes).cast("B")
+        return view.toreadonly() if self._read_only else view
 
     def use_huge_pages(self, start: int, num_bytes: int) -> bool:
         """Moves these bytes (whole huge pages) into such, while others go on using them. Whether it worked.
@@ -60,7 +63,7 @@ class MappedFile:
         return bool(_libc.madvise(self._address + start, num_bytes, advice) == 0)
 
 
-def _map_aligned(fd: int, size_bytes: int) -> int:
+def _map_aligned(fd: int, size_bytes: int, protection: int) -> int:
     """Reserves more address space than needed, maps the file in it where that begins a huge page."""
     page_bytes = mmap.PAGESIZE
     map_bytes = -(-size_bytes // page_bytes) * page_bytes
@@ -70,8 +73,7 @@ def _map_aligned(fd: int, size_bytes: int) -> int:
     )
     address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
-        protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-        _checked(_libc.mmap(address, size_bytes, protection, kind, fd, 0))
+        _checked(_libc.mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0))
     except OSError:
         _libc.munmap(start, reserved_bytes)
         raise

@@ -77,8 +77,8 @@ class MessengerAddress(msgspec.Struct, frozen=True):
     incarnation: int
     host_id: str
     unix_path: str
-    tcp_host: str
-    tcp_port: int
+    tcp_endpoints: tuple[tuple[str, int], ...]
+    """each reaches it; several are used together"""
     event_endpoints: tuple[str, str] = ("", "")
     """where KV events are published, and where replays and snapshots are asked for"""
 
@@ -130,6 +130,15 @@ class TierStats(msgspec.Struct, frozen=True):
     is_healthy: bool = True
 
 
+class PeerStats(msgspec.Struct, frozen=True):
+    """What is under way between this messenger and another, at this one's request."""
+
+    in_flight_bytes: int
+    bandwidth_bytes_per_s: float | None
+    """lately, while something was under way; None before the first transfers"""
+    num_streams: int
+
+
 class PoolStats(msgspec.Struct, frozen=True):
     """An instance's part of the pool. Counts are pages (blocks), totals are since its messenger started.
 
@@ -161,6 +170,10 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_orphaned: int
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]
+    num_strangers: int = 0
+    """connections from whoever has not the cluster's key"""
+    peers: dict[str, PeerStats] = {}
+    """by instance"""
     integrity: str | None = None
 
 

@@ -15,8 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake.config import ConductorProcess, Config, KVCacheConfig, MessengerProcess, WorkerProcess
+from mooncake.config import (
+    ConductorProcess,
+    Config,
+    KVCacheConfig,
+    MessengerConfig,
+    MessengerProcess,
+    WorkerProcess,
+)
 from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
 from mooncake.messages import Role
 from mooncake.rundir import RunDirectory
 
@@ -46,17 +54,36 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
             update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
         )
         config = config.model_copy(update={"conductor": conductor})
+    key = _cluster_key(config)
     instances = _instances(config, run_dir)
     _check_memory(config, [name for name, _ in instances])
     _check_directories(config)
-    specs = [_conductor(config)] if config.role in ("all", "conductor") else []
+    specs = [_conductor(config, key)] if config.role in ("all", "conductor") else []
     for index, (name, role) in enumerate(instances):
         # Sockets are numbered: a host's name may be longer than a socket's path.
         sockets = {
             kind: run_dir.socket(f"{kind}-{index}") for kind in ("worker", "peers", "events", "replay")
         }
-        specs += _instance(config, index, sockets, name, role, len(instances))
+        specs += _instance(config, key, index, sockets, name, role, len(instances))
     return specs
+
+
+def _cluster_key(config: Config) -> ClusterKey:
+    """The key of the cluster. One that is all on this node needs none that others know."""
+    if config.security.key_file is not None:
+        return ClusterKey.load(config.security.key_file)
+    if config.role == "all":
+        if config.kvcache.listen is not None:
+            raise ConfigError(
+                "kvcache.listen is for clients on other hosts, who need the cluster's key: make one with"
+                " `mooncake-serve keygen cluster.key` and name it with --security-key-file cluster.key"
+            )
+        return ClusterKey.generate()
+    raise ConfigError(
+        f"role {config.role} needs security.key_file, the key that all nodes of the cluster share:"
+        " make it once with `mooncake-serve keygen cluster.key`, copy the file to every node, and start each"
+        " with --security-key-file cluster.key"
+    )
 
 
 def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
@@ -109,23 +136,31 @@ def _available_bytes() -> int | None:
     return available
 
 
-def _conductor(config: Config) -> ChildSpec:
-    process = ConductorProcess(config=config)
+def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
+    process = ConductorProcess(cluster_key=key, config=config)
     return ChildSpec("conductor", "conductor.service", lambda _: process.model_dump_json())
 
 
 def _instance(
-    config: Config, index: int, sockets: dict[str, str], name: str, role: Role, num_local_workers: int
+    config: Config,
+    key: ClusterKey,
+    index: int,
+    sockets: dict[str, str],
+    name: str,
+    role: Role,
+    num_local_workers: int,
 ) -> list[ChildSpec]:
     segment_fd = create_segment(name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
     if config.role == "all":
         event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
     else:
-        event_endpoints = (f"tcp://{config.messenger.host}:*",) * 2
+        event_endpoints = (f"tcp://{config.messenger.hosts[0]}:*",) * 2
 
     def messenger(incarnation: int) -> str:
         return MessengerProcess(
-            settings=config.messenger,
+            cluster_key=key,
+            settings=_messenger_of_instance(config.messenger, index),
+            security=config.security,
             kvcache=_of_instance(config.kvcache, index),
             instance=name,
             incarnation=incarnation,
@@ -137,6 +172,7 @@ def _instance(
 
     def worker(incarnation: int) -> str:
         return WorkerProcess(
+            cluster_key=key,
             config=config,
             role=role,
             instance=name,
@@ -157,6 +193,11 @@ def _of_instance(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
     return kvcache.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
     )
+
+
+def _messenger_of_instance(settings: MessengerConfig, index: int) -> MessengerConfig:
+    """As `_of_instance`."""
+    return settings.model_copy(update={"port": settings.port + index if settings.port else 0})
 
 
 def _port_higher(address: str, num_ports: int) -> str:

@@ -90,7 +90,7 @@ class Session:
     async def _run_with(self, pool: WorkerClient) -> None:
         self._pool_stats = await pool.stats()
         self._conductor: Dealer[ToWorker] = Dealer(
-            self._process.config.conductor.endpoint, self._identity, ToWorker
+            self._process.config.conductor.endpoint, self._identity, ToWorker, self._process.cluster_key
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -205,7 +205,9 @@ class Session:
         for endpoint, of_front in by_front.items():
             try:
                 if endpoint not in self._fronts:
-                    self._fronts[endpoint] = Dealer(endpoint, self._identity, ToFront)
+                    self._fronts[endpoint] = Dealer(
+                        endpoint, self._identity, ToFront, self._process.cluster_key
+                    )
                 await self._fronts[endpoint].send(Tokens(of_front))
             except (ConfigError, PeerGoneError) as error:
                 # The front learns from the Conductor that they were sent, and misses them.

@@ -48,7 +48,11 @@ class Front:
         self.config, self.model = config, model
         self.metrics = Metrics(registry, config.served_model_name)
         self.link = Link(
-            config.control_endpoint, config.reply_endpoint, model.fingerprint, self.metrics.output_dropped
+            config.control_endpoint,
+            config.reply_endpoint,
+            config.cluster_key,
+            model.fingerprint,
+            self.metrics.output_dropped,
         )
 
     def cluster(self) -> ClusterState:

@@ -5,16 +5,19 @@ Owns: names, defaults and bounds of the values. Does not know: where they come f
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mooncake.keys import ClusterKey
+
 
 class FrontConfig(BaseModel):
     """`control_endpoint` is the Conductor's; `reply_endpoint` is bound here, and workers connect to it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
     control_endpoint: str
     reply_endpoint: str
+    cluster_key: ClusterKey
     served_model_name: str = Field(min_length=1)
     max_request_bytes: int = Field(default=8 << 20, ge=1)
     max_choices: int = Field(default=128, ge=1, description="most choices (prompts x n) of one HTTP request")

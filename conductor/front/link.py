@@ -18,6 +18,7 @@ from typing import NamedTuple
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
 from mooncake.errors import ConfigError, OverloadedError, RequestError
+from mooncake.keys import ClusterKey
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -110,14 +111,15 @@ class Link:
         self,
         control_endpoint: str,
         reply_endpoint: str,
+        key: ClusterKey,
         fingerprint: str,
         on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises ConfigError for unusable endpoints. `on_dropped` is called for each stale output."""
         identity = peer_identity("front", secrets.randbits(64))
-        self._replies: Router[Tokens] = Router(reply_endpoint, Tokens)
+        self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
         try:
-            self._conductor: Dealer[FromConductor] = Dealer(control_endpoint, identity, FromConductor)
+            self._conductor: Dealer[FromConductor] = Dealer(control_endpoint, identity, FromConductor, key)
         except BaseException:
             self._replies.close()
             raise

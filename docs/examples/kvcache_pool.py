@@ -1,11 +1,12 @@
 """Stores blocks in a KVCache pool, reads them back in four ways, and tidies up.
 
     python docs/examples/kvcache_pool.py unix:/run/user/1000/mooncake-serve-x/worker-0.sock
+    python docs/examples/kvcache_pool.py tcp://10.0.0.2:7000 --key-file cluster.key
 
 `mooncake-kv stats` finds the pools of a running mooncake-serve. Several addresses may be given.
 """
 
-import sys
+import argparse
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from kvstore.client import KVCachePool
 from mooncake.blocks import block_keys, root_key
 
 
-def main(*addresses: str) -> None:
-    with KVCachePool.connect(*addresses) as pool:
+def main(addresses: list[str], key_file: str | None) -> None:
+    with KVCachePool.connect(*addresses, key_file=key_file) as pool:
         layout = pool.layout
         print(f"pool of {pool.fingerprint}: blocks of {layout.block_bytes} bytes, {layout.num_layers} layers")
 
@@ -48,4 +49,8 @@ def main(*addresses: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Stores, reads and removes three blocks.")
+    parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
+    parser.add_argument("--key-file", metavar="FILE", help="the cluster's key, for tcp:// addresses")
+    arguments = parser.parse_args()
+    main(arguments.addresses, arguments.key_file)

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mooncake.keys import ClusterKey
 from tests.cluster.harness import Server, eventually
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -140,7 +141,7 @@ def test_dummy_weights_serve(tiny: str, run_dir: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path) -> None:
+def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path, tmp_path: Path) -> None:
     """Conductor, prefill and decode under supervisors of their own, no memory shared between instances."""
 
     def free_endpoint() -> str:
@@ -148,14 +149,18 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path) -> Non
             probe.bind(("127.0.0.1", 0))
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
-    common = [
+    ClusterKey.generate().save(tmp_path / "cluster.key")
+    ClusterKey.generate().save(tmp_path / "other.key")
+    conductor_endpoint = free_endpoint()
+    without_key = [
         "--model",
         tiny,
         *SMALL,
-        f"--conductor-endpoint={free_endpoint()}",
+        f"--conductor-endpoint={conductor_endpoint}",
         f"--conductor-reply-endpoint={free_endpoint()}",
         "--messenger-transport=tcp",
     ]
+    common = [*without_key, f"--security-key-file={tmp_path / 'cluster.key'}"]
     prompt = list(range(3, 103))
     body = {"model": Path(tiny).name, "prompt": prompt, "max_tokens": 5, "ignore_eos": True, "temperature": 0}
     with (
@@ -167,6 +172,11 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path) -> Non
         assert client.get("/ready").status_code == 503
         assert "decode" in client.get("/ready").text
         assert client.post("/v1/completions", json=body).status_code == 503
+        other_key = [*without_key, f"--security-key-file={tmp_path / 'other.key'}"]
+        with Server("--role=decode", *other_key, run_dir=run_dir, until="waiting for the conductor") as other:
+            other.wait_for_line(rf"{conductor_endpoint} has closed .* another cluster key")
+            conductor.wait_for_line("refused .* do not have this cluster's key")
+            assert "decode" in client.get("/ready").text
         with Server("--role=decode", *common, run_dir=run_dir):
             eventually(lambda: client.get("/ready").status_code == 200, "the cluster is ready")
             first = client.post("/v1/completions", json=body).raise_for_status().json()
@@ -174,11 +184,11 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path) -> Non
             assert first["choices"][0]["text"] == again["choices"][0]["text"]
             assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
-            other = refused(
+            message = refused(
                 "--role=decode", "--instance=other", *common, "--dtype=bfloat16", run_dir=_new(run_dir)
             )
-            assert "fingerprint differs" in other
-            assert "other" in other
+            assert "fingerprint differs" in message
+            assert "other" in message
 
 
 def _new(parent: Path) -> Path:

@@ -51,7 +51,7 @@ P0, D0 = peer_identity("p0", 1), peer_identity("d0", 1)
 
 
 def address(name: str) -> MessengerAddress:
-    return MessengerAddress(name, 1, "host", "/path", "127.0.0.1", 1)
+    return MessengerAddress(name, 1, "host", "/path", (("127.0.0.1", 1),))
 
 
 def registration(name: str, role: Role, incarnation: int = 1, pages: int = 100) -> Register:

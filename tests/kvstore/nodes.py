@@ -15,13 +15,15 @@ import xxhash
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess, TransportChoice
+from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess, SecurityConfig, TransportChoice
+from mooncake.keys import ClusterKey
 from mooncake.messages import PoolStats
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
 FINGERPRINT = "f" * 32
-DEADLINE_S = 10.0
+DEADLINE_S = 10.0 if "MOONCAKE_RDMA_VM" not in os.environ else 120.0  # an emulated machine is slow
+CLUSTER_KEY = ClusterKey.generate()
 
 
 SEGMENT_PAGE_BYTES = LAYOUT.block_bytes + 4096
@@ -37,7 +39,9 @@ class Node:
         self.incarnation = 0
         self.transport: TransportChoice = transport
         self.ack_timeout_s = 30.0
+        self.cluster_key = CLUSTER_KEY
         self.kvcache = KVCacheConfig()
+        self.security = SecurityConfig()
         self.event_endpoints = f"ipc://{folder}/{name}-ev", f"ipc://{folder}/{name}-rp"
         self.segment_fd = os.memfd_create(name)
         os.posix_fallocate(self.segment_fd, 0, segment_bytes)
@@ -47,8 +51,10 @@ class Node:
         """Starts a messenger in its next incarnation, on the same memory."""
         self.incarnation += 1
         config = MessengerProcess(
+            cluster_key=self.cluster_key,
             settings=MessengerConfig(transport=self.transport, ack_timeout_s=self.ack_timeout_s),
             kvcache=self.kvcache,
+            security=self.security,
             instance=self.name,
             incarnation=self.incarnation,
             worker_socket=self.socket_path,

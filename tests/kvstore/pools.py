@@ -18,7 +18,7 @@ from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import KVCacheConfig
 from mooncake.errors import PoolError
 from mooncake.messages import PoolStats
-from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, Node
 
 
 class Pool(Node):
@@ -38,6 +38,7 @@ class Pool(Node):
             ssd_bytes=ByteSize(num_ssd_blocks * page_bytes + 3 * ALIGNMENT),
         )
         self.layout = layout
+        self.key_file = key_file_in(folder)
         self.unix = f"unix:{self.socket_path}"
         self.tcp = f"tcp://127.0.0.1:{port}"
 
@@ -50,7 +51,11 @@ class Pool(Node):
 
     def client(self, address: str | None = None, timeout_s: float = DEADLINE_S) -> KVCachePool:
         return connected(
-            address or self.unix, fingerprint=FINGERPRINT, layout=self.layout, timeout_s=timeout_s
+            address or self.unix,
+            fingerprint=FINGERPRINT,
+            layout=self.layout,
+            timeout_s=timeout_s,
+            key_file=self.key_file,
         )
 
     def damage(self, key: BlockKey, layer: int) -> None:
@@ -84,6 +89,14 @@ class Pools:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._started.close()
+
+
+def key_file_in(folder: Path) -> Path:
+    """The file with the key of every messenger of these tests."""
+    path = folder / "cluster.key"
+    if not path.exists():
+        CLUSTER_KEY.save(path)
+    return path
 
 
 def free_port() -> int:

@@ -17,6 +17,7 @@ import pytest
 from kvstore import cli
 from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
+from mooncake.keys import ClusterKey
 from mooncake.messages import PoolStats
 from tests.kvstore.nodes import DEADLINE_S, LAYOUT, ROOT
 from tests.kvstore.pools import Pool, Pools, block_of, keys_of
@@ -89,9 +90,10 @@ def json_lines(result: subprocess.CompletedProcess[str]) -> list[dict[str, objec
 @pytest.mark.parametrize("door", ["unix", "tcp"])
 def test_stats_of_a_pool_given_by_address(pool: Pool, keys: list[BlockKey], door: str) -> None:
     address = getattr(pool, door)
-    (stats,) = json_lines(run("stats", "--pool", address, "--json"))
+    there = ["--pool", address, "--key-file", str(pool.key_file)]
+    (stats,) = json_lines(run("stats", *there, "--json"))
     assert (stats["instance"], stats["num_sealed"], stats["integrity"]) == ("worker-0", len(keys), None)
-    lines = run("stats", "--pool", address).stdout.splitlines()
+    lines = run("stats", *there).stdout.splitlines()
     assert [line.split("\t")[:4] for line in lines] == [
         ["instance", "tier", "blocks", "of"],
         ["worker-0", "dram", "3", "16"],
@@ -157,13 +159,25 @@ def test_terminal_gets_a_table(pool: Pool, keys: list[BlockKey]) -> None:
 def test_get_writes_a_block_or_some_of_its_layers(pool: Pool, keys: list[BlockKey], tmp_path: Path) -> None:
     out = tmp_path / "block"
     key = keys[1]
-    assert run("get", key.hex(), "--out", str(out), "--pool", pool.tcp).returncode == 0
+    there = ["--pool", pool.tcp, "--key-file", str(pool.key_file)]
+    assert run("get", key.hex(), "--out", str(out), *there).returncode == 0
     assert out.read_bytes() == block_of(key)
     (facts,) = json_lines(
         run("get", key.hex(), "--out", str(out), "--layers", "1:3", "--pool", pool.unix, "--json")
     )
     assert facts == {"key": key.hex(), "num_bytes": 2 * LAYOUT.layer_bytes, "file": str(out)}
     assert out.read_bytes() == block_of(key)[LAYOUT.layer_bytes : 3 * LAYOUT.layer_bytes]
+
+
+def test_pool_on_another_host_wants_the_right_key(pool: Pool, tmp_path: Path) -> None:
+    missing = run("stats", "--pool", pool.tcp)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert f"error: {pool.tcp} listens only to those who know its cluster's key" in missing.stderr
+    assert "--key-file" in missing.stderr
+    ClusterKey.generate().save(tmp_path / "wrong.key")
+    wrong = run("stats", "--pool", pool.tcp, "--key-file", str(tmp_path / "wrong.key"))
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith(f"error: the pool at {pool.tcp} has another cluster key")
 
 
 def test_get_of_a_missing_block_writes_nothing(pool: Pool, keys: list[BlockKey], tmp_path: Path) -> None:

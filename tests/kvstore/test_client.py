@@ -20,6 +20,7 @@ from kvstore.connections import Place
 from kvstore.messages import Commit
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, PoolError, PoolFullError
+from mooncake.keys import ClusterKey
 from mooncake.messages import Tier
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT, ROOT
 from tests.kvstore.pools import (
@@ -27,6 +28,7 @@ from tests.kvstore.pools import (
     Pools,
     block_of,
     buffers,
+    key_file_in,
     keys_of,
     nothing_reserved,
     until,
@@ -406,17 +408,17 @@ def test_lease_needs_a_pool_on_this_host(shared: Pool) -> None:
 def test_other_blocks_are_refused_with_both_sides_named(shared: Pool, door: str) -> None:
     address = getattr(shared, door)
     with pytest.raises(MismatchError, match=f"ours is another, theirs is {FINGERPRINT}"):
-        KVCachePool.connect(address, fingerprint="another")
+        KVCachePool.connect(address, fingerprint="another", key_file=shared.key_file)
     wider = msgspec.structs.replace(LAYOUT, block_size=32)
     with pytest.raises(MismatchError, match=r"KV layout differs: .*block_size=32.*block_size=16"):
-        KVCachePool.connect(address, layout=wider)
+        KVCachePool.connect(address, layout=wider, key_file=shared.key_file)
 
 
 def test_pools_of_different_models_are_not_used_together(pools: Pools, shared: Pool) -> None:
     wider = msgspec.structs.replace(LAYOUT, block_size=32)
     other = pools.start("other", layout=wider)
     with pytest.raises(MismatchError, match="KV layout"):
-        KVCachePool.connect(shared.unix, other.tcp)
+        KVCachePool.connect(shared.unix, other.tcp, key_file=shared.key_file)
 
 
 def test_pool_without_a_layout_takes_that_of_its_first_client(tmp_path: Path) -> None:
@@ -427,10 +429,10 @@ def test_pool_without_a_layout_takes_that_of_its_first_client(tmp_path: Path) ->
             wait_until_listening(pool.tcp)
             for address in (pool.unix, pool.tcp):
                 with pytest.raises(PoolError, match="has no pool yet"):
-                    KVCachePool.connect(address)
+                    KVCachePool.connect(address, key_file=pool.key_file)
             with KVCachePool.connect(pool.unix, fingerprint=FINGERPRINT, layout=LAYOUT) as client:
                 store(client, 1)
-            with KVCachePool.connect(pool.tcp) as client:
+            with KVCachePool.connect(pool.tcp, key_file=pool.key_file) as client:
                 assert client.layout == LAYOUT
         finally:
             pool.close()
@@ -455,7 +457,7 @@ def test_pool_that_is_not_there_fails_at_once(tmp_path: Path) -> None:
     with pytest.raises(
         PoolError, match=r"no pool answers: cannot connect to tcp://127\.0\.0\.1:1: .*refused"
     ):
-        KVCachePool.connect("tcp://127.0.0.1:1")
+        KVCachePool.connect("tcp://127.0.0.1:1", key_file=key_file_in(tmp_path))
     with pytest.raises(ConfigError, match="at least one pool"):
         KVCachePool.connect()
     assert time.monotonic() - started < 1
@@ -487,6 +489,31 @@ def test_timeouts_that_are_none_are_refused(client: KVCachePool, shared: Pool, t
         client.put(keys_of(1), buffers(1), timeout_s)
     with pytest.raises(ConfigError, match=r"a timeout of .* s; it must be positive, at most 3600 s"):
         KVCachePool.connect(shared.unix, timeout_s=timeout_s)
+
+
+def test_pool_on_another_host_needs_a_key_that_only_its_owner_can_read(shared: Pool, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{shared.tcp} listens only to .* as key_file="):
+        KVCachePool.connect(shared.unix, shared.tcp)
+    with pytest.raises(ConfigError, match=r"there is no cluster key at .*none\.key"):
+        KVCachePool.connect(shared.tcp, key_file=tmp_path / "none.key")
+    key_file = key_file_in(tmp_path)
+    key_file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"others than its owner may use the cluster key"):
+        KVCachePool.connect(shared.tcp, key_file=str(key_file))
+
+
+def test_pool_on_this_host_needs_no_key(shared: Pool, tmp_path: Path) -> None:
+    with KVCachePool.connect(shared.unix, key_file=tmp_path / "none.key") as client:
+        assert client.layout == LAYOUT
+
+
+def test_wrong_key_is_an_error_that_names_the_pool_and_what_to_do(shared: Pool, tmp_path: Path) -> None:
+    key = ClusterKey.generate()
+    key.save(tmp_path / "wrong.key")
+    for addresses in ([shared.tcp], [shared.unix, shared.tcp]):
+        with pytest.raises(ConfigError, match=f"the pool at {shared.tcp} has another cluster key") as error:
+            KVCachePool.connect(*addresses, key_file=tmp_path / "wrong.key")
+        assert f"(key id {key.key_id}); give as key_file a copy of the key that" in str(error.value)
 
 
 # -- several at a time ------------------------------------------------------------------------------
@@ -528,8 +555,9 @@ def test_threads_share_a_client(client: KVCachePool) -> None:
 def test_example_runs(pools: Pools, shared: Pool) -> None:
     other = pools.start("other")
     for addresses in ([shared.unix], [shared.tcp], [shared.unix, other.tcp]):
+        key = ["--key-file", str(shared.key_file)] if addresses != [shared.unix] else []
         result = subprocess.run(
-            [sys.executable, "docs/examples/kvcache_pool.py", *addresses],
+            [sys.executable, "docs/examples/kvcache_pool.py", *addresses, *key],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,

@@ -34,7 +34,7 @@ from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import block_of, keys_of
 
 DECODER = msgspec.msgpack.Decoder(ToPool)
-ADDRESS = MessengerAddress("fake", 1, "host", "", "", 0, ("", ""))
+ADDRESS = MessengerAddress("fake", 1, "host", "", (), ("", ""))
 DRAM = bytes([LOCATIONS.index(Tier.DRAM)])
 Respond = Callable[[ToPool], Sequence[FromPool]]
 

@@ -17,7 +17,9 @@ import zmq.asyncio
 from kvstore import event_publisher
 from kvstore.event_publisher import InternalPublisher, VllmPublisher
 from kvstore.events import BlockTokens, EventLog
+from mooncake.curve import use_key
 from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
 from mooncake.messages import (
     EventsGone,
     FromKVEvents,
@@ -36,6 +38,7 @@ DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [bytes(8) + number.to_bytes(8, "big") for number in range(1, 41)]
 DECODE = msgspec.msgpack.Decoder(FromKVEvents).decode
 ENCODE = msgspec.msgpack.Encoder().encode
+KEY = ClusterKey.generate()
 Publisher = InternalPublisher | VllmPublisher
 
 
@@ -57,8 +60,13 @@ async def running(*publishers: Publisher) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def connected(kind: int, endpoint: str, rcvhwm: int = 10_000) -> Iterator[zmq.asyncio.Socket]:
+def connected(
+    kind: int, endpoint: str, rcvhwm: int = 10_000, key: ClusterKey | None = None
+) -> Iterator[zmq.asyncio.Socket]:
+    """`key` for internal events."""
     socket = zmq.asyncio.Context.instance().socket(kind)
+    if key is not None:
+        use_key(socket, key)
     socket.linger = 0
     socket.rcvhwm = rcvhwm
     if kind == zmq.SUB:
@@ -104,6 +112,7 @@ def internal(pool: FakePool, path: Path, flush_interval_s: float = 0.001) -> Int
         incarnation=7,
         endpoint=f"ipc://{path}/events",
         request_endpoint="tcp://127.0.0.1:0",
+        key=KEY,
         flush_interval_s=flush_interval_s,
     )
 
@@ -118,6 +127,7 @@ def with_large_snapshot(pool: FakePool, path: Path, num_parts: int) -> InternalP
         incarnation=7,
         endpoint=f"ipc://{path}/events",
         request_endpoint=f"ipc://{path}/requests",
+        key=KEY,
         flush_interval_s=0.001,
     )
 
@@ -175,7 +185,7 @@ def test_live_events_arrive_in_order(tmp_path: Path) -> None:
         pool = FakePool()
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.SUB, publisher.endpoint) as subscriber:
+            with connected(zmq.SUB, publisher.endpoint, key=KEY) as subscriber:
                 topic, payload = await first_message(subscriber, lambda: pool.flip(SSD, KEYS[0]))
                 assert topic == b"kv"
                 sequence = DECODE(payload).sequence
@@ -204,7 +214,7 @@ def test_late_subscriber_gets_what_it_missed_by_replay(tmp_path: Path) -> None:
         pool.flip(SSD, KEYS[9])  # not sealed yet
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as dealer:
                 await dealer.send(ENCODE(ReplayEvents(0)))
                 batches, end = await replayed(dealer)
                 assert [batch.sequence for batch in batches] == [0, 1, 2, 3, 4]
@@ -227,7 +237,7 @@ def test_replay_has_what_has_not_been_published_yet(tmp_path: Path) -> None:
         pool.log.seal()
         publisher = internal(pool, tmp_path, flush_interval_s=3600.0)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as dealer:
                 for number, key in enumerate(KEYS[:3], start=1):
                     pool.flip(DRAM, key)
                     await dealer.send(ENCODE(ReplayEvents(number)))
@@ -245,7 +255,7 @@ def test_replay_of_batches_that_the_log_does_not_have_is_refused(tmp_path: Path,
         pool.store_batches(11)
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as dealer:
                 await dealer.send(ENCODE(ReplayEvents(from_sequence)))
                 gone = EventsGone("p0", 7, oldest_sequence=7, next_sequence=11)
                 assert await replayed(dealer) == ([], gone)
@@ -262,7 +272,7 @@ def test_snapshot_comes_in_parts_and_says_after_which_batch(
         pool = FakePool()
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as dealer:
                 await dealer.send(ENCODE(GetSnapshot()))
                 empty = await snapshot_of(dealer)
                 assert empty == [KVSnapshot("p0", 7, 0, DRAM, [], is_last=True)]
@@ -293,8 +303,8 @@ class Mirror:
 
     async def follow(self, until: Callable[[], bool]) -> None:
         with (
-            connected(zmq.SUB, self._publisher.endpoint) as subscriber,
-            connected(zmq.DEALER, self._publisher.request_endpoint) as dealer,
+            connected(zmq.SUB, self._publisher.endpoint, key=KEY) as subscriber,
+            connected(zmq.DEALER, self._publisher.request_endpoint, key=KEY) as dealer,
         ):
             await self._start_anew(dealer)
             while not until():
@@ -392,7 +402,7 @@ def test_who_asks_again_gets_a_newer_snapshot_instead(tmp_path: Path) -> None:
         pool = FakePool()
         publisher = with_large_snapshot(pool, tmp_path, num_parts)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint, rcvhwm=1) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY, rcvhwm=1) as dealer:
                 await dealer.send(ENCODE(GetSnapshot()))
                 await dealer.poll()
                 pool.flip(DRAM, KEYS[0])
@@ -427,7 +437,7 @@ def test_malformed_requests_are_logged_in_short_and_ignored(
         pool = FakePool()
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as dealer:
                 for frames in MALFORMED_REQUESTS:
                     await dealer.send_multipart(frames)
                 await dealer.send(ENCODE(ReplayEvents(0)))
@@ -453,9 +463,9 @@ def test_peer_that_does_not_read_its_answer_holds_up_nobody_and_is_given_up(
         publisher = with_large_snapshot(pool, tmp_path, num_parts)
         async with running(publisher):
             with (
-                connected(zmq.DEALER, publisher.request_endpoint, rcvhwm=1) as stuck,
-                connected(zmq.DEALER, publisher.request_endpoint) as other,
-                connected(zmq.SUB, publisher.endpoint) as subscriber,
+                connected(zmq.DEALER, publisher.request_endpoint, key=KEY, rcvhwm=1) as stuck,
+                connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as other,
+                connected(zmq.SUB, publisher.endpoint, key=KEY) as subscriber,
             ):
                 await stuck.send(ENCODE(GetSnapshot()))
                 await stuck.poll()  # the answer has begun
@@ -487,7 +497,7 @@ def test_peer_that_reads_slowly_gets_all_of_its_answer(
         pool.store_batches(num_batches)
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint, rcvhwm=1) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY, rcvhwm=1) as dealer:
                 await dealer.send(ENCODE(ReplayEvents(0)))
                 batches, end = await replayed(dealer)
                 assert [batch.sequence for batch in batches] == list(range(num_batches))
@@ -507,10 +517,12 @@ def test_no_more_than_so_many_peers_are_answered_at_the_same_time(
         async with running(publisher):
             with contextlib.ExitStack() as sockets:
                 for _ in range(2):
-                    stuck = sockets.enter_context(connected(zmq.DEALER, publisher.request_endpoint, rcvhwm=1))
+                    stuck = sockets.enter_context(
+                        connected(zmq.DEALER, publisher.request_endpoint, key=KEY, rcvhwm=1)
+                    )
                     await stuck.send(ENCODE(GetSnapshot()))
                     await stuck.poll()
-                other = sockets.enter_context(connected(zmq.DEALER, publisher.request_endpoint))
+                other = sockets.enter_context(connected(zmq.DEALER, publisher.request_endpoint, key=KEY))
                 await other.send(ENCODE(ReplayEvents(0)))
                 assert isinstance((await replayed(other))[1], ReplayDone)
                 assert "does not read" in caplog.text, "it waited for its turn"
@@ -529,9 +541,9 @@ def test_subscriber_that_does_not_read_loses_batches_and_holds_up_nobody(
         pool = FakePool(capacity_batches=num_batches)
         publisher = internal(pool, tmp_path, flush_interval_s=0.0)
         async with running(publisher):
-            with connected(zmq.SUB, publisher.endpoint, rcvhwm=10) as stuck:
+            with connected(zmq.SUB, publisher.endpoint, key=KEY, rcvhwm=10) as stuck:
                 await first_message(stuck, lambda: pool.flip(SSD, KEYS[0]))
-                with connected(zmq.SUB, publisher.endpoint) as subscriber:
+                with connected(zmq.SUB, publisher.endpoint, key=KEY) as subscriber:
                     await first_message(subscriber, lambda: pool.flip(SSD, KEYS[0]))
                     for _ in range(num_batches):
                         for key in KEYS:
@@ -592,7 +604,7 @@ def test_cancelled_publisher_frees_its_endpoints_even_while_it_answers(
         pool.store_batches(10_000)
         publisher = internal(pool, tmp_path)
         async with running(publisher):
-            with connected(zmq.DEALER, publisher.request_endpoint, rcvhwm=1) as dealer:
+            with connected(zmq.DEALER, publisher.request_endpoint, key=KEY, rcvhwm=1) as dealer:
                 await dealer.send(ENCODE(ReplayEvents(0)))
                 await dealer.recv()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -617,9 +629,9 @@ def test_both_publishers_follow_one_log(tmp_path: Path) -> None:
         ours, theirs = internal(pool, tmp_path), vllm(pool.log, tmp_path)
         async with running(ours, theirs):
             with (
-                connected(zmq.SUB, ours.endpoint) as subscriber,
+                connected(zmq.SUB, ours.endpoint, key=KEY) as subscriber,
                 connected(zmq.SUB, theirs.endpoint) as router,
-                connected(zmq.DEALER, ours.request_endpoint) as dealer,
+                connected(zmq.DEALER, ours.request_endpoint, key=KEY) as dealer,
             ):
                 await first_message(subscriber, lambda: pool.flip(SSD, KEYS[0]))
                 await first_message(router, lambda: pool.flip(SSD, KEYS[0]))
@@ -638,6 +650,34 @@ def test_both_publishers_follow_one_log(tmp_path: Path) -> None:
                     seen_by_router.append(int.from_bytes((await router.recv_multipart())[1], "big"))
                 assert seen == list(range(seen[0], last_sequence + 1))
                 assert seen_by_router == list(range(seen_by_router[0], last_sequence + 1))
+
+    run(test())
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
+@pytest.mark.parametrize("wrong_key", [None, ClusterKey.generate()])
+def test_strangers_hear_no_internal_events_and_are_counted(
+    tmp_path: Path, kind: int, wrong_key: ClusterKey | None
+) -> None:
+    async def test() -> None:
+        pool = FakePool()
+        pool.store_batches(3)
+        publisher = internal(pool, tmp_path)
+        endpoint = publisher.endpoint if kind == zmq.SUB else publisher.request_endpoint
+        async with running(publisher):
+            with (
+                connected(kind, endpoint, key=wrong_key) as stranger,
+                connected(zmq.SUB, publisher.endpoint, key=KEY) as subscriber,
+                connected(zmq.DEALER, publisher.request_endpoint, key=KEY) as dealer,
+            ):
+                if kind == zmq.DEALER:
+                    await stranger.send(ENCODE(GetSnapshot()))
+                while publisher.num_refused == 0:
+                    await asyncio.sleep(0.005)
+                await first_message(subscriber, lambda: pool.flip(DRAM, KEYS[0]))
+                await dealer.send(ENCODE(GetSnapshot()))
+                await snapshot_of(dealer)
+                assert not await stranger.poll(0)
 
     run(test())
 

@@ -16,9 +16,10 @@ import pytest
 from kvstore import mapped
 from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
-from mooncake.errors import MismatchError, PoolError
+from mooncake.errors import ConfigError, MismatchError, PoolError
+from mooncake.keys import ClusterKey
 from mooncake.messages import Tier
-from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, ROOT
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, ROOT
 from tests.kvstore.pools import (
     Pool,
     Pools,
@@ -83,7 +84,7 @@ def test_lost_pool_is_an_error_until_it_comes_back(pools: Pools) -> None:
 def test_killed_holder_of_replicas_fails_no_get(pools: Pools, killed: str, doors: tuple[str, str]) -> None:
     first, second = pools.start("first", 64), pools.start("second", 64)
     addresses = [getattr(pool, door) for pool, door in zip((first, second), doors, strict=True)]
-    with connected(*addresses, fingerprint=FINGERPRINT, layout=LAYOUT) as client:
+    with connected(*addresses, fingerprint=FINGERPRINT, layout=LAYOUT, key_file=first.key_file) as client:
         keys = store(client, 50)
         for key in keys:
             assert client.change_replica(key, 2).instances == ["first", "second"]
@@ -160,7 +161,7 @@ def deploy_anew(pool: Pool) -> None:
 def test_old_client_does_not_format_a_new_pool(pools: Pools, door: str, was_told: bool) -> None:
     pool = pools.start()
     told = {"fingerprint": FINGERPRINT, "layout": LAYOUT} if was_told else {}
-    with connected(getattr(pool, door), **told) as client:
+    with connected(getattr(pool, door), key_file=pool.key_file, **told) as client:
         keys = store(client, 1)
         deploy_anew(pool)
         with pytest.raises(PoolError, match=r"no pool answers: .* has no pool yet"):
@@ -177,7 +178,7 @@ def test_what_was_learned_from_one_pool_does_not_format_another(pools: Pools, tm
             KVCachePool.connect(pool.unix, new.unix)
 
 
-def mismatches(caplog: pytest.LogCaptureFixture) -> list[str]:
+def errors_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
 
 
@@ -201,7 +202,7 @@ def test_pool_of_another_model_at_an_old_address_is_an_error_and_said_once(
         for call in calls:
             with pytest.raises(MismatchError, match=f"ours is {FINGERPRINT}, theirs is another"):
                 call()
-    (message,) = mismatches(caplog)
+    (message,) = errors_logged(caplog)
     assert getattr(pool, door) in message
     assert f"ours is {FINGERPRINT}, theirs is another" in message
 
@@ -221,7 +222,42 @@ def test_others_answer_for_a_pool_that_came_back_with_another_model(
         second.kill()
         with pytest.raises(MismatchError, match=f"the pool at {first.unix} holds other blocks"):
             client.exists(keys)
-    assert len(mismatches(caplog)) == 1
+    assert len(errors_logged(caplog)) == 1
+
+
+def test_pool_with_another_key_at_an_old_address_is_an_error_until_the_key_is_back(
+    pools: Pools, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = pools.start()
+    with pool.client(pool.tcp) as client:
+        keys = store(client, 2)
+        pool.kill()
+        pool.cluster_key = ClusterKey.generate()
+        pool.start()
+        wait_until_listening(pool.tcp)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=rf"the pool at {pool.tcp} has another cluster key than"):
+                client.exists(keys)
+        pool.kill()
+        pool.cluster_key = CLUSTER_KEY
+        pool.start()
+        wait_until_listening(pool.tcp)
+        assert_reads(client, keys)
+    (message,) = errors_logged(caplog)
+    assert f"the pool at {pool.tcp} is not used" in message
+
+
+def test_others_answer_for_a_pool_that_came_back_with_another_key(pools: Pools) -> None:
+    first, second = pools.start("first"), pools.start("second")
+    with connected(first.tcp, second.unix, key_file=first.key_file) as client, second.client() as alone:
+        keys = store(alone, 2)
+        first.kill()
+        first.cluster_key = ClusterKey.generate()
+        first.start()
+        wait_until_listening(first.tcp)
+        assert_reads(client, keys)
+        assert client.exists(store(client, 1)) == [Tier.DRAM]
+        assert set(client.stats()) == {"second"}
 
 
 # -- in the middle of a put -------------------------------------------------------------------------

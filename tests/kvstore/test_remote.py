@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from kvstore import remote
 from kvstore.client import KVCachePool
 from kvstore.frames import FrameBuffer, encode_frame, max_keys
+from kvstore.greeting import Visitor
 from kvstore.listing import pool_stats
 from kvstore.messages import (
     AwaitSpace,
     CallFailed,
+    Challenge,
     Commit,
     Connect,
     Connected,
@@ -47,7 +49,7 @@ from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages import PoolStats, Tier
-from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import (
     Pool,
     Pools,
@@ -66,11 +68,18 @@ SIZE = LAYOUT.block_bytes
 
 
 class Peer:
-    """A raw connection to a TCP door."""
+    """A raw connection to a TCP door, of somebody who has the key."""
 
     def __init__(self, address: tuple[str, int], layout: KVLayout = LAYOUT, *, greet: bool = True) -> None:
         self.sock = socket.create_connection(address, DEADLINE_S)
         self._frames = FrameBuffer()
+        visitor = Visitor(CLUSTER_KEY)
+        self.send(visitor.greeting)
+        self._fill()
+        proof = visitor.answer(msgspec.msgpack.decode(self._frames.take_message()[0], type=Challenge))
+        assert proof is not None
+        self._frames.trust()
+        self.send(proof)
         if greet:
             self.send(Connect(0, FINGERPRINT, layout, 1))
             assert isinstance(self.receive(), Connected)
@@ -82,14 +91,17 @@ class Peer:
     def receive(self) -> FromRemotePool | None:
         """The next message; None when the connection has ended."""
         with contextlib.suppress(ConnectionError):
-            while (room := self._frames.room_for_message()) is not None:
-                num_bytes = self.sock.recv_into(room)
-                if num_bytes == 0:
-                    return None
-                self._frames.received(num_bytes)
+            self._fill()
             message: FromRemotePool = DECODER.decode(self._frames.take_message()[0])
             return message
         return None
+
+    def _fill(self) -> None:
+        while (room := self._frames.room_for_message()) is not None:
+            num_bytes = self.sock.recv_into(room)
+            if num_bytes == 0:
+                raise ConnectionResetError("the pool has hung up")
+            self._frames.received(num_bytes)
 
     def __enter__(self) -> "Peer":
         return self
@@ -202,7 +214,9 @@ def test_new_pool_takes_no_impossible_layout(tmp_path: Path, sizes: dict[str, in
             refused = peer.receive()
             assert isinstance(refused, Detached)
             assert "each of its sizes must be at least 1" in refused.reason
-        with KVCachePool.connect(new.tcp, fingerprint=FINGERPRINT, layout=LAYOUT) as client:
+        with KVCachePool.connect(
+            new.tcp, fingerprint=FINGERPRINT, layout=LAYOUT, key_file=new.key_file
+        ) as client:
             assert client.stats()["new"].num_pages == 16
 
 
@@ -333,11 +347,13 @@ def test_damage_between_pool_and_client_is_noticed_by_the_client(
         assert client.exists([key]) == [Tier.DRAM]  # the pool has looked: its copy is intact
 
 
-def test_server_of_something_else_is_recognised() -> None:
+def test_server_of_something_else_is_recognised(pool: Pool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with ThreadPoolExecutor() as threads:
-            connecting = threads.submit(KVCachePool.connect, address, timeout_s=DEADLINE_S)
+            connecting = threads.submit(
+                KVCachePool.connect, address, timeout_s=DEADLINE_S, key_file=pool.key_file
+            )
             with listener.accept()[0] as sock:
                 sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                 with pytest.raises(PoolError, match="answered what it should not: a frame announces"):
@@ -362,6 +378,7 @@ def with_little_patience(
     memory = os.memfd_create("remote")
     os.posix_fallocate(memory, 0, 80 << 20)
     config = MessengerProcess(
+        cluster_key=CLUSTER_KEY,
         settings=MessengerConfig(),
         kvcache=KVCacheConfig(low_watermark=0, high_watermark=0),
         instance="here",
@@ -376,7 +393,7 @@ def with_little_patience(
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
             async with asyncio.timeout(2 * DEADLINE_S), asyncio.TaskGroup() as tasks:
-                service = Service(config, tasks, 0)
+                service = Service(config, tasks, ())
                 store = service.store_for(FINGERPRINT, LARGE)
                 serving = tasks.create_task(service.accept_clients(listener))
                 loop = asyncio.get_running_loop()

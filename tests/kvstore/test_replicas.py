@@ -23,14 +23,14 @@ def pools(tmp_path: Path) -> Iterator[list[Pool]]:
         yield [pools.start(name, 8) for name in ("a", "b", "c")]
 
 
-def client_of(*addresses: str) -> KVCachePool:
-    return connected(*addresses, fingerprint=FINGERPRINT, layout=LAYOUT)
+def client_of(*addresses: str, key_file: Path | None = None) -> KVCachePool:
+    return connected(*addresses, fingerprint=FINGERPRINT, layout=LAYOUT, key_file=key_file)
 
 
 def test_copies_are_made_and_removed_until_there_are_so_many(pools: list[Pool]) -> None:
     a, b, c = pools
     (key,) = keys_of(1)
-    with client_of(a.unix, b.tcp, c.unix) as client:
+    with client_of(a.unix, b.tcp, c.unix, key_file=a.key_file) as client:
         client.put([key], [block_of(key)])
         for num_replicas, instances in ((1, ["a"]), (2, ["a", "b"]), (3, ["a", "b", "c"]), (2, ["a", "b"])):
             assert client.change_replica(key, num_replicas) == (instances, 1)
@@ -92,19 +92,19 @@ def test_damaged_copy_is_not_copied(pools: list[Pool]) -> None:
 def test_the_same_pool_by_two_doors_holds_one_copy(pools: list[Pool]) -> None:
     a, b, _ = pools
     (key,) = keys_of(1)
-    with client_of(a.unix, a.tcp) as client:
+    with client_of(a.unix, a.tcp, key_file=a.key_file) as client:
         client.put([key], [block_of(key)])
         with pytest.raises(PoolError, match="2 copies wanted, there are 1: 1 pools are connected"):
             client.change_replica(key, 2)
-    with client_of(a.unix, a.tcp, b.unix) as client:
+    with client_of(a.unix, a.tcp, b.unix, key_file=a.key_file) as client:
         assert client.change_replica(key, 2) == (["a", "b"], 1)
 
 
 def test_copies_go_to_other_hosts_first_and_leave_crowded_ones_first() -> None:
-    holder = Holder(Place.parse("tcp://nowhere:1"), None, None, 1)
+    holder = Holder(Place.parse("unix:/nowhere"), None, None, None, 1)
 
     def pool(name: str, host: str) -> replicas._Pool:
-        return replicas._Pool(holder, MessengerAddress(name, 1, host, "", "", 0, ("", "")), False)
+        return replicas._Pool(holder, MessengerAddress(name, 1, host, "", (), ("", "")), False)
 
     a, b, c, d = pool("a", "here"), pool("b", "here"), pool("c", "there"), pool("d", "there")
     assert replicas._least_used_host([b, c, d], [a]) is c

@@ -242,7 +242,7 @@ def test_time_to_live_that_is_none_is_refused(join: Join, ttl_s: float) -> None:
 @pytest.mark.parametrize("reservation_id", [0, -1, 77, (1 << 64) - 1])
 def test_unknown_reservation_is_an_error_or_ignored(join: Join, reservation_id: int) -> None:
     user = join()
-    grant = Grant(1, MessengerAddress("other", 1, "host", "/nowhere", "127.0.0.1", 1), [])
+    grant = Grant(1, MessengerAddress("other", 1, "host", "/nowhere", (("127.0.0.1", 1),)), [])
     for call in (
         OpenGrant(7, reservation_id),
         AwaitSent(7, reservation_id),
@@ -422,7 +422,7 @@ def test_who_is_connected_cannot_introduce_himself_again(join: Join) -> None:
 def test_grant_for_a_block_that_is_none_is_refused(join: Join, index: int) -> None:
     user = join()
     reservation = user.put(KEYS[0])
-    address = MessengerAddress("other", 1, "host", "/nowhere", "127.0.0.1", 1)
+    address = MessengerAddress("other", 1, "host", "/nowhere", (("127.0.0.1", 1),))
     grant = Grant(1, address, [GrantedPage(index, 0, 0)])
     answer = user.call(StartSend(7, reservation.reservation_id, grant, "a request"))
     assert isinstance(answer, CallFailed)

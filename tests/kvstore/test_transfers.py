@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cluster
 
 ALL_LAYERS = range(LAYOUT.num_layers)
 BLOCK_BYTES = LAYOUT.block_bytes
-both_transports = pytest.mark.parametrize("transport", list(Transport))
+both_transports = pytest.mark.parametrize("transport", [Transport.SHM, Transport.TCP])
 
 
 @dataclass
@@ -132,6 +132,7 @@ def test_auto_prefers_shared_memory_on_one_host_and_falls_back_to_tcp(start_node
         assert (await both.prefill.stats(check_integrity=True)).sent_bytes == {
             Transport.SHM: 3 * BLOCK_BYTES,
             Transport.TCP: 0,
+            Transport.RDMA: 0,
         }
         os.unlink(nodes[1].peer_socket_path)
         source = await both.decode.reserve(prompt_keys(1), 0)
@@ -193,7 +194,7 @@ def test_killed_receiver_fails_the_send_at_once_and_its_successor_is_reached(
             await write_layers(nodes.prefill, source, keys, range(2))
             await until(nodes.prefill, lambda stats: stats.sent_bytes[transport] > 0)
             nodes.decode_node.kill()
-            with pytest.raises(TransferError, match="connection to decode was lost"):
+            with pytest.raises(TransferError, match=r"connection to decode .*was lost"):
                 await nodes.prefill.wait_sent(source.reservation_id)
             await nodes.prefill.release(source.reservation_id)
             await until(nodes.prefill, unused)
@@ -290,9 +291,7 @@ def test_other_model_is_refused_by_name_and_at_once(start_node: StartNode, trans
         grant = await decode.grant(to.reservation_id)
         source = await prefill.reserve(prompt_keys(1), 0)
         await prefill.send(source.reservation_id, grant, "request 1")
-        expected = (
-            f"decode refuses prefill: model fingerprint differs: ours is {'b' * 32}, theirs is {FINGERPRINT}"
-        )
+        expected = f"refused: model fingerprint differs: ours is {'b' * 32}, theirs is {FINGERPRINT}"
         with pytest.raises(TransferError, match=expected):
             await prefill.wait_sent(source.reservation_id)
         await prefill.close()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 STRIDE_BYTES = 4096
 """of a page or slot, which a block of this layout does not fill"""
-ADDRESS = MessengerAddress("node", 1, "host", "/nowhere", "127.0.0.1", 1)
+ADDRESS = MessengerAddress("node", 1, "host", "/nowhere", (("127.0.0.1", 1),))
 OWNER = 1
 
 
@@ -266,7 +267,8 @@ async def running(
             ssd=ssd,
             mover=mover,
             grants=Grants(pool, segment, ADDRESS),
-            links=None,  # type: ignore[arg-type]  # nothing is sent
+            peers=SimpleNamespace(all=[]),  # type: ignore[arg-type]  # nothing is sent
+            sessions=None,  # type: ignore[arg-type]
             traffic=Traffic(),
             events=events,
             space=space,

@@ -6,22 +6,27 @@ import pytest
 from messenger.identity import Identity
 from messenger.protocol import (
     EXPECTED,
-    MAX_META_BYTES,
+    MAX_GREETING_BYTES,
+    NONCE_BYTES,
     PROTOCOL_VERSION,
+    Challenge,
     Close,
     Frame,
     FrameReader,
     Hello,
+    Introduction,
     Message,
     Open,
     Phase,
     RefusalKind,
     Refused,
     Side,
+    Welcome,
     Write,
     WriteAck,
     WriteEntry,
-    check_hello,
+    check_identity,
+    check_version,
     encode_frame,
 )
 from mooncake.blocks import KVLayout
@@ -29,8 +34,10 @@ from mooncake.errors import MismatchError, TransferError
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
 IDENTITY = Identity("prefill-0", 3, "host", "fingerprint-a", LAYOUT)
-HELLO = Hello(PROTOCOL_VERSION, IDENTITY, 4096)
-WRITE = Write(1, [WriteEntry(7, 2, 0, 2, b"\1" * 16, 8192)])
+HELLO = Hello(PROTOCOL_VERSION, b"n" * NONCE_BYTES)
+CHALLENGE = Challenge(b"n" * NONCE_BYTES, b"p" * 32)
+INTRODUCTION = Introduction(b"p" * 32, IDENTITY, b"s" * 16, 0, 4096)
+WRITE = Write(1, 99, [WriteEntry(7, 2, 0, 2, b"\1" * 16, 8192)])
 
 
 def feed(reader: FrameReader, data: bytes, piece_bytes: int) -> list[Frame]:
@@ -55,16 +62,17 @@ def stream_of(*messages: tuple[Message, bytes]) -> bytes:
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 8, 9, 64, 10_000])
 def test_frames_survive_any_split(piece_bytes: int) -> None:
-    data = stream_of(
-        (HELLO, b""), (Open(1, 99, "ref"), b""), (WRITE, b"p" * 5), (WRITE, b""), (Close(1, None), b"")
-    )
+    messages = [HELLO, INTRODUCTION, Open(1, 99, "ref"), WRITE, WRITE, Close(1, None)]
+    payloads = [b"", b"", b"", b"p" * 5, b"", b""]
+    data = stream_of(*zip(messages, payloads, strict=True))
     frames = feed(FrameReader(Side.RECEIVER), data, piece_bytes)
-    assert [frame.message for frame in frames] == [HELLO, Open(1, 99, "ref"), WRITE, WRITE, Close(1, None)]
-    assert [frame.payload_bytes for frame in frames] == [0, 0, 5, 0, 0]
+    assert [frame.message for frame in frames] == messages
+    assert [frame.payload_bytes for frame in frames] == list(map(len, payloads))
 
 
 def test_every_cut_of_a_stream_yields_exactly_the_frames_before_it() -> None:
-    parts = [stream_of((message, b"")) for message in (HELLO, Open(1, 99, "ref"), Close(1, "why"))]
+    messages = [HELLO, INTRODUCTION, Open(1, 99, "ref"), Close(1, "why")]
+    parts = [stream_of((message, b"")) for message in messages]
     data = b"".join(parts)
     for cut in range(len(data) + 1):
         ends = [sum(map(len, parts[: n + 1])) for n in range(len(parts))]
@@ -75,9 +83,15 @@ def test_every_cut_of_a_stream_yields_exactly_the_frames_before_it() -> None:
     ("side", "messages", "complaint"),
     [
         (Side.RECEIVER, [Open(1, 2, "ref")], "expected Hello, got Open"),
-        (Side.RECEIVER, [HELLO, HELLO], "expected Open or Write or Close, got Hello"),
-        (Side.RECEIVER, [HELLO, WriteAck()], "expected Open or Write or Close, got WriteAck"),
-        (Side.SENDER, [WriteAck()], "expected Hello or Refused, got WriteAck"),
+        (Side.RECEIVER, [HELLO, HELLO], "expected Introduction, got Hello"),
+        (Side.RECEIVER, [HELLO, WRITE], "expected Introduction, got Write"),
+        (
+            Side.RECEIVER,
+            [HELLO, INTRODUCTION, WriteAck()],
+            "expected Open or Write or Close .*, got WriteAck",
+        ),
+        (Side.SENDER, [WriteAck()], "expected Challenge or Refused, got WriteAck"),
+        (Side.SENDER, [CHALLENGE, WriteAck()], "expected Welcome or Refused, got WriteAck"),
         (Side.SENDER, [Refused("no"), HELLO], "expected nothing more, got Hello"),
     ],
 )
@@ -95,7 +109,7 @@ def test_payload_belongs_to_writes_only() -> None:
         feed(FrameReader(Side.RECEIVER), stream_of((HELLO, b"1234")), 10_000)
 
 
-@pytest.mark.parametrize("meta_bytes", [0, MAX_META_BYTES + 1, 0x48545450])
+@pytest.mark.parametrize("meta_bytes", [0, MAX_GREETING_BYTES + 1, 0x48545450])
 def test_absurd_frame_length_is_refused_before_memory_is_taken(meta_bytes: int) -> None:
     with pytest.raises(TransferError, match="bytes of meta data"):
         feed(FrameReader(Side.RECEIVER), meta_bytes.to_bytes(4, "little") + bytes(4), 8)
@@ -107,34 +121,42 @@ def test_garbage_is_refused() -> None:
 
 
 def test_refusal_kinds_cross_the_wire() -> None:
-    answer = Hello(PROTOCOL_VERSION, IDENTITY)
     ack = WriteAck(RefusalKind.CORRUPT, "checksum")
-    frames = feed(FrameReader(Side.SENDER), stream_of((answer, b""), (ack, b"")), 10)
-    assert frames[1].message == ack
+    greeting = ((CHALLENGE, b""), (Welcome(IDENTITY), b""))
+    frames = feed(FrameReader(Side.SENDER), stream_of(*greeting, (ack, b"")), 10)
+    assert frames[2].message == ack
+
+
+def test_who_has_been_welcomed_may_send_long_frames() -> None:
+    entries = [WRITE.entries[0]] * 1000
+    frames = stream_of((HELLO, b""), (INTRODUCTION, b""), (Write(1, 99, entries), b""))
+    assert len(feed(FrameReader(Side.RECEIVER), frames, 10_000)) == 3
+
+
+def test_other_version_is_refused_by_name() -> None:
+    with pytest.raises(MismatchError, match=f"ours is {PROTOCOL_VERSION}, theirs is {PROTOCOL_VERSION + 1}"):
+        check_version(PROTOCOL_VERSION + 1)
 
 
 @pytest.mark.parametrize(
-    ("hello", "what"),
+    ("theirs", "what"),
     [
-        (Hello(PROTOCOL_VERSION + 1, IDENTITY), f"version differs: ours is {PROTOCOL_VERSION}, theirs is"),
         (
-            Hello(PROTOCOL_VERSION, msgspec.structs.replace(IDENTITY, fingerprint="fingerprint-b")),
+            msgspec.structs.replace(IDENTITY, fingerprint="fingerprint-b"),
             "fingerprint differs: ours is fingerprint-a, theirs is fingerprint-b",
         ),
         (
-            Hello(
-                PROTOCOL_VERSION,
-                msgspec.structs.replace(IDENTITY, layout=msgspec.structs.replace(LAYOUT, block_size=32)),
-            ),
+            msgspec.structs.replace(IDENTITY, layout=msgspec.structs.replace(LAYOUT, block_size=32)),
             "layout differs: ours is .*block_size=16.* theirs is .*block_size=32",
         ),
     ],
 )
-def test_mismatch_names_both_values(hello: Hello, what: str) -> None:
+def test_mismatch_names_both_values(theirs: Identity, what: str) -> None:
     with pytest.raises(MismatchError, match=what):
-        check_hello(IDENTITY, hello)
+        check_identity(IDENTITY, theirs)
 
 
 def test_peer_with_another_split_of_the_cluster_is_accepted() -> None:
-    other = msgspec.structs.replace(IDENTITY, instance="decode-7", incarnation=1, host_id="elsewhere")
-    check_hello(IDENTITY, Hello(PROTOCOL_VERSION, other))
+    check_identity(
+        IDENTITY, msgspec.structs.replace(IDENTITY, instance="decode-7", incarnation=1, host_id="elsewhere")
+    )

@@ -8,11 +8,14 @@ import zmq
 import zmq.asyncio
 
 from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
+from mooncake.curve import LARGEST_MESSAGE_BYTES, use_key
 from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
 from mooncake.messages import Abort, Cancel, Ref, ToConductor, ToWorker
 
 ABORT = Abort(Ref(1, "r", 2))
 WORKER = peer_identity("p0", 1)
+KEY = ClusterKey.generate()
 
 
 def run(test: Awaitable[None]) -> None:
@@ -25,8 +28,8 @@ def run(test: Awaitable[None]) -> None:
 
 def test_messages_arrive_with_their_senders_identity(tmp_path: Path) -> None:
     async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker)
+        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
         await dealer.send(Cancel("r"))
         assert await router.recv() == (WORKER, Cancel("r"))
         await router.send(WORKER, ABORT)
@@ -39,10 +42,10 @@ def test_messages_arrive_with_their_senders_identity(tmp_path: Path) -> None:
 
 def test_sending_to_an_unknown_or_earlier_peer_is_an_error(tmp_path: Path) -> None:
     async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor)
+        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
         with pytest.raises(PeerGoneError, match="Abort"):
             await router.send(WORKER, ABORT)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, peer_identity("p0", 2), ToWorker)
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, peer_identity("p0", 2), ToWorker, KEY)
         await dealer.send(Cancel("r"))
         await router.recv()
         with pytest.raises(PeerGoneError):
@@ -57,9 +60,10 @@ def test_malformed_messages_are_counted_and_do_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor)
-        stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        stranger.connect(router.endpoint)
+        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+        sender = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        use_key(sender, KEY)
+        sender.connect(router.endpoint)
         wrong_type = msgspec.msgpack.encode(ABORT)  # goes to workers, never to the conductor
         not_unicode = b"\x81\xa4type\xa4\xff\xff\xff\xff"
         deep = b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xa4type\xa6Cancel"
@@ -74,24 +78,56 @@ def test_malformed_messages_are_counted_and_do_no_harm(
             [long_tag],
         )
         for frames in malformed:
-            await stranger.send_multipart(frames)
-        await stranger.send(msgspec.msgpack.encode(Cancel("r")))
+            await sender.send_multipart(frames)
+        await sender.send(msgspec.msgpack.encode(Cancel("r")))
         assert (await router.recv())[1] == Cancel("r")
         assert router.num_malformed == len(malformed)
         assert max(map(len, caplog.messages)) < 1000
         router.close()
-        stranger.close(linger=0)
+        sender.close(linger=0)
 
     run(test())
 
 
 def test_endpoints_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     async def test() -> None:
-        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor)
+        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
         with pytest.raises(ConfigError, match=router.endpoint):
-            Router(router.endpoint, ToConductor)
+            Router(router.endpoint, ToConductor, KEY)
         with pytest.raises(ConfigError, match="nonsense"):
-            Dealer("nonsense", WORKER, ToWorker)
+            Dealer("nonsense", WORKER, ToWorker, KEY)
         router.close()
+
+    run(test())
+
+
+def test_closed_router_frees_its_endpoint_at_once() -> None:
+    async def test() -> None:
+        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+        for _ in range(5):
+            await dealer.send(Cancel("r"))
+            assert await router.recv() == (WORKER, Cancel("r"))
+            router.close()
+            router.close()
+            router = Router(router.endpoint, ToConductor, KEY)
+        router.close()
+        dealer.close()
+
+    run(test())
+
+
+def test_message_that_no_router_takes_is_an_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+        envelope_bytes = len(msgspec.msgpack.encode(Cancel("r" * (1 << 20)))) - (1 << 20)
+        largest = Cancel("r" * (LARGEST_MESSAGE_BYTES - envelope_bytes))
+        with pytest.raises(PeerGoneError, match=f"of {LARGEST_MESSAGE_BYTES + 1} bytes .* takes"):
+            await dealer.send(Cancel(largest.request_id + "r"))
+        await dealer.send(largest)
+        assert await router.recv() == (WORKER, largest)
+        router.close()
+        dealer.close()
 
     run(test())

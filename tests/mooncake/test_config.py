@@ -59,7 +59,10 @@ def test_defaults_need_no_source() -> None:
         ("instance: x", ["instance names one prefill or decode instance"]),
         ("kvcache: {pool_bytes: many}", ["kvcache.pool_bytes:", "many"]),
         ("worker: {num_threads: some}", ["worker.num_threads", "some"]),
-        ("messenger: {transport: pigeon}", ["messenger.transport:", "'auto', 'shm' or 'tcp'", "pigeon"]),
+        (
+            "messenger: {transport: pigeon}",
+            ["messenger.transport:", "'auto', 'shm', 'rdma' or 'tcp'", "pigeon"],
+        ),
         ("worker: {device: tpu}", ["worker.device:", "tpu"]),
         ("[1, 2]", ["expected keys and values, found list"]),
         ("a: b: c", ["not valid YAML"]),

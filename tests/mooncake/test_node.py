@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.config import Config, KVCacheConfig, load_config
+from mooncake.config import (
+    ConductorProcess,
+    Config,
+    KVCacheConfig,
+    MessengerConfig,
+    SecurityConfig,
+    load_config,
+)
 from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 from mooncake.node import create_segment, plan_node
 from mooncake.rundir import RunDirectory
@@ -63,11 +71,18 @@ def test_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         create_segment("d", SIZE, tmp_path / "missing")
 
 
-def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirectory) -> None:
+def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirectory, tmp_path: Path) -> None:
+    ClusterKey.generate().save(tmp_path / "key")
     kvcache = KVCacheConfig(
         pool_bytes=SIZE, listen="0.0.0.0:7100", vllm_events="tcp://*:5557", vllm_replay="tcp://*:6557"
     )
-    specs = plan_node(Config(kvcache=kvcache, num_decode=2), run_directory)
+    config = Config(
+        kvcache=kvcache,
+        num_decode=2,
+        messenger=MessengerConfig(port=7200),
+        security=SecurityConfig(key_file=tmp_path / "key"),
+    )
+    specs = plan_node(config, run_directory)
     messengers = [json.loads(spec.config(1)) for spec in specs if spec.name.endswith("/messenger")]
     told = [
         (m["kvcache"]["listen"], m["kvcache"]["vllm_events"], m["kvcache"]["vllm_replay"]) for m in messengers
@@ -76,7 +91,62 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
         (f"0.0.0.0:{7100 + index}", f"tcp://*:{5557 + index}", f"tcp://*:{6557 + index}")
         for index in range(3)
     ]
+    assert [m["settings"]["port"] for m in messengers] == [7200, 7201, 7202]
     assert len({endpoint for m in messengers for endpoint in m["event_endpoints"]}) == 6
+
+
+def test_door_for_clients_of_other_hosts_needs_a_key_that_they_can_have(run_directory: RunDirectory) -> None:
+    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE, listen="0.0.0.0:7100"))
+    with pytest.raises(ConfigError, match=r"kvcache.listen is for clients.*mooncake-serve keygen"):
+        plan_node(config, run_directory)
+
+
+def keys_of(config: Config, run_directory: RunDirectory) -> set[str]:
+    """The cluster keys that the processes of a node are given."""
+    specs = plan_node(config, run_directory)
+    for spec in specs:
+        for descriptor in spec.pass_fds:
+            os.close(descriptor)
+    return {json.loads(spec.config(1))["cluster_key"] for spec in specs}
+
+
+def test_all_processes_of_a_node_get_one_key_that_is_new_in_each_run(run_directory: RunDirectory) -> None:
+    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE))
+    [first], [second] = keys_of(config, run_directory), keys_of(config, run_directory)
+    assert ClusterKey.from_text(first) != ClusterKey.from_text(second)
+
+
+@pytest.mark.parametrize("role", ["all", "conductor", "prefill", "decode"])
+def test_key_comes_from_the_file_that_the_configuration_names(
+    run_directory: RunDirectory, tmp_path: Path, role: str
+) -> None:
+    key = ClusterKey.generate()
+    key.save(tmp_path / "key")
+    flags = {
+        ("role",): role,
+        ("security", "key_file"): str(tmp_path / "key"),
+        ("kvcache", "pool_bytes"): "4MiB",
+    }
+    assert keys_of(load_config(None, {}, flags), run_directory) == {key.to_text()}
+
+
+@pytest.mark.parametrize("role", ["conductor", "prefill", "decode"])
+def test_one_role_of_a_cluster_needs_a_key_and_says_how_to_make_it(
+    run_directory: RunDirectory, role: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"role {role} needs security.key_file.*mooncake-serve keygen"):
+        plan_node(load_config(None, {}, {("role",): role}), run_directory)
+
+
+def test_key_of_a_child_is_neither_shown_nor_quoted_in_errors() -> None:
+    key = ClusterKey.generate()
+    process = ConductorProcess(cluster_key=key, config=Config())
+    assert key.to_text() not in repr(process)
+    assert ConductorProcess.model_validate_json(process.model_dump_json()) == process
+    damaged = process.model_dump_json().replace(key.to_text(), key.to_text()[:-9])
+    with pytest.raises(ConfigError) as error:
+        ConductorProcess.model_validate_json(damaged)
+    assert key.to_text()[-20:-9] not in str(error.value)
 
 
 def test_memory_that_is_there_already_is_not_asked_for_again(

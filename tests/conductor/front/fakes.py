@@ -23,7 +23,9 @@ from prometheus_client import CollectorRegistry
 from conductor.front import server
 from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel
+from mooncake.curve import Gate, use_key
 from mooncake.errors import RequestError
+from mooncake.keys import ClusterKey
 from mooncake.messages import (
     Cancel,
     ClusterState,
@@ -41,6 +43,7 @@ from mooncake.messages import (
 EOS = 256
 DEADLINE_S = 5.0
 MODEL_NAME = "test/model"
+CLUSTER_KEY = ClusterKey.generate()
 
 
 class ByteTokenizer:
@@ -86,8 +89,9 @@ class FakeCluster:
     """Conductor and worker in one. `behaviour` handles each request; `submitted` and `cancelled` record."""
 
     def __init__(self, control_endpoint: str) -> None:
+        self._gate = Gate(CLUSTER_KEY)
         self._context = zmq.asyncio.Context()
-        self._control = self._context.socket(zmq.ROUTER)
+        self._control = self._gate.socket(zmq.ROUTER)
         self._control.bind(control_endpoint)
         self._front = b""
         self._workers: dict[str, zmq.asyncio.Socket] = {}
@@ -127,6 +131,7 @@ class FakeCluster:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._gate.close()
             self._context.destroy(linger=0)
 
     async def _behave(self, request: Request) -> None:
@@ -155,6 +160,7 @@ class FakeCluster:
         worker = self._workers.get(request.reply_to)
         if worker is None:
             worker = self._workers[request.reply_to] = self._context.socket(zmq.DEALER)
+            use_key(worker, CLUSTER_KEY)
             worker.connect(request.reply_to)
         ref = Ref(epoch=1, request_id=request.request_id, attempt=attempt)
         output = TokenOutput(ref, position, list(token_ids), num_cached_tokens, finish)
@@ -215,6 +221,7 @@ def running_front(directory: Path, model: ServedModel, **config: Any) -> Iterato
         front_config = FrontConfig(
             control_endpoint=f"ipc://{directory}/control",
             reply_endpoint=f"ipc://{directory}/reply",
+            cluster_key=CLUSTER_KEY,
             served_model_name=MODEL_NAME,
             shutdown_grace_s=0,
             **config,

@@ -17,6 +17,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError
 from mooncake.messages import FinishReason, Request
 from tests.conductor.front.fakes import (
+    CLUSTER_KEY,
     DEADLINE_S,
     MODEL_NAME,
     FakeCluster,
@@ -33,6 +34,7 @@ def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
             port=port,
             control_endpoint=f"ipc://{tmp_path}/control",
             reply_endpoint=f"ipc://{tmp_path}/reply",
+            cluster_key=CLUSTER_KEY,
             served_model_name=MODEL_NAME,
         )
         with pytest.raises(ConfigError) as caught:

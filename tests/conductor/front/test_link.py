@@ -20,7 +20,7 @@ from mooncake.messages import (
     SamplingParams,
     TokenOutput,
 )
-from tests.conductor.front.fakes import DEADLINE_S, FakeCluster
+from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster
 
 
 def output(position: int, token_ids: list[int], attempt: int = 1) -> TokenOutput:
@@ -66,7 +66,13 @@ async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, l
     cluster = FakeCluster(f"ipc://{directory}/control")
     cluster.behaviour = no_answer
     dropped: list[int] = []
-    link = Link(f"ipc://{directory}/control", f"ipc://{directory}/reply", "f", lambda: dropped.append(1))
+    link = Link(
+        f"ipc://{directory}/control",
+        f"ipc://{directory}/reply",
+        CLUSTER_KEY,
+        "f",
+        lambda: dropped.append(1),
+    )
     tasks = [asyncio.create_task(cluster.run()), asyncio.create_task(link.run())]
     try:
         yield link, cluster, dropped
@@ -209,8 +215,8 @@ def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
 def test_unusable_endpoint_is_a_config_error(tmp_path: Path) -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="nonsense"):
-            Link(f"ipc://{tmp_path}/control", "nonsense", "f")
+            Link(f"ipc://{tmp_path}/control", "nonsense", CLUSTER_KEY, "f")
         with pytest.raises(ConfigError, match="nonsense"):
-            Link("nonsense", f"ipc://{tmp_path}/reply", "f")
+            Link("nonsense", f"ipc://{tmp_path}/reply", CLUSTER_KEY, "f")
 
     run(test)

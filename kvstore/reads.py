@@ -1,0 +1,49 @@
+"""Reads: blocks that other messengers fetch from this pool.
+
+Owns: their leases. Does not know: sockets.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvstore.claims import NOBODY
+from kvstore.mover import Mover
+from kvstore.pool import Pool
+from kvstore.segment import Segment
+from messenger.receiver import Readable
+from mooncake.blocks import KEY_BYTES, BlockKey
+from mooncake.errors import PoolError
+
+_LEASE_S = 60.0
+"""a reader that takes longer finds out by the checksums that its blocks have gone"""
+
+
+class Reads:
+    """The `messenger.receiver.ReadSource` over a pool. `now_s` is the clock of its leases."""
+
+    def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
+        self._pool = pool
+        self._mover = mover
+        self._segment = segment
+        self._now_s = now_s
+
+    async def lease(
+        self, keys: Sequence[BlockKey], layers: range
+    ) -> tuple[list[Readable], Callable[[], None]]:
+        """As `ReadSource.lease`: blocks that only SSD has come to DRAM first, as far as there is room."""
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")
+        async with self._mover.promoted(keys, patiently=False):
+            lease = self._pool.lease(NOBODY, keys, self._now_s() + _LEASE_S)
+        segment, table = self._segment, self._pool.table
+        blocks = [
+            Readable(
+                index,
+                segment.layers_view(page, layers),
+                segment.layers_offset(page, layers.start),
+                table.checksums(page, layers),
+            )
+            for index, page in enumerate(lease.pages)
+            if page is not None
+        ]
+        return blocks, lambda: self._pool.end_lease(lease.lease_id)

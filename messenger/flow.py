@@ -1,0 +1,47 @@
+"""How much is on its way to or from one messenger, and how fast it went lately.
+
+The Conductor estimates transfer times from it (Algorithm 1 of the Mooncake paper).
+
+Owns: that arithmetic. Does not know: the clock, connections.
+"""
+
+from dataclasses import dataclass
+
+_SAMPLE_S = 0.05
+_LEAST_SAMPLE_BYTES = 1 << 20
+_WEIGHT = 0.3
+"""of the latest sample"""
+
+
+@dataclass(slots=True)
+class Flow:
+    """Only the time counts in which something is under way: an idle path is not a slow one."""
+
+    in_flight_bytes: int = 0
+    bandwidth_bytes_per_s: float | None = None
+    """None before the first sample"""
+    _since_s: float = 0.0
+    _moved_bytes: int = 0
+
+    def begun(self, num_bytes: int, now_s: float) -> None:
+        if not self.in_flight_bytes:
+            self._since_s, self._moved_bytes = now_s, 0
+        self.in_flight_bytes += num_bytes
+
+    def ended(self, num_bytes: int, now_s: float, *, moved: bool) -> None:
+        """`moved`: it has arrived; else it was given up."""
+        self.in_flight_bytes -= num_bytes
+        if moved:
+            self._moved_bytes += num_bytes
+        elapsed_s = now_s - self._since_s
+        if not self._moved_bytes:
+            return  # what was given up, or is for nobody, says nothing about the path
+        if elapsed_s >= _SAMPLE_S or (not self.in_flight_bytes and self._moved_bytes >= _LEAST_SAMPLE_BYTES):
+            self._sample(self._moved_bytes / max(elapsed_s, 1e-6))
+            self._since_s, self._moved_bytes = now_s, 0
+
+    def _sample(self, bandwidth_bytes_per_s: float) -> None:
+        last = self.bandwidth_bytes_per_s
+        self.bandwidth_bytes_per_s = (
+            bandwidth_bytes_per_s if last is None else last + _WEIGHT * (bandwidth_bytes_per_s - last)
+        )

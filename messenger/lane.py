@@ -1,0 +1,409 @@
+"""A lane: one connection to another messenger, on the side that asks.
+
+Requests are answered in the order in which they were sent. A lane that is lost hands what it had under way
+back to its owner, who may send it on another one.
+
+Owns: one connection's outstanding requests and their deadline. Does not know: other lanes, what comes next.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NoReturn, Protocol
+
+from messenger.protocol import (
+    Close,
+    Ended,
+    Exposed,
+    Fetch,
+    FetchDone,
+    Found,
+    FrameReader,
+    Message,
+    Probe,
+    RefusalKind,
+    Write,
+    WriteAck,
+    encode_frame,
+)
+from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.remote import RemotePages
+from messenger.stream import Outbox, Stream
+from messenger.transports import Inlet, Path, Transport
+from mooncake.errors import TransferError
+
+
+class Outcome(Enum):
+    """What became of a write."""
+
+    PLACED = auto()
+    """verified and acknowledged by the receiver"""
+    CORRUPT = auto()
+    """refused: its bytes did not match their checksums"""
+    FAILED = auto()
+    """refused for another reason, lost with the last lane, or never sent"""
+
+
+class Urgency(Enum):
+    """Class of a transfer: latency goes before bulk."""
+
+    LATENCY = auto()
+    """somebody waits for it"""
+    BULK = auto()
+    """replication, demotion"""
+
+
+@dataclass(slots=True, eq=False)
+class WriteRequest:
+    """One frame of writes. `done` runs exactly once; then no byte of the source will be read for it."""
+
+    write: Write
+    num_bytes: int
+    urgency: Urgency
+    done: Callable[[Outcome, str], None]
+    is_wanted: Callable[[], bool]
+    """else it need not be sent any more"""
+    num_lanes_lost: int = 0
+    """under it"""
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_bytes // sum(entry.num_layers for entry in self.write.entries)
+
+    def lost(self, reason: str) -> None:
+        self.done(Outcome.FAILED, reason)
+
+
+@dataclass(slots=True, eq=False)
+class FetchRequest:
+    """Layers of some blocks, wanted in `views`, which nobody else touches until `done`.
+
+    `done` runs exactly once: with the indices of the blocks that are there now, verified; or with the reason
+    why there are none.
+    """
+
+    fetch: Fetch
+    views: Sequence[memoryview]
+    layer_bytes: int
+    urgency: Urgency
+    done: Callable[[list[int], str | None], None]
+    num_lanes_lost: int = 0
+    """under it"""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.views))
+
+    def lost(self, reason: str) -> None:
+        self.done([], reason)
+
+
+@dataclass(slots=True, eq=False)
+class ProbeRequest:
+    """Bytes for nobody."""
+
+    payload: memoryview
+    urgency: Urgency
+    done: Callable[[str | None], None]
+    num_lanes_lost: int = 0
+    """under it"""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.payload)
+
+    def lost(self, reason: str) -> None:
+        self.done(reason)
+
+
+Request = WriteRequest | FetchRequest | ProbeRequest
+
+
+class Owner(Protocol):
+    """Whose lane this is."""
+
+    name: str
+
+    def next_request(self, lane: "Lane") -> Request | None:
+        """What `lane` should send now, if there is something for it."""
+
+    def moved(self, lane: "Lane", num_bytes: int, *, received: bool) -> None:
+        """Bytes have been placed and verified, at the other side or here."""
+
+    def damaged(self, lane: "Lane") -> None:
+        """What came did not match its checksums."""
+
+    def ended(self, transfer_id: int, reason: str) -> None:
+        """The receiver gave a transfer up."""
+
+
+class Lane:
+    """A connection after its handshake. `run` it; it ends when the connection does."""
+
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        stream: Stream,
+        reader: FrameReader,
+        inlet: Inlet,
+        source: memoryview,
+        owner: Owner,
+        answer_timeout_s: float,
+        endpoint: Endpoint | None = None,
+    ) -> None:
+        self.number = number
+        self.path = path
+        self.outstanding_bytes = 0
+        self._stream = stream
+        self._reader = reader
+        self._inlet = inlet
+        self._source = source
+        self._owner = owner
+        self._answer_timeout_s = answer_timeout_s
+        self._control: deque[Message] = deque()
+        self._closes: deque[tuple[int, Close]] = deque()
+        """that may not have arrived, and how many requests had been sent before each"""
+        self._num_begun = self._num_answered = 0
+        self._outstanding: deque[WriteRequest | ProbeRequest] = deque()
+        self._fetching: deque[FetchRequest] = deque()
+        self._placing: dict[WriteRequest, asyncio.Task[None]] = {}
+        """on their way by RDMA, before the peer is told"""
+        self._remote = RemotePages(endpoint, self.post) if endpoint is not None else None
+        self._outbox = Outbox(stream, self._pump)
+        self._is_pumping_soon = False
+        self._due_s: float | None = None
+        """of the answer to the oldest of `_outstanding`"""
+        self._fetch_due_s: float | None = None
+        """of the answer to the oldest of `_fetching`, which may take longer than those of writes"""
+        self._watch: asyncio.TimerHandle | None = None
+        self._given_up: str | None = None
+        self._is_running = True
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._outstanding) + len(self._placing) + len(self._fetching)
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._pump()
+
+    def post(self, message: Message) -> None:
+        """Sends a message that has no answer, before all requests that have not been sent yet."""
+        self._control.append(message)
+        if isinstance(message, Close):
+            self._closes.append((self._num_begun, message))
+        if not self._is_pumping_soon:  # what comes within this turn of the loop leaves together with it
+            self._is_pumping_soon = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    async def run(self) -> str:
+        """Sends and receives until the connection is lost. Returns the reason."""
+        try:
+            await self._receive()
+        except (OSError, TransferError) as error:
+            return self._given_up or str(error)
+        finally:
+            self._is_running = False
+            if self._remote is not None:
+                self._remote.close()
+                await asyncio.gather(*self._placing.values(), return_exceptions=True)
+            if self._watch is not None:
+                self._watch.cancel()
+            self._stream.close()  # before the next wait: whoever is cancelled again does not come back
+            await self._outbox.close()
+
+    def forget(self, transfer_id: int) -> None:
+        """The transfer has ended."""
+        if self._remote is not None:
+            self._remote.forget(transfer_id)
+
+    def take_outstanding(self) -> list[Request]:
+        """What was under way when the lane was lost, oldest first."""
+        outstanding = [*self._outstanding, *self._placing, *self._fetching]
+        self._outstanding.clear()
+        self._placing.clear()
+        self._fetching.clear()
+        self.outstanding_bytes = 0
+        return outstanding
+
+    def take_closes(self) -> list[Close]:
+        """Those of which nobody knows whether they have arrived: no later request was answered."""
+        closes = [close for _, close in self._closes]
+        self._closes.clear()
+        return closes
+
+    def give_up(self, reason: str) -> None:
+        """Ends the connection."""
+        self._given_up = self._given_up or reason
+        self._stream.shut_down()
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Sends what there is, as long as nothing of it has to wait."""
+        self._is_pumping_soon = False
+        while self._is_running and not self._outbox:
+            buffers: list[bytes | memoryview] = [encode_frame(message) for message in self._control]
+            self._control.clear()
+            request = self._owner.next_request(self)
+            if request is not None:
+                buffers += self._begin(request)
+            elif not buffers:
+                return
+            try:
+                self._outbox.post(*buffers)
+            except OSError:
+                self._stream.shut_down()  # the receiving side finds out, and says why
+                return
+
+    def _begin(self, request: Request) -> Sequence[bytes | memoryview]:
+        """What is to be sent now for `request`, which is outstanding from now on."""
+        self.outstanding_bytes += request.num_bytes
+        self._num_begun += 1
+        if isinstance(request, FetchRequest):
+            self._fetching.append(request)
+            if len(self._fetching) == 1:
+                self._fetch_due_s = self._new_deadline()
+        elif isinstance(request, WriteRequest) and self._remote is not None:
+            self._placing[request] = asyncio.create_task(self._place(request, self._remote))
+        else:
+            self._outstanding.append(request)
+            if len(self._outstanding) == 1:
+                self._due_s = self._new_deadline()
+        match request:
+            case WriteRequest():
+                return self._with_payload(request)
+            case FetchRequest():
+                return [encode_frame(request.fetch)]
+            case ProbeRequest():
+                return [encode_frame(Probe(), len(request.payload)), request.payload]
+
+    def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
+        if self._remote is not None:
+            return []
+        if self.path.transport is not Transport.TCP:
+            return [encode_frame(request.write)]
+        entries, layer_bytes, source = request.write.entries, request.layer_bytes, self._source
+        return [
+            encode_frame(request.write, request.num_bytes),
+            *(source[e.source_offset : e.source_offset + e.num_layers * layer_bytes] for e in entries),
+        ]
+
+    async def _place(self, request: WriteRequest, remote: RemotePages) -> None:
+        """Writes to the peer's memory, and says so when it is there."""
+        try:
+            async with asyncio.timeout(self._answer_timeout_s):
+                await remote.write(request.write, request.layer_bytes)
+        except TimeoutError:
+            self.give_up(f"no answer within {self._answer_timeout_s:g} s")
+        except TransferError as error:
+            if not self._is_running:
+                return  # somebody takes it over
+            if remote.is_broken:
+                self.give_up(str(error))
+                return
+            del self._placing[request]
+            self.outstanding_bytes -= request.num_bytes
+            self._num_begun -= 1
+            self._pump()
+            request.done(Outcome.FAILED, str(error))
+        else:
+            del self._placing[request]
+            self._outstanding.append(request)
+            if len(self._outstanding) == 1:
+                self._due_s = self._new_deadline()
+            self.post(request.write)
+
+    # -- in ---------------------------------------------------------------------------------------
+
+    async def _receive(self) -> NoReturn:
+        reader, stream = self._reader, self._stream
+        while True:
+            frame = reader.received(await stream.receive_some([reader.buffer()]))
+            if frame is None:
+                continue
+            match frame.message:
+                case WriteAck() as ack:
+                    self._acknowledged(ack)
+                case Found() as found:
+                    await self._found(found, frame.payload_bytes)
+                case Ended(transfer_id, reason):
+                    self._owner.ended(transfer_id, reason)
+                case Exposed() as exposed if self._remote is not None:
+                    self._remote.exposed(exposed)
+                case _:
+                    raise TransferError(f"{type(frame.message).__name__} came without RDMA")
+
+    def _acknowledged(self, ack: WriteAck) -> None:
+        if not self._outstanding:
+            raise TransferError("an acknowledgement came for no write")
+        request = self._outstanding.popleft()
+        self._answered(request)
+        if isinstance(request, ProbeRequest):
+            request.done(None)
+        elif ack.refusal is None:
+            self._owner.moved(self, request.num_bytes, received=False)
+            request.done(Outcome.PLACED, "")
+        else:
+            is_corrupt = ack.refusal is RefusalKind.CORRUPT
+            reason = f"{self._owner.name} refused a write: {ack.message}"
+            request.done(Outcome.CORRUPT if is_corrupt else Outcome.FAILED, reason)
+
+    async def _found(self, found: Found, payload_bytes: int) -> None:
+        """Takes the blocks that have been found. The connection cannot go on if this raises."""
+        if not self._fetching:
+            raise TransferError("blocks came that nobody has asked for")
+        request = self._fetching[0]
+        indices = [block.index for block in found.blocks]
+        if any(not 0 <= index < len(request.views) for index in indices) or len(set(indices)) < len(indices):
+            raise TransferError(f"blocks {indices} came of {len(request.views)} that were asked for")
+        views = [request.views[index] for index in indices]
+        num_bytes = sum(map(len, views))
+        self._inlet.check(num_bytes, payload_bytes)
+        checksums = await self._inlet.place(found.blocks, views, request.layer_bytes)
+        intact = [
+            block.index
+            for block, actual in zip(found.blocks, checksums, strict=True)
+            if block.checksums == actual
+        ]
+        self._fetching.popleft()
+        self._answered(request)
+        self.post(FetchDone())
+        if len(intact) < len(indices):
+            self._owner.damaged(self)
+        self._owner.moved(self, num_bytes, received=True)
+        failure = found.failure
+        request.done(intact, failure and f"{self._owner.name} cannot send: {failure}")
+
+    def _answered(self, request: Request) -> None:
+        self.outstanding_bytes -= request.num_bytes
+        self._num_answered += 1
+        while self._closes and self._closes[0][0] < self._num_answered:
+            self._closes.popleft()
+        if isinstance(request, FetchRequest):
+            self._fetch_due_s = self._new_deadline() if self._fetching else None
+        else:
+            self._due_s = self._new_deadline() if self._outstanding else None
+        self._pump()  # there is room for the next one
+
+    def _new_deadline(self) -> float:
+        """Somebody looks whether it has been kept."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + self._answer_timeout_s
+        if self._watch is None:
+            self._watch = loop.call_at(due_s, self._look_after)
+        return due_s
+
+    def _look_after(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch = None
+        dues_s = [due_s for due_s in (self._due_s, self._fetch_due_s) if due_s is not None]
+        if not dues_s:
+            return
+        if min(dues_s) <= loop.time():
+            self.give_up(f"no acknowledgement within {self._answer_timeout_s:g} s")
+        else:
+            self._watch = loop.call_at(min(dues_s), self._look_after)

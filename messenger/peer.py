@@ -1,0 +1,314 @@
+"""Another messenger, on the side that asks it: its lanes, and what waits to be sent on them.
+
+Requests wait in one queue a class, and a lane that has room takes the next one: so they spread over streams
+and addresses by how fast each of them is, and what a lost lane had under way goes to the others. Only when
+no lane is left do transfers fail.
+
+Owns: the session with one messenger. Does not know: keys, leases; what must stay in place until a request is
+through is said by that request's `done`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from messenger.flow import Flow
+from messenger.lane import FetchRequest, Lane, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry
+from messenger.transports import Traffic, Transport
+from mooncake.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_REQUESTS = 16
+"""of one class, under way or waiting: whoever comes then waits"""
+_BULK_WINDOW_BYTES = 2 << 20
+"""of bulk requests under way on one lane: others wait at most for so much"""
+_NETWORK_FRAME_BYTES = 2 << 20
+_LATENCY_WINDOW_BYTES = 8 << 20
+_MOST_LANES_LOST = 4
+"""under one request: then it is no chance that they are lost"""
+SESSION_BYTES = 16
+
+
+class Transfer:
+    """Writes to one grant. Fails as a whole and for good."""
+
+    def __init__(
+        self,
+        peer: "Peer",
+        opening: Open,
+        urgency: Urgency,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.opening = opening
+        self.failure: str | None = None
+        self._peer = peer
+        self._urgency = urgency
+        self._on_change = on_change
+
+    def check(self) -> None:
+        """Raises TransferError once this transfer has failed."""
+        if self.failure is not None:
+            raise TransferError(self.failure)
+
+    async def write(self, entries: list[WriteEntry], num_bytes: int, done: Callable[[Outcome], None]) -> None:
+        """Submits one frame, waiting while too many of its class wait already.
+
+        `done` is called once, when no byte of the source will be read for this frame any more. Raises
+        TransferError if the transfer has failed; `done` was called then too.
+        """
+
+        def finish(outcome: Outcome, reason: str) -> None:
+            if outcome is not Outcome.PLACED:
+                self.fail(reason)
+            done(outcome)
+            self._on_change()
+
+        write = Write(self.opening.transfer_id, self.opening.grant_id, entries)
+        request = WriteRequest(write, num_bytes, self._urgency, finish, lambda: self.failure is None)
+        await self._peer.submit(request)
+        self.check()
+
+    def fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+            self._on_change()
+
+
+class Peer:
+    """One session. It ends with its last lane; whoever needs the messenger then begins another."""
+
+    def __init__(self, name: str, traffic: Traffic) -> None:
+        self.name = name
+        self.session = secrets.token_bytes(SESSION_BYTES)
+        self.closed_reason: str | None = None
+        self.flow = Flow()
+        self._traffic = traffic
+        self._lanes: list[Lane] = []
+        self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
+        self._room = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
+        self._transfers: dict[int, Transfer] = {}
+        self._transfer_ids = itertools.count(1)
+        self._now_s = asyncio.get_running_loop().time
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        return self._lanes
+
+    @property
+    def frame_bytes(self) -> int:
+        """How much should be asked for at once: little enough for others to be served in between."""
+        is_shm = any(lane.path.transport is Transport.SHM for lane in self._lanes)
+        return MAX_FRAME_BYTES if is_shm else _NETWORK_FRAME_BYTES
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody needs the session now."""
+        return not self._transfers and not self.flow.in_flight_bytes
+
+    # -- what is asked of the peer ----------------------------------------------------------------
+
+    @contextmanager
+    def transfer(
+        self,
+        grant_id: int,
+        ref_text: str,
+        on_change: Callable[[], None],
+        urgency: Urgency = Urgency.LATENCY,
+    ) -> Iterator[Transfer]:
+        """A transfer to `grant_id`; left by an exception it is given up, and the peer is told why.
+
+        `on_change` is called when a frame is through or the transfer has failed.
+        """
+        if self.closed_reason is not None:
+            raise TransferError(self.closed_reason)
+        opening = Open(next(self._transfer_ids), grant_id, ref_text)
+        transfer = Transfer(self, opening, urgency, on_change)
+        self._transfers[opening.transfer_id] = transfer
+        self._lanes[0].post(opening)
+        reason: str | None = "the sender has stopped"
+        try:
+            yield transfer
+            reason = None
+        except TransferError as error:
+            reason = str(error)
+            raise
+        except asyncio.CancelledError:
+            reason = "cancelled by its worker"
+            raise
+        finally:
+            transfer.failure = transfer.failure or reason
+            self._transfers.pop(opening.transfer_id, None)
+            for lane in self._lanes:
+                lane.forget(opening.transfer_id)
+            if self._lanes:
+                self._lanes[0].post(Close(opening.transfer_id, reason))
+
+    async def fetch(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        layers: range,
+        urgency: Urgency = Urgency.LATENCY,
+    ) -> list[int]:
+        """Reads `layers` of those of these blocks that the peer has into `views`. Returns their indices.
+
+        Everything in one answer: no more than `frame_bytes` should be asked for at once. Raises
+        TransferError. Cancelled, it waits until nothing will be written to `views` any more.
+        """
+        answered: asyncio.Future[tuple[list[int], str | None]] = asyncio.get_running_loop().create_future()
+        request = FetchRequest(
+            Fetch(list(keys), layers.start, layers.stop),
+            views,
+            len(views[0]) // len(layers),
+            urgency,
+            lambda indices, failure: answered.set_result((indices, failure)),
+        )
+        await self.submit(request)
+        try:
+            indices, failure = await asyncio.shield(answered)
+        except asyncio.CancelledError:
+            if request in self._queues[urgency]:
+                self._queues[urgency].remove(request)
+                request.lost("cancelled")
+            await _settled(answered)
+            raise
+        if failure is not None:
+            raise TransferError(failure)
+        return indices
+
+    async def probe(self, payload: memoryview) -> None:
+        """Sends bytes for nobody. Raises TransferError."""
+        answered: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        await self.submit(ProbeRequest(payload, Urgency.BULK, answered.set_result))
+        failure = await asyncio.shield(answered)
+        if failure is not None:
+            raise TransferError(failure)
+
+    async def submit(self, request: Request) -> None:
+        """Queues a request, waiting while too many of its class are under way. It is `done` in any case."""
+        try:
+            await self._room[request.urgency].acquire()
+        except asyncio.CancelledError:
+            request.lost("cancelled")
+            raise
+        self._track(request)
+        if self.closed_reason is not None:
+            request.lost(self.closed_reason)
+            return
+        self._queues[request.urgency].append(request)
+        self._wake_one(request.urgency)
+
+    def _track(self, request: Request) -> None:
+        """Gives its place back when it is done, and counts it as in flight until then."""
+        done, num_bytes = request.done, request.num_bytes
+        self.flow.begun(num_bytes, self._now_s())
+
+        def finish(*result: object) -> None:
+            moved = isinstance(request, WriteRequest) and result[0] is Outcome.PLACED
+            moved = moved or (isinstance(request, FetchRequest) and bool(result[0]))
+            self.flow.ended(num_bytes, self._now_s(), moved=moved)
+            self._room[request.urgency].release()
+            done(*result)  # type: ignore[arg-type]
+
+        request.done = finish
+
+    # -- lanes ------------------------------------------------------------------------------------
+
+    async def run_lane(self, lane: Lane) -> str:
+        """Uses `lane` until it is lost. Returns the reason."""
+        self._lanes.append(lane)
+        lane.wake()
+        reason = "the messenger stops"
+        try:
+            reason = await lane.run()
+        finally:
+            self._lanes.remove(lane)
+            self._hand_over(lane, f"connection to {self.name} ({lane.path}) was lost: {reason}")
+        return reason
+
+    def _hand_over(self, lane: Lane, reason: str) -> None:
+        """Gives what a lost lane had under way to the others, or ends the session."""
+        unanswered = lane.take_outstanding()
+        if not self._lanes:
+            self._close(reason, unanswered)
+            return
+        for other in self._lanes:
+            other.post(Abandon(lane.number))
+        for transfer in self._transfers.values():
+            self._lanes[0].post(transfer.opening)
+        for close in lane.take_closes():
+            self._lanes[0].post(close)
+        for request in reversed(unanswered):
+            request.num_lanes_lost += 1
+            if request.num_lanes_lost < _MOST_LANES_LOST:
+                self._queues[request.urgency].appendleft(request)
+            else:  # it may be what they died of
+                request.lost(reason)
+        for other in self._lanes:
+            other.wake()
+
+    def _close(self, reason: str, unanswered: list[Request]) -> None:
+        self.closed_reason = reason
+        for transfer in list(self._transfers.values()):
+            transfer.fail(reason)
+        for queue in self._queues.values():
+            unanswered += queue
+            queue.clear()
+        for request in unanswered:
+            request.lost(reason)
+
+    def _wake_one(self, urgency: Urgency) -> None:
+        """The lane with the least under way that may take a request of this class."""
+        willing = [lane for lane in self._lanes if self._takes(lane, urgency)]
+        if willing:
+            min(willing, key=lambda lane: lane.outstanding_bytes).wake()
+
+    def _takes(self, lane: Lane, urgency: Urgency) -> bool:
+        has_rdma = any(other.path.transport is Transport.RDMA for other in self._lanes)
+        if has_rdma and lane.path.transport is Transport.TCP:
+            return False  # it stands by
+        if urgency is Urgency.LATENCY:
+            return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES
+        if lane.outstanding_bytes >= _BULK_WINDOW_BYTES:
+            return False
+        # Of several streams one is kept free of bulk: what the kernel has taken cannot be overtaken any more.
+        return lane.path.transport is not Transport.TCP or len(self._lanes) == 1 or lane is not self._lanes[0]
+
+    # -- what lanes say (lane.Owner) --------------------------------------------------------------
+
+    def next_request(self, lane: Lane) -> Request | None:
+        for urgency, queue in self._queues.items():
+            if queue and self._takes(lane, urgency):
+                request = queue.popleft()
+                if not isinstance(request, WriteRequest) or request.is_wanted():
+                    return request
+                request.lost("not wanted any more")
+                return self.next_request(lane)
+        return None
+
+    def moved(self, lane: Lane, num_bytes: int, *, received: bool) -> None:
+        counters = self._traffic.received_bytes if received else self._traffic.sent_bytes
+        counters[lane.path.transport] += num_bytes
+
+    def damaged(self, lane: Lane) -> None:
+        self._traffic.num_checksum_failures += 1
+        log.warning("a block that %s sent did not match its checksums", self.name)
+
+    def ended(self, transfer_id: int, reason: str) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            transfer.fail(f"{self.name} ended the transfer: {reason}")
+
+
+async def _settled(future: "asyncio.Future[tuple[list[int], str | None]]") -> None:
+    """Waits for `future` however often the waiter is cancelled meanwhile."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(future)

@@ -1,0 +1,10 @@
+"""One-sided transfers over RDMA network cards, on libibverbs as pyverbs gives it to Python.
+
+    devices   which cards and ports there are        verbs    finds pyverbs, or says why not
+    adapter   one of them, opened                    errors   what failed, and what helps
+    memory    what the card may touch                work     slices as work requests
+    endpoint  a queue pair to one peer               windows  what a peer may touch, for how long
+    pool      endpoints by peer, with a cap
+
+Nothing here imports pyverbs before a device is asked for, so it imports on every machine.
+"""

@@ -1,0 +1,84 @@
+"""A device, opened: the protection domain in which its memory and queue pairs live.
+
+Owns: context, protection domain, registrations. Does not know: peers.
+"""
+
+from ctypes import addressof, c_char
+from typing import Any, Final
+
+from messenger.rdma.devices import RdmaDevice
+from messenger.rdma.errors import RdmaUnavailableError
+from messenger.rdma.memory import (
+    LOCAL_WRITE,
+    OPEN,
+    WINDOW_BIND,
+    RdmaMemory,
+    register_dmabuf,
+    register_range,
+)
+from messenger.rdma.verbs import load_verbs
+from messenger.rdma.work import RDMA_READ, RDMA_WRITE, Chain
+
+_SOFT_ROCE_VENDOR: Final = 0xFFFFFF
+_WINDOW_TYPE_2: Final = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
+
+
+class Adapter:
+    """Close it last, after the endpoints that use it."""
+
+    def __init__(self, device: RdmaDevice) -> None:
+        verbs = load_verbs()
+        self.device = device
+        try:
+            self.context: Any = verbs.device.Context(name=device.name)
+            self.domain: Any = verbs.pd.PD(self.context)
+            attributes = self.context.query_device()
+        except verbs.Error as error:
+            raise RdmaUnavailableError(f"RDMA device {device.name} cannot be opened: {error}") from error
+        self.can_bind = bool(attributes.device_cap_flags & _WINDOW_TYPE_2)
+        """whether there are memory windows of type 2"""
+        self.has_windows = self.can_bind and attributes.vendor_id != _SOFT_ROCE_VENDOR
+        """and they are enforced: Soft-RoCE checks a window's peer and rights, but not its range"""
+        self.max_work_requests: int = min(attributes.max_qp_wr, attributes.max_cqe - 1)
+        self.max_reads_out: int = attributes.max_qp_init_rd_atom
+        self.max_reads_in: int = attributes.max_qp_rd_atom
+        self._chains = {opcode: Chain(opcode) for opcode in (RDMA_WRITE, RDMA_READ)}
+        self._ranges: dict[tuple[int, int, bool], RdmaMemory] = {}
+        """by address, size and openness"""
+        self._dmabufs: list[RdmaMemory] = []
+
+    def register(self, buffer: memoryview, *, is_open: bool = False) -> RdmaMemory:
+        """Opens writable memory to the device, and to peers if it `is_open`: else its remote key opens
+        nothing, and they reach it by grants only (`windows`). The same range is registered once.
+
+        The buffer cannot be unmapped before `close`. Raises RdmaUnavailableError.
+        """
+        pin = c_char.from_buffer(buffer)
+        place = addressof(pin), buffer.nbytes, is_open
+        memory = self._ranges.get(place)
+        if memory is None:
+            rights = (OPEN if is_open else LOCAL_WRITE) | (WINDOW_BIND if self.can_bind else 0)
+            memory = register_range(self.domain, str(self.device), pin, buffer.nbytes, rights)
+            self._ranges[place] = memory
+        return memory
+
+    def register_dmabuf(self, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
+        """Opens device memory that `fd` (a dma-buf) exports; its addresses begin at `offset`.
+
+        Raises RdmaUnavailableError where card or driver cannot: a pinned staging buffer has to do then.
+        """
+        memory = register_dmabuf(self.domain, str(self.device), fd, offset, size_bytes)
+        self._dmabufs.append(memory)
+        return memory
+
+    def chain(self, opcode: int) -> Chain:
+        """Requests to fill in and post at once; all endpoints of this adapter share them."""
+        return self._chains[opcode]
+
+    def close(self) -> None:
+        for memory in (*self._ranges.values(), *self._dmabufs):
+            memory.close()
+        self._ranges.clear()
+        self._dmabufs.clear()
+        self.domain.close()
+        self.context.close()

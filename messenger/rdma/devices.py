@@ -1,0 +1,149 @@
+"""The RDMA devices of this machine: which ports are up, and under which address each is reached.
+
+Owns: discovery, choice of the GID. Does not know: memory, connections.
+"""
+
+import ipaddress
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from messenger.rdma.errors import RdmaUnavailableError
+from messenger.rdma.verbs import load_verbs
+
+_MTU_BYTES: Final = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}  # enum ibv_mtu
+_PORT_ACTIVE: Final = 4
+_ROCE_V2: Final = 2  # enum ibv_gid_type
+_MAX_GIDS: Final = 1024  # rows of 32 bytes in an answer of at most 64 KiB
+
+
+class LinkLayer(StrEnum):
+    """What a port's packets travel on."""
+
+    INFINIBAND = "infiniband"
+    ETHERNET = "ethernet"
+
+
+_LINK_LAYERS: Final = {1: LinkLayer.INFINIBAND, 2: LinkLayer.ETHERNET}
+
+
+class GidEntry(NamedTuple):
+    """A row of a port's address table."""
+
+    gid_index: int
+    gid: ipaddress.IPv6Address
+    kind: int
+    """enum ibv_gid_type"""
+
+
+class RdmaDevice(msgspec.Struct, frozen=True):
+    """An active port of a device. `gid` is what peers are told, `gid_index` where the device keeps it."""
+
+    name: str
+    port: int
+    mtu_bytes: int
+    link_layer: LinkLayer
+    lid: int
+    gid: str
+    gid_index: int
+    max_message_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.port}"
+
+
+class FoundDevices(NamedTuple):
+    """`reasons` say why there is no device, or what is wrong with those that are left out: log them once."""
+
+    devices: list[RdmaDevice]
+    reasons: list[str]
+
+
+def find_devices(names: Collection[str] | None = None, gid_index: int | None = None) -> FoundDevices:
+    """All active ports. `names` restricts the devices, `gid_index` overrides the choice of address."""
+    try:
+        verbs = load_verbs()
+    except RdmaUnavailableError as error:
+        return FoundDevices([], [str(error)])
+    try:
+        present = [device.name.decode() for device in verbs.device.get_device_list()]
+    except verbs.Error as error:
+        present, why = [], f" ({error})"
+    else:
+        why = ""
+    if not present:
+        return FoundDevices([], [f"no RDMA: this machine has no RDMA device{why}"])
+    devices: list[RdmaDevice] = []
+    reasons = [
+        f"RDMA device {missing} does not exist; there are {', '.join(sorted(present))}"
+        for missing in sorted(set(names or ()) - set(present))
+    ]
+    for name in sorted(present):
+        if names is not None and name not in names:
+            continue
+        try:
+            found = _ports(name, gid_index)
+        except verbs.Error as error:
+            reasons.append(f"RDMA device {name} cannot be used: {error}")
+        else:
+            devices += found.devices
+            reasons += found.reasons
+    return FoundDevices(devices, reasons)
+
+
+def choose_gid(link_layer: LinkLayer, entries: Sequence[GidEntry]) -> GidEntry | None:
+    """The address to use: over Ethernet RoCEv2 only, by IPv4 if there is one; a link-local one last."""
+    if link_layer is LinkLayer.INFINIBAND:
+        return min(entries, key=lambda entry: entry.gid_index, default=None)
+
+    def rank(entry: GidEntry) -> tuple[bool, bool, int]:
+        return entry.gid.ipv4_mapped is None, entry.gid.is_link_local, entry.gid_index
+
+    return min((entry for entry in entries if entry.kind == _ROCE_V2), key=rank, default=None)
+
+
+def _ports(name: str, gid_index: int | None) -> FoundDevices:
+    context = load_verbs().device.Context(name=name)
+    try:
+        entries: dict[int, list[GidEntry]] = {}
+        for row in context.query_gid_table(_MAX_GIDS):
+            entry = GidEntry(row.gid_index, ipaddress.IPv6Address(row.gid_str()), row.gid_type)
+            entries.setdefault(row.port_num, []).append(entry)
+        devices, reasons = [], []
+        for port in range(1, context.query_device().phys_port_cnt + 1):
+            found = _port(name, port, context.query_port(port), entries.get(port, []), gid_index)
+            if isinstance(found, RdmaDevice):
+                devices.append(found)
+            else:
+                reasons.append(found)
+        return FoundDevices(devices, reasons)
+    finally:
+        context.close()
+
+
+def _port(
+    name: str, port: int, attributes: Any, entries: Sequence[GidEntry], gid_index: int | None
+) -> RdmaDevice | str:
+    """The port, or why it cannot be used."""
+    if attributes.state != _PORT_ACTIVE:
+        return f"RDMA port {name}/{port} is not active; bring its network interface up"
+    link_layer = _LINK_LAYERS.get(attributes.link_layer, LinkLayer.INFINIBAND)
+    if gid_index is None:
+        chosen = choose_gid(link_layer, entries)
+    else:
+        chosen = next((entry for entry in entries if entry.gid_index == gid_index), None)
+    if chosen is None:
+        what = "RoCEv2 address" if gid_index is None else f"address at GID index {gid_index}"
+        return f"RDMA port {name}/{port} has no {what}; give its network interface an IP address"
+    return RdmaDevice(
+        name=name,
+        port=port,
+        mtu_bytes=_MTU_BYTES.get(attributes.active_mtu, max(_MTU_BYTES.values())),
+        link_layer=link_layer,
+        lid=attributes.lid,
+        gid=chosen.gid.exploded,
+        gid_index=chosen.gid_index,
+        max_message_bytes=attributes.max_msg_sz,
+    )

@@ -1,0 +1,363 @@
+"""A queue pair to one peer: writes into its memory and reads from it, driven by the event loop.
+
+Calls share the send queue: each gets a chain of requests in turn, and no more than MAX_BYTES_IN_FLIGHT are
+with the device, so that a small transfer does not wait behind a large one. The device says that a chain is
+done through a completion channel, whose descriptor the loop watches.
+
+When a call returns, in whichever way, the device has stopped touching its memory: a cancelled call waits for
+what it has posted, and a failed queue pair is destroyed before anybody is told.
+
+Owns: one queue pair with its completion queue and channel, the calls on it. Does not know: how the two
+sides' `EndpointInfo` get to each other, what the bytes mean.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from messenger.rdma.adapter import Adapter
+from messenger.rdma.devices import LinkLayer
+from messenger.rdma.errors import SUCCESS, RdmaError, RdmaUnavailableError, Remedy, completion_error
+from messenger.rdma.memory import LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE, RdmaMemory
+from messenger.rdma.verbs import load_verbs
+from messenger.rdma.work import MAX_PIECE_BYTES, RDMA_READ, RDMA_WRITE, Keys, Pieces, Slices, cut
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES_IN_FLIGHT: Final = 8 << 20
+_QUEUE_DEPTH: Final = 128
+_MAX_READS: Final = 16
+"""that the card serves at once, one direction of a queue pair"""
+_NUM_RETRIES: Final = 6
+"""without an answer; Soft-RoCE takes 7 for endless ones"""
+_DEAD_PEER_S: Final = 1.0
+_RNR_DELAY_CODE: Final = 12  # 0.64 ms
+_HOP_LIMIT: Final = 64
+_MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # enum ibv_mtu
+_RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
+
+
+class EndpointInfo(msgspec.Struct, frozen=True):
+    """What the other side needs to connect to this queue pair."""
+
+    qp_num: int
+    psn: int
+    gid: str
+    lid: int
+    link_layer: LinkLayer
+    mtu_bytes: int
+    max_message_bytes: int
+    max_reads_in: int
+
+
+class Operation(Protocol):
+    """What is posted, one chain at a time."""
+
+    def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
+        """Posts a chain whose last request is signalled: its number of requests and of bytes."""
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether nothing is left to post."""
+
+
+@dataclass(slots=True)
+class _Call:
+    operation: Operation
+    done: "asyncio.Future[RdmaError | None]"
+    num_chains: int = 0
+    """posted and not completed"""
+    is_cancelled: bool = False
+
+    @property
+    def is_posted(self) -> bool:
+        return self.is_cancelled or self.operation.is_posted
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One write or read."""
+
+    adapter: Adapter
+    opcode: int
+    pieces: Pieces
+    local_key: int
+    num_posted: int = field(default=0)
+
+    @property
+    def is_posted(self) -> bool:
+        return self.num_posted == len(self.pieces.num_bytes)
+
+    def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
+        begin, end = self.num_posted, self.pieces.chain_end(self.num_posted, max_requests)
+        chain = self.adapter.chain(self.opcode)
+        qp.post_send(chain.fill(self.pieces, begin, end, self.local_key))
+        self.num_posted = end
+        return end - begin, sum(self.pieces.num_bytes[begin:end])
+
+
+class Endpoint:
+    """`connect` it before use. One that has a `failure` stays broken: make a new one on both sides."""
+
+    def __init__(
+        self, adapter: Adapter, memory: RdmaMemory, peer: str, *, dead_peer_s: float = _DEAD_PEER_S
+    ) -> None:
+        """`memory` is what slices refer to unless a call names another; `peer` is for messages.
+
+        A peer that does not answer for at most `dead_peer_s` fails all calls. Devices may be slower: the
+        standard allows them four times that.
+        """
+        self.peer = peer
+        self.failure: RdmaError | None = None
+        self.openings: set[Any] = set()
+        """what is open to the peer, as pyverbs' objects (`windows`); it goes before the queue pair goes"""
+        self.adapter = adapter
+        self._memory = memory
+        self._loop = asyncio.get_running_loop()
+        self._timeout_code = _timeout_code(dead_peer_s)
+        self._psn = secrets.randbits(24)
+        self._is_connected = False
+        self._max_piece_bytes = min(MAX_PIECE_BYTES, adapter.device.max_message_bytes)
+        self._num_free = min(_QUEUE_DEPTH, adapter.max_work_requests)
+        self._bytes_in_flight = 0
+        self._waiting: deque[_Call] = deque()
+        """have requests left to post; served in turn"""
+        self._chains: deque[tuple[_Call, int, int]] = deque()
+        """posted, in order: whose, how many requests, how many bytes"""
+        self._open()
+
+    def local_info(self) -> EndpointInfo:
+        device = self.adapter.device
+        return EndpointInfo(
+            qp_num=self._qp_num,
+            psn=self._psn,
+            gid=device.gid,
+            lid=device.lid,
+            link_layer=device.link_layer,
+            mtu_bytes=device.mtu_bytes,
+            max_message_bytes=device.max_message_bytes,
+            max_reads_in=min(_MAX_READS, self.adapter.max_reads_in),
+        )
+
+    def connect(self, remote: EndpointInfo) -> None:
+        """Joins this queue pair to the peer's. Raises RdmaError; the endpoint is closed then."""
+        if self.failure is not None:
+            raise RdmaError(str(self.failure), self.failure.remedy)
+        verbs, device = load_verbs(), self.adapter.device
+        try:
+            if remote.link_layer is not device.link_layer:
+                raise ValueError(f"{device} is on {device.link_layer}, the peer on {remote.link_layer}")
+            if remote.max_message_bytes < remote.mtu_bytes or remote.max_reads_in < 1:
+                raise ValueError(
+                    f"expected messages of a packet or more and one read at least, got"
+                    f" {remote.max_message_bytes} bytes and {remote.max_reads_in} reads"
+                )
+            route = verbs.addr.GlobalRoute(
+                dgid=verbs.addr.GID(remote.gid), sgid_index=device.gid_index, hop_limit=_HOP_LIMIT
+            )
+            attributes = verbs.qp.QPAttr()
+            attributes.ah_attr = verbs.addr.AHAttr(
+                gr=route,
+                is_global=int(device.link_layer is LinkLayer.ETHERNET),
+                port_num=device.port,
+                dlid=remote.lid,
+            )
+            attributes.path_mtu = _MTU_CODES[min(device.mtu_bytes, remote.mtu_bytes)]
+            attributes.dest_qp_num = remote.qp_num
+            attributes.rq_psn = remote.psn
+            attributes.sq_psn = self._psn
+            attributes.max_dest_rd_atomic = min(_MAX_READS, self.adapter.max_reads_in)
+            attributes.max_rd_atomic = min(_MAX_READS, self.adapter.max_reads_out, remote.max_reads_in)
+            attributes.min_rnr_timer = _RNR_DELAY_CODE
+            attributes.rnr_retry = _NUM_RETRIES
+            attributes.retry_cnt = _NUM_RETRIES
+            attributes.timeout = self._timeout_code
+            self._qp.to_rts(attributes)
+        except (verbs.Error, KeyError, ValueError, OverflowError, TypeError) as error:
+            # What the peer sent may be no address at all.
+            failure = RdmaError(f"RDMA with {self.peer}: cannot connect: {error}", Remedy.OTHER_PATH)
+            self._fail(failure)
+            raise failure from error
+        self._max_piece_bytes = min(self._max_piece_bytes, remote.max_message_bytes)
+        self._is_connected = True
+
+    async def write(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
+        """Writes local slices to their remote addresses; returns when all of them are in the peer's memory.
+
+        `remote_key` is that of all slices, or a sequence of one for each. Raises RdmaError; how much has
+        arrived is not known then.
+        """
+        await self._transfer(RDMA_WRITE, slices, remote_key, memory or self._memory)
+
+    async def read(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
+        """Fills local slices from their remote addresses. Raises RdmaError."""
+        await self._transfer(RDMA_READ, slices, remote_key, memory or self._memory)
+
+    def check_usable(self) -> None:
+        """Raises the failure, if there is one."""
+        if self.failure is not None:
+            raise RdmaError(str(self.failure), self.failure.remedy)
+        assert self._is_connected, "connect first"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way and nothing is open to the peer."""
+        return not self._waiting and not self._chains and not self.openings
+
+    def revoke(self, reason: str = "revoked") -> None:
+        """At once: afterwards no write of the peer's lands through this queue pair, and all calls on it have
+        failed. The peer sees that nobody answers."""
+        self._fail(RdmaError(f"RDMA with {self.peer}: the queue pair was {reason}", Remedy.RETRY))
+
+    def close(self) -> None:
+        """Frees everything. Calls under way end with an error."""
+        self.revoke("closed")
+
+    async def perform(self, operation: Operation) -> None:
+        """Posts an operation in turn with the others; returns when it is complete. Raises RdmaError."""
+        self.check_usable()
+        call = _Call(operation, self._loop.create_future())
+        self._waiting.append(call)
+        self._post()
+        try:
+            error = await asyncio.shield(call.done)
+        except asyncio.CancelledError:
+            self._cancel(call)
+            try:
+                await asyncio.shield(call.done)
+            except asyncio.CancelledError:
+                self.revoke()
+            raise
+        if error is not None:
+            raise RdmaError(str(error), error.remedy)
+
+    async def _transfer(self, opcode: int, slices: Slices, keys: Keys, memory: RdmaMemory) -> None:
+        self.check_usable()
+        pieces = cut(slices, keys, memory, self._max_piece_bytes)
+        if pieces.num_bytes:
+            await self.perform(_Transfer(self.adapter, opcode, pieces, memory.local_key))
+
+    def _open(self) -> None:
+        verbs, device = load_verbs(), self.adapter.device
+        try:
+            before = _event_fds()
+            self._channel = verbs.cq.CompChannel(self.adapter.context)
+            added = _event_fds() - before  # pyverbs does not tell which it is
+            if len(added) != 1:
+                raise RdmaUnavailableError(f"{device}: expected one new event descriptor, found {len(added)}")
+            self._event_fd = added.pop()
+            self._cq = verbs.cq.CQ(self.adapter.context, self._num_free + 1, None, self._channel, 0)
+            capacity = verbs.qp.QPCap(max_send_wr=self._num_free, max_recv_wr=1)
+            kind = verbs.qp.QPInitAttr(
+                qp_type=_RELIABLE_CONNECTION, scq=self._cq, rcq=self._cq, cap=capacity, sq_sig_all=0
+            )
+            attributes = verbs.qp.QPAttr(port_num=device.port)
+            attributes.qp_access_flags = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
+            self._qp = verbs.qp.QP(self.adapter.domain, kind, attributes)
+            self._qp_num: int = self._qp.qp_num
+            self._cq.req_notify()
+        except verbs.Error as error:
+            raise RdmaUnavailableError(f"{device} cannot make a queue pair: {error}") from error
+        os.set_blocking(self._event_fd, False)
+        self._loop.add_reader(self._event_fd, self._on_event)
+
+    def _post(self) -> None:
+        while self._waiting and self._num_free and self._bytes_in_flight < MAX_BYTES_IN_FLIGHT:
+            call = self._waiting.popleft()
+            try:
+                num_requests, num_bytes = call.operation.post(self._qp, self._num_free)
+            except load_verbs().Error as error:
+                self._waiting.appendleft(call)
+                self._fail(RdmaError(f"RDMA with {self.peer}: cannot post: {error}", Remedy.OTHER_PATH))
+                return
+            self._num_free -= num_requests
+            self._bytes_in_flight += num_bytes
+            self._chains.append((call, num_requests, num_bytes))
+            call.num_chains += 1
+            if not call.is_posted:
+                self._waiting.append(call)
+
+    def _on_event(self) -> None:
+        verbs = load_verbs()
+        try:
+            self._channel.get_cq_event(self._cq)
+            self._cq.ack_events(1)
+            self._cq.req_notify()  # before polling: what completes from here on is another event
+            while self.failure is None:
+                num_completions, completions = self._cq.poll(_QUEUE_DEPTH)
+                for completion in completions:
+                    self._complete(completion.status)
+                if num_completions < _QUEUE_DEPTH:
+                    break
+        except verbs.Error as error:
+            self._fail(RdmaError(f"RDMA with {self.peer}: no completions: {error}", Remedy.OTHER_PATH))
+        if self.failure is None:
+            self._post()
+
+    def _complete(self, status: int) -> None:
+        if self.failure is not None:
+            return
+        if status != SUCCESS:
+            self._fail(completion_error(status, self.peer))
+            return
+        call, num_requests, num_bytes = self._chains.popleft()
+        self._num_free += num_requests
+        self._bytes_in_flight -= num_bytes
+        call.num_chains -= 1
+        if call.is_posted and not call.num_chains:
+            call.done.set_result(None)
+
+    def _cancel(self, call: _Call) -> None:
+        """Posts no more of it; it is done when what was posted is."""
+        if call.done.done():
+            return
+        call.is_cancelled = True
+        if call in self._waiting:
+            self._waiting.remove(call)
+        if not call.num_chains:
+            call.done.set_result(None)
+
+    def _fail(self, error: RdmaError) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._loop.remove_reader(self._event_fd)
+        # In this order: each refuses to go while one before it is there.
+        for verbs_object in (*self.openings, self._qp, self._cq, self._channel):
+            try:
+                verbs_object.close()
+            except load_verbs().Error as problem:  # the device itself is going away
+                log.warning("RDMA with %s: %s", self.peer, problem)
+        self.openings.clear()
+        calls = (*self._waiting, *(call for call, _num_requests, _num_bytes in self._chains))
+        for call in calls:
+            if not call.done.done():
+                call.done.set_result(error)
+        self._waiting.clear()
+        self._chains.clear()
+
+
+def _timeout_code(dead_peer_s: float) -> int:
+    """The verbs' code n, for 4.096 us * 2^n, with which all tries together take at most that long."""
+    each_s = dead_peer_s / (_NUM_RETRIES + 1)
+    return max(1, min(31, math.floor(math.log2(each_s / 4.096e-6))))
+
+
+def _event_fds() -> set[int]:
+    """Descriptors of this process through which verbs report events."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if "infinibandevent" in os.readlink(entry):
+                found.add(int(entry.name))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found

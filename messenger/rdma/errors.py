@@ -1,0 +1,62 @@
+"""What went wrong on an RDMA path, and what the caller can do about it.
+
+Owns: the meaning of completion statuses. Does not know: queue pairs, retries.
+"""
+
+from enum import Enum
+from typing import Final
+
+from mooncake.errors import TransferError
+
+
+class Remedy(Enum):
+    """What may help after a failed transfer."""
+
+    RETRY = "retry"
+    """the same path with a new queue pair"""
+    OTHER_PATH = "other path"
+    """another device or transport: the peer did not answer on this one, or the device is in trouble"""
+    GIVE_UP = "give up"
+    """nothing: the request itself was refused and would be again"""
+
+
+class RdmaError(TransferError):
+    """A device, a queue pair or a peer refused; `remedy` says what to try next."""
+
+    def __init__(self, message: str, remedy: Remedy) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class RdmaUnavailableError(RdmaError):
+    """This machine, device or driver cannot do this at all; the message says why and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Remedy.OTHER_PATH)
+
+
+SUCCESS: Final = 0
+_STATUSES: Final[dict[int, tuple[str, Remedy]]] = {  # the numbers of enum ibv_wc_status
+    1: ("local length error", Remedy.GIVE_UP),
+    2: ("the queue pair cannot do this operation", Remedy.GIVE_UP),
+    4: ("the local range is not registered", Remedy.GIVE_UP),
+    5: ("flushed: the queue pair was closed or had failed before", Remedy.RETRY),
+    6: ("the memory window cannot be bound", Remedy.GIVE_UP),
+    7: ("the peer sent a response that does not fit", Remedy.RETRY),
+    8: ("the local range does not allow this access", Remedy.GIVE_UP),
+    9: ("the peer found the request invalid", Remedy.GIVE_UP),
+    10: ("the peer refused access: wrong key, or a range outside what was granted", Remedy.GIVE_UP),
+    11: ("the peer's device could not complete the request", Remedy.OTHER_PATH),
+    12: ("no answer from the peer", Remedy.OTHER_PATH),
+    13: ("the peer was not ready for too long", Remedy.RETRY),
+    16: ("the peer aborted the request", Remedy.RETRY),
+    19: ("the device is in a fatal state", Remedy.OTHER_PATH),
+    20: ("no response from the peer", Remedy.OTHER_PATH),
+}
+
+
+def completion_error(status: int, peer: str) -> RdmaError:
+    """The error for a work completion that is not SUCCESS; an unknown one is held against the path."""
+    assert status != SUCCESS
+    what, remedy = _STATUSES.get(status, ("transport error", Remedy.OTHER_PATH))
+    return RdmaError(f"RDMA with {peer}: {what} (completion status {status})", remedy)

@@ -1,0 +1,77 @@
+"""Memory that a device may read and write by itself.
+
+Host memory is registered by address. Device memory (a GPU's) is registered by the dma-buf descriptor that
+its driver exports; end to end this needs a machine with both a GPU and an RDMA card.
+
+Owns: registrations and why they fail. Does not know: who may use which range (`windows`), peers.
+"""
+
+import errno
+import resource
+from ctypes import addressof, c_char
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from messenger.rdma.errors import RdmaUnavailableError
+from messenger.rdma.verbs import load_verbs
+
+LOCAL_WRITE: Final = 1  # enum ibv_access_flags
+REMOTE_WRITE: Final = 2
+REMOTE_READ: Final = 4
+WINDOW_BIND: Final = 16
+OPEN: Final = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
+
+
+@dataclass(slots=True)
+class RdmaMemory:
+    """A registered range. `address` is what remote ranges are counted from. The `remote_key` of open memory
+    opens all of it to whoever has it and a connected queue pair: give it only to peers that are trusted."""
+
+    address: int
+    size_bytes: int
+    local_key: int
+    remote_key: int
+    region: Any = field(repr=False)
+    pin: c_char | None = field(repr=False)
+    """keeps the buffer mapped"""
+
+    def close(self) -> None:
+        self.region.close()
+        self.pin = None
+
+
+def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, rights: int) -> RdmaMemory:
+    """Registers `size_bytes` from `pin` on. Raises RdmaUnavailableError, with what to do."""
+    verbs = load_verbs()
+    try:
+        region = verbs.mr.MR(domain, size_bytes, rights, address=addressof(pin))
+    except verbs.Error as error:
+        raise RdmaUnavailableError(
+            f"{device} cannot register {size_bytes} bytes of memory: {_advice(error)}"
+        ) from error
+    return RdmaMemory(addressof(pin), size_bytes, region.lkey, region.rkey, region, pin)
+
+
+def register_dmabuf(domain: Any, device: str, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
+    """Registers a range of a dma-buf; its addresses begin at `offset`. Raises RdmaUnavailableError."""
+    verbs = load_verbs()
+    try:
+        region = verbs.mr.DmaBufMR(domain, size_bytes, OPEN, dmabuf=fd, offset=offset)
+    except verbs.Error as error:
+        raise RdmaUnavailableError(
+            f"{device} cannot register device memory ({size_bytes} bytes of a dma-buf): {error};"
+            " copy it through pinned host memory instead"
+        ) from error
+    return RdmaMemory(offset, size_bytes, region.lkey, region.rkey, region, None)
+
+
+def _advice(error: Exception) -> str:
+    if getattr(error, "error_code", None) not in (errno.ENOMEM, errno.EAGAIN, errno.EPERM):
+        return str(error)
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return f"{error}; the device or the machine is out of memory"
+    return (
+        f"only {soft} bytes may be locked; raise the limit with `ulimit -l unlimited`,"
+        " `LimitMEMLOCK=infinity` (systemd) or `--ulimit memlock=-1` (containers)"
+    )

@@ -1,0 +1,120 @@
+"""Writing to pages that a peer has opened, and reading blocks that it has found.
+
+What is opened is opened for one transfer and one queue pair, so every lane asks for itself.
+
+Owns: what has been opened to us on one lane. Does not know: the connection beside the queue pair.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from messenger.checksums import address_of, layer_checksums
+from messenger.protocol import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
+from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.memory import RdmaMemory
+from messenger.transports import Source, Transport, expect_payload
+from mooncake.errors import TransferError
+
+
+class RemotePages:
+    """One lane's way to place bytes. `ask` sends a message to the peer."""
+
+    def __init__(self, endpoint: Endpoint, ask: Callable[[Message], None]) -> None:
+        self._endpoint = endpoint
+        self._ask = ask
+        self._opened: dict[int, asyncio.Future[dict[int, ExposedPage]]] = {}
+        """by transfer"""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._endpoint.failure is not None
+
+    def close(self) -> None:
+        """What is being written fails; nothing of it moves after that."""
+        self._endpoint.close()
+        for transfer_id in list(self._opened):
+            self.forget(transfer_id)
+
+    async def write(self, write: Write, layer_bytes: int) -> None:
+        """Places the bytes of all entries. Raises TransferError."""
+        if write.transfer_id not in self._opened:
+            self._opened[write.transfer_id] = asyncio.get_running_loop().create_future()
+            self._ask(Expose(write.transfer_id, write.grant_id))
+        pages = await self._pages(write.transfer_id)
+        slices, keys = [], []
+        for entry in write.entries:
+            page = pages.get(entry.page)
+            if page is None:
+                raise TransferError(f"{self._endpoint.peer} has not opened page {entry.page}")
+            address = page.address + entry.layer_begin * layer_bytes
+            slices.append((entry.source_offset, address, entry.num_layers * layer_bytes))
+            keys.append(page.remote_key)
+        await self._endpoint.write(slices, keys)
+
+    async def _pages(self, transfer_id: int) -> dict[int, ExposedPage]:
+        opened = self._opened[transfer_id]
+        await asyncio.wait([opened])
+        if opened.cancelled():
+            raise TransferError("the transfer has ended")
+        return opened.result()
+
+    def exposed(self, answer: Exposed) -> None:
+        opened = self._opened.get(answer.transfer_id)
+        if opened is None or opened.done():
+            return  # of a transfer that has ended
+        if answer.failure is not None:
+            opened.set_exception(TransferError(answer.failure))
+            opened.exception()  # retrieved, should nobody wait for it any more
+        else:
+            opened.set_result({page.page: page for page in answer.pages})
+
+    def forget(self, transfer_id: int) -> None:
+        """The transfer has ended."""
+        opened = self._opened.pop(transfer_id, None)
+        if opened is not None:
+            opened.cancel()
+
+
+class RemoteReads:
+    """An inlet that fetches what has been found into this side's segment."""
+
+    transport = Transport.RDMA
+
+    def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
+        self._endpoint = endpoint
+        self._memory = memory
+
+    def check(self, num_bytes: int, payload_bytes: int) -> None:
+        expect_payload(0, payload_bytes)
+
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        slices, keys = [], []
+        for source, view in zip(sources, views, strict=True):
+            assert isinstance(source, FoundBlock)
+            slices.append((address_of(view) - self._memory.address, source.address, len(view)))
+            keys.append(source.remote_key)
+        await self._endpoint.read(slices, keys)
+        return [layer_checksums(view, layer_bytes) for view in views]
+
+    async def discard(self, payload_bytes: int) -> None:
+        expect_payload(0, payload_bytes)
+
+
+class InPlace:
+    """An inlet for bytes that the peer has written before it says so."""
+
+    transport = Transport.RDMA
+
+    def check(self, num_bytes: int, payload_bytes: int) -> None:
+        expect_payload(0, payload_bytes)
+
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        return [layer_checksums(view, layer_bytes) for view in views]
+
+    async def discard(self, payload_bytes: int) -> None:
+        expect_payload(0, payload_bytes)

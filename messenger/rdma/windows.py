@@ -1,0 +1,143 @@
+"""Keys that open single ranges of the registered memory to a peer, for one transfer.
+
+Two ways: a memory window of type 2, which belongs to one queue pair, so that its key is good for that peer
+alone; or, where the device has no windows that it enforces, a registration of the range by itself: slower,
+and its key would work for every connected peer that came to know it. Either is bound to its range, and ends
+at once when it is revoked.
+
+Owns: granting and revoking. Does not know: transfers, pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any, Final, NamedTuple
+
+from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.errors import RdmaError, RdmaUnavailableError, Remedy
+from messenger.rdma.memory import LOCAL_WRITE, RdmaMemory
+from messenger.rdma.verbs import load_verbs
+from messenger.rdma.work import MAX_CHAIN
+
+_TYPE_2: Final = 2  # enum ibv_mw_type
+_BIND: Final = 8  # enum ibv_wr_opcode, IBV_WR_BIND_MW
+_SIGNALED: Final = 2
+
+
+class Access(IntFlag):
+    """What a peer may do in a window (values of enum ibv_access_flags)."""
+
+    WRITE = 2
+    READ = 4
+
+
+class Range(NamedTuple):
+    """Bytes [offset, offset + size_bytes) of a registered memory."""
+
+    offset: int
+    size_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Grant:
+    """Ranges that are open to a peer: `remote_keys[i]` for the i-th, at the memory's addresses."""
+
+    remote_keys: list[int]
+    openings: list[Any]
+    """pyverbs' windows or regions"""
+
+
+async def grant(
+    endpoint: Endpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
+) -> Grant:
+    """Opens `ranges` to the peer of a connected endpoint, and nothing beside them. Raises RdmaError."""
+    for each in ranges:
+        if each.offset < 0 or not 0 < each.size_bytes <= memory.size_bytes - each.offset:
+            raise RdmaError(
+                f"{each} is not within the {memory.size_bytes} bytes of registered memory", Remedy.GIVE_UP
+            )
+    endpoint.check_usable()
+    granted = Grant([], [])
+    try:
+        if endpoint.adapter.has_windows:
+            await _bind_windows(endpoint, granted, memory, ranges, access)
+        else:
+            _register(endpoint, granted, memory, ranges, access)
+    except load_verbs().Error as error:
+        revoke(endpoint, granted)
+        raise RdmaUnavailableError(
+            f"{endpoint.adapter.device} cannot open {len(ranges)} ranges to {endpoint.peer}: {error}"
+        ) from error
+    except BaseException:
+        revoke(endpoint, granted)
+        raise
+    return granted
+
+
+def revoke(endpoint: Endpoint, granted: Grant) -> None:
+    """At once: afterwards the keys open nothing. A peer that still uses them gets an error, which breaks the
+    endpoint. Does nothing the second time, or when the endpoint is closed."""
+    for opening in granted.openings:
+        if opening in endpoint.openings:
+            endpoint.openings.remove(opening)
+            opening.close()
+    granted.openings.clear()
+
+
+def _register(
+    endpoint: Endpoint, granted: Grant, memory: RdmaMemory, ranges: Sequence[Range], access: Access
+) -> None:
+    rights = LOCAL_WRITE | int(access)
+    for offset, size_bytes in ranges:
+        address = memory.address + offset
+        region = load_verbs().mr.MR(endpoint.adapter.domain, size_bytes, rights, address=address)
+        endpoint.openings.add(region)
+        granted.openings.append(region)
+        granted.remote_keys.append(region.rkey)
+
+
+async def _bind_windows(
+    endpoint: Endpoint, granted: Grant, memory: RdmaMemory, ranges: Sequence[Range], access: Access
+) -> None:
+    for _range in ranges:
+        window = load_verbs().mr.MW(endpoint.adapter.domain, _TYPE_2)
+        endpoint.openings.add(window)
+        granted.openings.append(window)
+    if ranges:
+        await endpoint.perform(_Binding(granted, memory, ranges, access))
+
+
+@dataclass(slots=True)
+class _Binding:
+    """Posts the requests that give windows their ranges."""
+
+    granted: Grant
+    memory: RdmaMemory
+    ranges: Sequence[Range]
+    access: Access
+
+    @property
+    def is_posted(self) -> bool:
+        return len(self.granted.remote_keys) == len(self.ranges)
+
+    def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
+        verbs = load_verbs()
+        begin = len(self.granted.remote_keys)
+        end = min(begin + min(max_requests, MAX_CHAIN), len(self.ranges))
+        requests: list[Any] = []
+        next_request, flags = None, _SIGNALED  # the last one only
+        for position in reversed(range(begin, end)):
+            offset, size_bytes = self.ranges[position]
+            address = self.memory.address + offset
+            request = verbs.wr.SendWR(opcode=_BIND, send_flags=flags, next_wr=next_request)
+            request.set_bind_wr(
+                self.granted.openings[position],
+                verbs.mr.MWBindInfo(self.memory.region, address, size_bytes, int(self.access)),
+            )
+            requests.insert(0, request)
+            next_request, flags = request, 0
+        qp.post_send(requests[0])
+        self.granted.remote_keys += [request.rkey for request in requests]
+        for request in requests:
+            request.close()  # pyverbs does not free it by itself
+        return end - begin, 0

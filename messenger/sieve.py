@@ -1,0 +1,70 @@
+"""Which of many connections to give up: SIEVE (Zhang et al., NSDI'24).
+
+A hand goes over them from the oldest to the newest, spares those that were used since it last passed, and
+takes the first that was not.
+
+Owns: that order. Does not know: what is given up, whether it may be (its caller says so).
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Value]):
+    value: Value
+    was_used: bool = False
+
+
+class Sieve(Generic[Key, Value]):
+    """A mapping in order of age."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry[Value]] = {}
+        self._hand: Key | None = None
+        """what is looked at next; None or gone: the oldest"""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def values(self) -> Iterator[Value]:
+        return (entry.value for entry in self._entries.values())
+
+    def get(self, key: Key) -> Value | None:
+        """Counts as a use."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry.was_used = True
+        return entry.value
+
+    def put(self, key: Key, value: Value) -> None:
+        """The newest; replaces what was there."""
+        self._entries.pop(key, None)
+        self._entries[key] = _Entry(value)
+
+    def discard(self, key: Key, value: Value) -> None:
+        """Takes `key` away if it still is `value`'s."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.value is value:
+            del self._entries[key]
+
+    def evict(self, may_go: Callable[[Value], bool]) -> Value | None:
+        """Takes one away; None if none may go."""
+        keys = list(self._entries)
+        start = keys.index(self._hand) if self._hand in self._entries else 0
+        for step in range(2 * len(keys)):  # the first round may only take marks away
+            position = (start + step) % len(keys)
+            entry = self._entries[keys[position]]
+            if not may_go(entry.value):
+                continue
+            if not entry.was_used:
+                self._hand = keys[position + 1] if position + 1 < len(keys) else None
+                del self._entries[keys[position]]
+                return entry.value
+            entry.was_used = False
+        return None

@@ -1,0 +1,122 @@
+"""Two hosts on this machine: network namespaces with two links between them, and messengers in them."""
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mooncake.config import MessengerConfig, MessengerProcess
+from tests.kvstore.nodes import CLUSTER_KEY, ROOT, SEGMENT_PAGE_BYTES, Node
+
+LINKS = ("link0", "link1")
+_CLONE_NEWNET = 0x40000000
+_DEADLINE_S = 10.0
+
+
+class Unavailable(Exception):
+    """Namespaces cannot be made here; the message is the reason."""
+
+
+class Host:
+    """A namespace with an end of each link."""
+
+    def __init__(self, namespace: str, number: int) -> None:
+        self.namespace = namespace
+        self.addresses = [f"10.77.{link}.{number}" for link in range(len(LINKS))]
+
+    def set_link(self, link: str, *, up: bool) -> None:
+        """Cuts a link in a way that the kernel of this host knows of, or restores it."""
+        _ip("-n", self.namespace, "link", "set", link, "up" if up else "down")
+
+    def set_silent(self, link: str, *, silent: bool) -> None:
+        """What leaves over `link` gets lost, and nobody is told. Raises Unavailable."""
+        change = ["add", "root", "blackhole"] if silent else ["del", "root"]
+        command = ["tc", "-n", self.namespace, "qdisc", change[0], "dev", link, *change[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+        if done.returncode:
+            raise Unavailable(f"tc cannot make a link silent: {done.stderr.strip()}")
+
+    def sent_bytes(self) -> dict[str, int]:
+        """What has left over each link."""
+        shown = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show"))
+        return {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in shown if link["ifname"] in LINKS}
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Processes that are started within are on this host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open("/proc/self/ns/net") as home, open(f"/run/netns/{self.namespace}") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
+            try:
+                yield
+            finally:
+                if libc.setns(home.fileno(), _CLONE_NEWNET):
+                    os._exit(1)  # nothing that follows would be where it should be
+
+
+class HostNode(Node):
+    """A messenger on a host, reached at all of its addresses."""
+
+    def __init__(self, folder: Path, name: str, num_pages: int, host: Host) -> None:
+        super().__init__(folder, name, num_pages * SEGMENT_PAGE_BYTES + 3 * 4096, "tcp")
+        self.host = host
+
+    def start(self) -> None:
+        self.incarnation += 1
+        config = MessengerProcess(
+            cluster_key=CLUSTER_KEY,
+            settings=MessengerConfig(transport=self.transport, hosts=self.host.addresses),
+            kvcache=self.kvcache,
+            instance=self.name,
+            incarnation=self.incarnation,
+            worker_socket=self.socket_path,
+            peer_socket=self.peer_socket_path,
+            event_endpoints=self.event_endpoints,
+            segment_fd=self.segment_fd,
+        )
+        with self.host.entered():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore.service"],
+                stdin=subprocess.PIPE,
+                pass_fds=[self.segment_fd],
+                cwd=ROOT,
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(config.model_dump_json().encode() + b"\n")
+        self.process.stdin.flush()
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Raises Unavailable. Nothing is left behind."""
+    run = secrets.token_hex(4)
+    hosts = Host(f"mooncake-{run}-a", 1), Host(f"mooncake-{run}-b", 2)
+    with contextlib.ExitStack() as made:
+        try:
+            for host in hosts:
+                _ip("netns", "add", host.namespace)
+                made.callback(_ip, "netns", "delete", host.namespace)  # and with it its ends of the links
+                _ip("-n", host.namespace, "link", "set", "lo", "up")
+            for link in LINKS:
+                ends = [("netns", host.namespace) for host in hosts]
+                _ip("link", "add", link, *ends[0], "type", "veth", "peer", "name", link, *ends[1])
+            for host in hosts:
+                for link, address in zip(LINKS, host.addresses, strict=True):
+                    _ip("-n", host.namespace, "address", "add", f"{address}/24", "dev", link)
+                    host.set_link(link, up=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or str(error)
+            raise Unavailable(f"no network namespaces with links here: {reason.strip()}") from None
+        yield hosts
+
+
+def _ip(*arguments: str) -> str:
+    command = ["ip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+    return done.stdout

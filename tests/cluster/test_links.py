@@ -1,0 +1,225 @@
+"""Two hosts with two links between them go on transferring blocks when one of the links is cut."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvstore.worker_client import WorkerClient
+from mooncake.errors import TransferError
+from tests.cluster.namespaces import LINKS, Host, HostNode, Unavailable, two_hosts
+from tests.kvstore.nodes import LAYOUT, assert_holds, prompt_keys, until, unused, write_layers
+
+pytestmark = pytest.mark.cluster
+
+NUM_PAGES = 300
+NUM_AT_ONCE = 4
+NUM_BLOCKS = 24
+TRANSFER_DEADLINE_S = 10.0
+INTERRUPTION_S = 5.0
+"""after a cut, until transfers succeed again"""
+RETURN_S = 20.0
+"""after the end of a cut, until the link is used again"""
+USED_BYTES = 1 << 20
+"""over a link that is used"""
+
+
+@dataclass
+class Traffic:
+    """Transfers one after the other, some at a time, until it is to stop."""
+
+    prefill: WorkerClient
+    decode: WorkerClient
+    succeeded_s: list[float] = field(default_factory=list)
+    slowest_s: float = 0.0
+    """transfer, since somebody last set this to nothing"""
+    failures: list[tuple[float, str]] = field(default_factory=list)
+    is_stopping: bool = False
+    num_begun: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(NUM_AT_ONCE):
+                tasks.create_task(self._repeat())
+
+    async def _repeat(self) -> None:
+        while not self.is_stopping:
+            begun_s = time.monotonic()
+            try:
+                async with asyncio.timeout(TRANSFER_DEADLINE_S):
+                    await self._transfer(next(self.num_begun))
+                self.succeeded_s.append(time.monotonic())
+                self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
+            except TransferError as error:
+                self.failures.append((time.monotonic(), str(error)))
+
+    async def _transfer(self, number: int) -> None:
+        """Layer by layer, as a prefill does."""
+        keys = prompt_keys(NUM_BLOCKS, first_token=number * 10_000)
+        to = await self.decode.reserve(keys, 0)
+        source = await self.prefill.reserve(keys, 0)
+        try:
+            grant = await self.decode.grant(to.reservation_id)
+            await self.prefill.send(source.reservation_id, grant, f"transfer {number}")
+            for layer in range(LAYOUT.num_layers):
+                await write_layers(self.prefill, source, keys, range(layer, layer + 1))
+            await self.prefill.wait_sent(source.reservation_id)
+            await self.decode.wait_arrived(to.reservation_id)
+            assert_holds(self.decode, to, keys)
+        finally:
+            await self.prefill.release(source.reservation_id)
+            await self.decode.release(to.reservation_id)
+
+    def longest_pause_s(self, since_s: float) -> float:
+        """Between successes."""
+        times = [since_s, *(at for at in self.succeeded_s if at > since_s)]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+Cut = Callable[[Host, Host, bool], None]
+
+
+def known_to_sender(prefill: Host, decode: Host, is_cut: bool) -> None:
+    prefill.set_link(LINKS[0], up=not is_cut)
+
+
+def known_to_receiver(prefill: Host, decode: Host, is_cut: bool) -> None:
+    decode.set_link(LINKS[0], up=not is_cut)
+
+
+def silent(prefill: Host, decode: Host, is_cut: bool) -> None:
+    for host in (prefill, decode):
+        host.set_silent(LINKS[0], silent=is_cut)
+
+
+def answers_lost(prefill: Host, decode: Host, is_cut: bool) -> None:
+    decode.set_silent(LINKS[0], silent=is_cut)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with contextlib.ExitStack() as made:
+        try:
+            hosts = made.enter_context(two_hosts())
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+        yield hosts
+
+
+async def both_used(hosts: tuple[Host, Host], deadline_s: float) -> float:
+    """Waits until the first host has sent `USED_BYTES` more over each link. Returns how long it took."""
+    host, started_s = hosts[0], time.monotonic()
+    before = host.sent_bytes()
+    while True:
+        sent = host.sent_bytes()
+        if all(sent[link] - before[link] >= USED_BYTES for link in LINKS):
+            return time.monotonic() - started_s
+        assert time.monotonic() - started_s < deadline_s, f"not both links are used: {before} -> {sent}"
+        await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def traffic_between(hosts: tuple[Host, Host], folder: Path) -> AsyncIterator[Traffic]:
+    """Runs over both links; afterwards nothing is in use."""
+    with contextlib.ExitStack() as running:
+        nodes = [
+            HostNode(folder, name, NUM_PAGES, host)
+            for name, host in zip(("prefill", "decode"), hosts, strict=True)
+        ]
+        for node in nodes:
+            running.callback(node.close)
+            node.start()
+        clients = [await node.connect() for node in nodes]
+        traffic = Traffic(*clients)
+        task = asyncio.create_task(traffic.run())
+        await both_used(hosts, RETURN_S)
+        assert traffic.failures == []
+        traffic.slowest_s = 0.0
+        yield traffic
+        assert not task.done(), task.exception()
+        traffic.is_stopping = True
+        await task
+        for client in clients:
+            await until(client, unused)
+            await client.close()
+
+
+@pytest.mark.parametrize("cut", [known_to_sender, known_to_receiver, silent, answers_lost])
+def test_transfers_go_on_over_the_other_link_and_over_both_when_it_is_back(
+    hosts: tuple[Host, Host], tmp_path: Path, cut: Cut
+) -> None:
+    async def test() -> None:
+        async with traffic_between(hosts, tmp_path) as traffic:
+            make(cut, hosts)
+            cut_s = time.monotonic()
+            await over_one_link(traffic, hosts, cut_s, is_two_way=cut is not answers_lost)
+            assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
+            assert traffic.slowest_s < INTERRUPTION_S
+            # A failure is an error that says what happened, soon; and what comes after it succeeds.
+            assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures), traffic.failures
+            slowest_s = traffic.slowest_s
+            cut(*hosts, False)
+            return_s = await both_used(hosts, RETURN_S)
+            assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
+            print(
+                f"{cut.__name__}: {len(traffic.succeeded_s)} transfers, {len(traffic.failures)} failed,"
+                f" slowest {slowest_s:.2f} s, both links again after {return_s:.1f} s"
+            )
+
+    asyncio.run(asyncio.wait_for(test(), 90.0))
+
+
+def test_cut_of_both_links_fails_transfers_soon_and_the_next_succeed_when_they_are_back(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    def both_silent(prefill: Host, decode: Host, is_cut: bool) -> None:
+        for link in LINKS:
+            prefill.set_silent(link, silent=is_cut)
+
+    async def test() -> None:
+        async with traffic_between(hosts, tmp_path) as traffic:
+            make(both_silent, hosts)
+            cut_s = time.monotonic()
+            async with asyncio.timeout(TRANSFER_DEADLINE_S):
+                while len(traffic.failures) < NUM_AT_ONCE:
+                    await asyncio.sleep(0.1)
+            assert all("connection to decode" in reason for _, reason in traffic.failures)
+            assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures)
+            both_silent(*hosts, False)
+            num_before = len(traffic.succeeded_s)
+            async with asyncio.timeout(RETURN_S):
+                while len(traffic.succeeded_s) < num_before + 10:
+                    await asyncio.sleep(0.1)
+            await both_used(hosts, RETURN_S)
+
+    asyncio.run(asyncio.wait_for(test(), 90.0))
+
+
+def make(cut: Cut, hosts: tuple[Host, Host]) -> None:
+    try:
+        cut(*hosts, True)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+async def over_one_link(
+    traffic: Traffic, hosts: tuple[Host, Host], cut_s: float, *, is_two_way: bool
+) -> None:
+    """Until the time of an interruption has passed and transfers go on behind it."""
+    while time.monotonic() < cut_s + INTERRUPTION_S:
+        await asyncio.sleep(0.1)
+    num_before, before = len(traffic.succeeded_s), hosts[0].sent_bytes()
+    async with asyncio.timeout(INTERRUPTION_S):
+        while len(traffic.succeeded_s) < num_before + 10:
+            await asyncio.sleep(0.1)
+    sent = hosts[0].sent_bytes()
+    assert sent[LINKS[1]] - before[LINKS[1]] >= USED_BYTES
+    if is_two_way:
+        assert sent[LINKS[0]] == before[LINKS[0]]
+    else:
+        assert sent[LINKS[0]] - before[LINKS[0]] < USED_BYTES  # attempts to connect again

@@ -1,0 +1,100 @@
+"""A sender that says exactly what a test wants, when it wants, on a blocking socket."""
+
+import contextlib
+import secrets
+import socket
+import struct
+
+import msgspec
+import xxhash
+
+from messenger.identity import Identity
+from messenger.protocol import (
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Challenge,
+    Hello,
+    Introduction,
+    Message,
+    Open,
+    Write,
+    WriteEntry,
+    encode_frame,
+)
+from mooncake.blocks import BlockKey
+from mooncake.keys import ClusterKey
+from mooncake.messages import Grant, MessengerAddress
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, block_bytes
+
+_DECODER = msgspec.msgpack.Decoder(Message)
+IDENTITY = Identity("hand-made", 1, "elsewhere", FINGERPRINT, LAYOUT)
+
+
+class HandMadeSender:
+    """One lane after its handshake. Over TCP unless it has a segment."""
+
+    def __init__(
+        self,
+        address: MessengerAddress,
+        segment_fd: int | None = None,
+        segment_bytes: int | None = None,
+        *,
+        key: ClusterKey = CLUSTER_KEY,
+        session: bytes | None = None,
+        lane: int = 0,
+    ) -> None:
+        if segment_bytes is None:
+            self.sock = socket.create_connection(address.tcp_endpoints[0], DEADLINE_S)
+        else:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(DEADLINE_S)
+            self.sock.connect(address.unix_path)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.send(Hello(PROTOCOL_VERSION, nonce))
+        challenge = self.receive()
+        assert isinstance(challenge, Challenge)
+        proof = key.proof(b"messenger sender", challenge.nonce, nonce)
+        introduction = Introduction(proof, IDENTITY, session or secrets.token_bytes(16), lane, segment_bytes)
+        fds = [] if segment_fd is None else [segment_fd]
+        socket.send_fds(self.sock, [encode_frame(introduction)], fds)
+        self.welcome: Message | None = None
+        with contextlib.suppress(ConnectionError):
+            self.welcome = self.receive()
+
+    def open(self, grant: Grant) -> None:
+        self.send(Open(1, grant.grant_id, "by hand"))
+
+    def send(self, message: Message, payload: bytes = b"", payload_bytes: int | None = None) -> None:
+        """The frame may announce more bytes than follow."""
+        announced = len(payload) if payload_bytes is None else payload_bytes
+        self.sock.sendall(encode_frame(message, announced) + payload)
+
+    def write(self, grant: Grant, entry: WriteEntry, payload: bytes) -> None:
+        num_bytes = entry.num_layers * LAYOUT.layer_bytes
+        self.send(Write(1, grant.grant_id, [entry]), payload, num_bytes)
+
+    def receive(self) -> Message:
+        """The next frame; its payload is left on the stream. Raises ConnectionError at the end."""
+        header = self.sock.recv(8, socket.MSG_WAITALL)
+        if len(header) < 8:
+            raise ConnectionResetError("the receiver has hung up")
+        meta_bytes, _ = struct.unpack("<II", header)
+        message: Message = _DECODER.decode(self.sock.recv(meta_bytes, socket.MSG_WAITALL))
+        return message
+
+    def is_dropped(self) -> bool:
+        """Reads until the receiver hangs up."""
+        with contextlib.suppress(ConnectionResetError):
+            while self.sock.recv(4096):
+                pass
+        return True
+
+
+def entry_for(
+    grant: Grant, key: BlockKey, *, layer: int = 0, generation: int = 0
+) -> tuple[WriteEntry, bytes]:
+    """One layer of the first page of `grant`, and its bytes."""
+    data = block_bytes(key, layer)
+    page = grant.pages[0]
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
+    return WriteEntry(page.page, page.generation + generation, layer, layer + 1, checksum, 0), data

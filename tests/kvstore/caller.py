@@ -1,0 +1,65 @@
+"""A client of a messenger that makes one call after the other, on a blocking socket."""
+
+import itertools
+import os
+import socket
+import time
+
+import msgspec
+
+from kvstore import messages as m
+from mooncake.messages import MessengerAddress
+from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
+
+_DECODER = msgspec.msgpack.Decoder(m.FromPool)
+
+
+class Caller:
+    """Connected, unless it is not to; formats a pool that is new. Every wait has a deadline."""
+
+    address: MessengerAddress
+
+    def __init__(self, socket_path: str, serial: int, *, connects: bool = True) -> None:
+        self._call_ids = itertools.count(1)
+        self._sock = _connect(socket_path)
+        if connects:
+            answer = self.call(m.Connect(self.next_id(), FINGERPRINT, LAYOUT, serial, may_format=True))
+            assert isinstance(answer, m.Connected), answer
+            self.address = answer.address
+
+    def next_id(self) -> int:
+        return next(self._call_ids)
+
+    def call(self, call: m.Call) -> m.FromPool | None:
+        self.send(msgspec.msgpack.encode(call))
+        return self.receive()
+
+    def send(self, packet: bytes) -> None:
+        self._sock.sendall(packet)
+
+    def receive(self) -> m.FromPool | None:
+        """None at the end."""
+        packet, fds, _, _ = socket.recv_fds(self._sock, m.MAX_MESSAGE_BYTES, 1)
+        for fd in fds:
+            os.close(fd)
+        answer: m.FromPool | None = _DECODER.decode(packet) if packet else None
+        return answer
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _connect(socket_path: str) -> socket.socket:
+    """Waits until the messenger listens."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(DEADLINE_S)
+        try:
+            sock.connect(socket_path)
+        except OSError:
+            sock.close()
+            assert time.monotonic() < deadline_s, "the messenger does not listen"
+            time.sleep(0.01)
+        else:
+            return sock

@@ -1,0 +1,379 @@
+"""Peers of one messenger that know the cluster's key and say what nobody should.
+
+A conversation is a generator: it yields while the messenger works on what it was sent, so that several are
+under way at a time. Frames that can be read go out in flights, each ended by a frame that must be answered;
+those that end the connection come last.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from messenger.protocol import (
+    MAX_FRAME_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Abandon,
+    Challenge,
+    Close,
+    Fetch,
+    FetchDone,
+    Found,
+    Hello,
+    Introduction,
+    Message,
+    Open,
+    Probe,
+    Write,
+    WriteAck,
+    WriteEntry,
+    encode_frame,
+)
+from mooncake.blocks import BlockKey
+from mooncake.keys import ClusterKey
+from mooncake.messages import Grant, GrantedPage, MessengerAddress
+from tests.kvstore.by_hand import IDENTITY
+from tests.kvstore.mutations import HEADER, Mutator
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, LAYOUT
+
+NUM_BLOBS = 16
+MOST_FETCHES = 50
+FLIGHT_FRAMES = 60
+_MESSAGE = msgspec.msgpack.Decoder(Message)
+_LAYER_BYTES = LAYOUT.layer_bytes
+
+
+@dataclass
+class Target:
+    """What the fuzzers know of the messenger. `source` are the only bytes that they send as payload."""
+
+    address: MessengerAddress
+    socket_path: str
+    keys: Sequence[BlockKey]
+    """of blocks that are sealed"""
+    source: bytes
+    source_fd: int
+    grants: list[Grant] = field(default_factory=list)
+    """open now, or until a while ago"""
+
+    @staticmethod
+    def make(address: MessengerAddress, socket_path: str, keys: Sequence[BlockKey]) -> "Target":
+        source = Random("payload").randbytes(NUM_BLOBS * _LAYER_BYTES)
+        source_fd = os.memfd_create("source")
+        os.write(source_fd, source)
+        return Target(address, socket_path, keys, source, source_fd)
+
+    @property
+    def layers(self) -> dict[bytes, bytes]:
+        """Every layer that may ever arrive, by its checksum."""
+        pieces = [self.source[at : at + _LAYER_BYTES] for at in range(0, len(self.source), _LAYER_BYTES)]
+        return {checksums_of(piece): piece for piece in pieces}
+
+
+def checksums_of(data: bytes) -> bytes:
+    layers = range(0, len(data), _LAYER_BYTES)
+    digests = [xxhash.xxh3_64_intdigest(data[at : at + _LAYER_BYTES]) for at in layers]
+    return struct.pack(f"<{len(digests)}Q", *digests)
+
+
+@contextlib.contextmanager
+def may_be_hung_up_on() -> Iterator[None]:
+    """The messenger may end the connection at any time, but not be silent."""
+    try:
+        yield
+    except TimeoutError:
+        raise AssertionError("the messenger neither answers nor hangs up") from None
+    except OSError:
+        return
+
+
+class Sent(NamedTuple):
+    """A frame under way."""
+
+    is_acknowledged: bool
+    """if it is read"""
+    is_mutated: bool
+
+
+class Wire:
+    """A connection to a messenger's TCP port or its socket for other messengers."""
+
+    def __init__(self, target: Target, *, is_local: bool) -> None:
+        self.sock = _connect(target, is_local=is_local)
+        self.is_local = is_local
+        self._received = bytearray()
+
+    def next(self) -> Message:
+        """The next answer. Raises ConnectionError at the end."""
+        while True:
+            if len(self._received) >= HEADER.size:
+                meta_bytes, payload_bytes = HEADER.unpack_from(self._received)
+                end = HEADER.size + meta_bytes + payload_bytes
+                if len(self._received) >= end:
+                    message: Message = _MESSAGE.decode(self._received[HEADER.size : HEADER.size + meta_bytes])
+                    del self._received[:end]
+                    return message
+            piece = self.sock.recv(1 << 16)
+            if not piece:
+                raise ConnectionResetError("the messenger has hung up")
+            self._received += piece
+
+    def greet(self, session: bytes, lane: int, segment_bytes: int | None) -> Introduction:
+        """Says hello. Returns what is to be said next."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.sock.sendall(encode_frame(Hello(PROTOCOL_VERSION, nonce)))
+        challenge = self.next()
+        assert isinstance(challenge, Challenge)
+        proof = CLUSTER_KEY.proof(b"messenger sender", challenge.nonce, nonce)
+        return Introduction(proof, IDENTITY, session, lane, segment_bytes)
+
+
+class Lane(Wire):
+    """A connection after its handshake. Counts what has been answered."""
+
+    def __init__(self, target: Target, session: bytes, number: int, *, is_local: bool) -> None:
+        super().__init__(target, is_local=is_local)
+        self.is_open = True
+        self.num_found = 0
+        self.num_fetches = 0
+        self._num_acks = 0
+        self._flight: list[Sent] = []
+        """since the last `landed`"""
+        introduction = self.greet(session, number, len(target.source) if is_local else None)
+        with self._closing():
+            fds = [target.source_fd] if is_local else []
+            socket.send_fds(self.sock, [encode_frame(introduction)], fds)
+
+    def send(self, data: bytes, frames: Sequence[Sent]) -> None:
+        self._flight += frames
+        if self.is_open:
+            with self._closing():
+                self.sock.sendall(data)
+
+    def landed(self) -> int:
+        """Reads until everything is acknowledged or the connection is at its end.
+
+        Returns how many mutated frames have been read by the messenger, at least.
+        """
+        wanted = sum(frame.is_acknowledged for frame in self._flight)
+        while self.is_open and self._num_acks < wanted:
+            with self._closing():
+                self.next()
+        num_read, num_acks = 0, self._num_acks
+        for position, frame in enumerate(self._flight):
+            if frame.is_acknowledged and num_acks:
+                num_acks -= 1
+                num_read = position + 1
+        if not self.is_open:
+            num_read += 1  # the one that has ended it
+        num_mutated = sum(frame.is_mutated for frame in self._flight[:num_read])
+        self._flight, self._num_acks = [], 0
+        return num_mutated
+
+    def ended(self) -> int:
+        """As `landed`, when nothing more will be sent."""
+        if self.is_open:
+            with self._closing():
+                self.sock.shutdown(socket.SHUT_WR)
+                while True:
+                    self.next()
+        num_read = self.landed()
+        self.sock.close()
+        return num_read
+
+    def next(self) -> Message:
+        message = super().next()
+        self._num_acks += isinstance(message, WriteAck)
+        self.num_found += isinstance(message, Found)
+        return message
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        self.is_open, was_open = False, self.is_open
+        with may_be_hung_up_on():
+            yield
+            self.is_open = was_open
+
+
+class PeerFuzzer:
+    """A sender that has a grant of its own, knows others, and has one to three lanes."""
+
+    def __init__(self, random: Random, target: Target, grant: Grant | None) -> None:
+        self.num_frames = 0
+        """mutated ones that the messenger has certainly read"""
+        self._random = random
+        self._mutator = Mutator(random)
+        self._target = target
+        self._grants = [grant] * 3 if grant is not None else []
+
+    def converse(self) -> Iterator[None]:
+        random, target = self._random, self._target
+        session, is_local = random.randbytes(16), random.random() < 0.5
+        numbers = random.sample(range(4), random.choice((1, 1, 2, 3)))
+        if random.random() < 0.05:
+            numbers.append(numbers[0])  # which is refused
+        lanes = [Lane(target, session, number, is_local=is_local) for number in numbers]
+        leftovers: list[bytes] = []
+        for _ in range(random.randrange(1, 5)):
+            for lane in lanes:
+                self._fly(lane, leftovers)
+            yield
+            self.num_frames += sum(lane.landed() for lane in lanes)
+        for lane in lanes:
+            self._crash(lane, leftovers)
+        yield
+        for lane in lanes:
+            if random.random() < 0.1:  # a reset instead of an end
+                lane.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                lane.sock.close()
+            else:
+                self.num_frames += lane.ended()
+
+    def _fly(self, lane: Lane, leftovers: list[bytes]) -> None:
+        """Frames with wrong values that are frames nevertheless, and a last one that is answered."""
+        out, frames = [], []
+        for _ in range(self._random.randrange(1, FLIGHT_FRAMES)):
+            message, payload = self._frame(lane)
+            is_mutated = self._random.random() < 0.8
+            meta = self._mutator.fields(message) if is_mutated else msgspec.msgpack.encode(message)
+            try:
+                kind = type(_MESSAGE.decode(meta))
+            except (msgspec.MsgspecError, ValueError):
+                leftovers.append(HEADER.pack(len(meta), len(payload)) + meta + payload)
+                continue
+            out += [HEADER.pack(len(meta), len(payload)), meta, payload]
+            frames.append(Sent(kind in (Write, Probe), is_mutated))
+        lane.send(b"".join(out) + encode_frame(Probe()), [*frames, Sent(True, False)])
+
+    def _crash(self, lane: Lane, leftovers: list[bytes]) -> None:
+        """Frames of which each may end the connection, in any order."""
+        frames = []
+        for _ in range(self._random.randrange(1, 5)):
+            message, payload = self._frame(lane)
+            frames.append(self._mutator.frame(msgspec.msgpack.encode(message), payload))
+        frames += [leftovers.pop()] if leftovers else []
+        self._random.shuffle(frames)
+        lane.send(b"".join(frames), [Sent(False, True)] * len(frames))
+
+    def _frame(self, lane: Lane) -> tuple[Message, bytes]:
+        """One that can be read: only its order may be wrong, or what it means."""
+        random = self._random
+        kind, grant = random.random(), self._grant()
+        transfer_id = grant.grant_id & 0xFF if random.random() < 0.99 else random.randrange(4)
+        if kind < 0.50:
+            return self._write(transfer_id, grant, is_local=lane.is_local)
+        if kind < 0.60:
+            return Open(transfer_id, grant.grant_id, "fuzz"), b""
+        if kind < 0.66:
+            return Close(transfer_id, random.choice((None, "enough"))), b""
+        if kind < 0.80 and lane.num_fetches < MOST_FETCHES:
+            lane.num_fetches += 1
+            return self._fetch(), b""
+        if kind < 0.90 and lane.num_found:
+            lane.num_found -= 1
+            lane.num_fetches -= 1
+            return FetchDone(), b""
+        if kind < 0.92:
+            return Abandon(random.randrange(4)), b""
+        return Probe(), b"" if lane.is_local else bytes(random.randrange(3000))
+
+    def _write(self, transfer_id: int, grant: Grant, *, is_local: bool) -> tuple[Write, bytes]:
+        random = self._random
+        entries, payload = [], b""
+        for granted in random.sample(grant.pages, min(len(grant.pages), random.choice((1, 1, 2)))):
+            page, generation = granted.page, granted.generation
+            begin = random.randrange(LAYOUT.num_layers)
+            end = random.randrange(begin, LAYOUT.num_layers) + 1
+            if random.random() < 0.1:  # bytes and checksums are those of the layers, wherever they are
+                shift, grow = random.randrange(-5, 6), random.randrange(4)
+                begin, end = begin + shift, end + shift + grow
+            if random.random() < 0.05:
+                page += random.choice((-1, 1, random.randrange(-64, 64)))
+            if random.random() < 0.05:
+                generation = random.randrange(generation + 2)
+            offset = random.randrange(NUM_BLOBS - end + begin) * _LAYER_BYTES
+            data = self._target.source[offset : offset + (end - begin) * _LAYER_BYTES]
+            entries.append(WriteEntry(page, generation, begin, end, checksums_of(data), offset))
+            payload += data
+        if random.random() < 0.03:  # the same twice in one frame
+            entries, payload = entries * 2, payload * 2
+        return Write(transfer_id, grant.grant_id, entries), b"" if is_local else payload
+
+    def _fetch(self) -> Fetch:
+        random = self._random
+        begin = random.randrange(LAYOUT.num_layers)
+        keys = random.sample(self._target.keys, random.randrange(1, 9))
+        return Fetch(keys, begin, random.randrange(begin, LAYOUT.num_layers) + 1)
+
+    def _grant(self) -> Grant:
+        known = [*self._grants, *self._target.grants[-4:]]
+        if known:
+            return self._random.choice(known)
+        return Grant(self._random.getrandbits(63), self._target.address, [GrantedPage(0, 0, 0)])
+
+
+class Stranger:
+    """Somebody at the door who does not get in, or should not have come."""
+
+    def __init__(self, random: Random, target: Target) -> None:
+        self.num_frames = 0
+        self._random = random
+        self._mutator = Mutator(random)
+        self._target = target
+
+    def converse(self) -> Iterator[None]:
+        wire = Wire(self._target, is_local=self._random.random() < 0.5)
+        with may_be_hung_up_on(), wire.sock:
+            self._say(wire)
+            self.num_frames += 1
+            yield
+            wire.sock.shutdown(socket.SHUT_WR)
+            while wire.sock.recv(4096):
+                pass
+
+    def _say(self, wire: Wire) -> None:
+        random, mutator, sock = self._random, self._mutator, wire.sock
+        hello = Hello(PROTOCOL_VERSION, random.randbytes(NONCE_BYTES))
+        introduced = wire.greet(bytes(16), 0, 1 << 20) if random.random() < 0.5 else None
+        greeting: Message = hello if introduced is None else introduced
+        match random.randrange(8):
+            case 0:
+                sock.sendall(random.randbytes(random.randrange(1, 5000)))
+            case 1:
+                sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            case 2 | 3:
+                meta = mutator.fields(greeting)
+                sock.sendall(HEADER.pack(len(meta), 0) + meta)
+            case 4:
+                sock.sendall(mutator.frame(msgspec.msgpack.encode(greeting), b""))
+            case 5:
+                sock.sendall(encode_frame(Write(1, 1, []), 5) + b"12345")
+            case 6:
+                sock.sendall(encode_frame(greeting, MAX_FRAME_BYTES))
+            case _ if wire.is_local:
+                reader, writer = os.pipe()
+                fds = [reader, writer, self._target.source_fd][: random.randrange(4)]
+                socket.send_fds(sock, [encode_frame(greeting)], fds)
+                os.close(reader)
+                os.close(writer)
+            case _:
+                other_key = Introduction(ClusterKey.generate().proof(b"x"), IDENTITY, bytes(16), 0)
+                sock.sendall(encode_frame(other_key))
+
+
+def _connect(target: Target, *, is_local: bool) -> socket.socket:
+    if is_local:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(DEADLINE_S)
+        sock.connect(target.address.unix_path)
+        return sock
+    return socket.create_connection(target.address.tcp_endpoints[0], DEADLINE_S)

@@ -1,0 +1,297 @@
+"""Two messengers in one event loop, and the frame in which tests run them.
+
+`run` is the frame of every test: a deadline, and afterwards nothing may be left: no task, no descriptor, no
+exception that nobody has seen.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
+from socket import AF_INET, SO_SNDBUF, SOL_SOCKET, socket
+from typing import Any
+
+import numpy as np
+
+from messenger.identity import Identity, host_id
+from messenger.lane import Outcome, Urgency
+from messenger.peer import Peer
+from messenger.peers import Peers
+from messenger.protocol import WriteEntry
+from messenger.rdma.cards import Cards
+from messenger.receiver import Door, Sessions
+from messenger.stream import Stream
+from messenger.tls import Tls
+from messenger.transports import Traffic
+from mooncake.blocks import KVLayout
+from mooncake.config import MessengerConfig
+from mooncake.keys import ClusterKey
+from mooncake.messages import MessengerAddress
+from tests.messenger.pages import Memory, Pages
+from tests.messenger.proxy import Proxy, listen
+
+KEY = ClusterKey.generate()
+FINGERPRINT = "f" * 32
+DEADLINE_S = 10.0
+TINY = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=1, dtype="bfloat16")
+SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
+LARGE = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=256, dtype="bfloat16")
+"""a layer has 256 KiB, four blocks just fit one frame"""
+
+Test = Coroutine[Any, Any, None]
+
+
+def run(test: Test, deadline_s: float = DEADLINE_S) -> None:
+    """Runs `test` and checks that it leaves nothing behind."""
+    unseen: list[str] = []
+
+    async def bounded() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unseen.append(f"{context['message']}: {context}"))
+        async with asyncio.timeout(deadline_s):
+            await test
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        gc.collect()  # what is found to be unseen now is heard of now
+
+    gc.freeze()  # what is older is not looked at again and again
+    try:
+        before = _descriptors()
+        asyncio.run(bounded())
+        gc.collect()
+    finally:
+        gc.unfreeze()
+    if _descriptors() != before:
+        gc.collect()  # the cells of `test` are older
+    assert _descriptors() == before
+    assert unseen == []
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S / 2) -> None:
+    """Waits for what the others in this event loop will do."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Fabric:
+    """A sender and a receiver, in one event loop, and the proxies between them."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        folder: Path,
+        layout: KVLayout,
+        num_pages: int,
+        config: MessengerConfig,
+        tls: Tls | None,
+    ) -> None:
+        self.tls = tls
+        self.layout = layout
+        self.key = KEY
+        self.sender_memory, self.receiver_memory = Memory(layout, num_pages), Memory(layout, num_pages)
+        self.sender_memory.fill(1)
+        self.sent, self.received = Traffic(), Traffic()
+        self.pages = Pages(self.receiver_memory)
+        self.receiver_identity = Identity("receiver", 1, host_id(), FINGERPRINT, layout)
+        self.sender_identity = identity_with(self.receiver_identity, instance="sender")
+        self.config = config
+        self.tasks = tasks
+        self.proxies: list[Proxy] = []
+        door = Door(
+            self.receiver_identity,
+            KEY,
+            self.pages,
+            self.pages,
+            self.receiver_memory.source,
+            self.received,
+            config,
+            Cards([]),
+        )
+        self.sessions = Sessions(door)
+        self.unix_path = str(folder / "receiver.sock")
+        Path(self.unix_path).unlink(missing_ok=True)
+        self._listeners = [listen(("127.0.0.1", 0)), listen(self.unix_path)]
+        self.endpoint: tuple[str, int] = self._listeners[0].getsockname()
+        self.num_served = 0
+        """connections that are being served"""
+        self.answer_buffer_bytes: int | None = None
+        """of the kernel, for the connections to come"""
+        for listener in self._listeners:
+            tasks.create_task(self._accept(listener))
+        self.peers = self.peers_with(KEY)
+
+    def peers_with(self, key: ClusterKey, **changed: object) -> Peers:
+        """A sender of its own: with `key`, `changed` in its identity."""
+        return Peers(
+            self.tasks,
+            self.sender_memory.source,
+            self.sent,
+            identity=identity_with(self.sender_identity, **changed),
+            key=key,
+            tls=self.tls,
+            settings=self.config,
+            cards=Cards([]),
+        )
+
+    def proxy(self) -> Proxy:
+        self.proxies.append(Proxy(self.tasks, self.endpoint))
+        return self.proxies[-1]
+
+    @property
+    def address(self) -> MessengerAddress:
+        """By the proxies, if there are some."""
+        endpoints = tuple(proxy.endpoint for proxy in self.proxies) or (self.endpoint,)
+        identity = self.receiver_identity
+        return MessengerAddress(
+            identity.instance, identity.incarnation, identity.host_id, self.unix_path, endpoints
+        )
+
+    def address_with(self, **changed: object) -> MessengerAddress:
+        fields = {name: getattr(self.address, name) for name in MessengerAddress.__struct_fields__}
+        return MessengerAddress(**{**fields, **changed})
+
+    async def peer(self, num_lanes: int = 1) -> Peer:
+        """The session, when it has so many lanes."""
+        peer = await self.peers.peer(self.address)
+        await until(lambda: len(peer.lanes) >= num_lanes)
+        return peer
+
+    def entry(self, page: int, layers: range | None = None, to_page: int | None = None) -> WriteEntry:
+        layers = layers or range(self.layout.num_layers)
+        checksums = self.sender_memory.checksums(page, layers)
+        offset = self.sender_memory.offset(page, layers.start)
+        to_page = page if to_page is None else to_page
+        return WriteEntry(to_page, 1, layers.start, layers.stop, checksums, offset)
+
+    async def write(
+        self,
+        grant_id: int,
+        pages: Sequence[int],
+        urgency: Urgency = Urgency.LATENCY,
+        peer: Peer | None = None,
+    ) -> None:
+        """Sends whole pages, each in a frame, and waits until all are through. Raises TransferError."""
+        peer = peer or await self.peers.peer(self.address)
+        changed = asyncio.Event()
+        outcomes: list[Outcome] = []
+        with peer.transfer(grant_id, f"grant {grant_id}", changed.set, urgency) as transfer:
+            for page in pages:
+                await transfer.write([self.entry(page)], self.layout.block_bytes, outcomes.append)
+            while len(outcomes) < len(pages):
+                transfer.check()
+                changed.clear()
+                await changed.wait()
+            transfer.check()
+        assert outcomes == [Outcome.PLACED] * len(pages)
+
+    def assert_written(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            assert self.receiver_memory.page(page) == self.sender_memory.page(page)
+
+    async def fetch(self, pages: Sequence[int], peer: Peer | None = None) -> list[int]:
+        """Whole blocks of the receiver's `pages` into the same pages of the sender."""
+        peer = peer or await self.peers.peer(self.address)
+        views = [self.sender_memory.page(page) for page in pages]
+        return await peer.fetch([key(page) for page in pages], views, range(self.layout.num_layers))
+
+    def publish(self, pages: Sequence[int]) -> None:
+        """Fills pages of the receiver, which can be fetched from now on."""
+        for page in pages:
+            view = self.receiver_memory.page(page)
+            view[:] = np.random.default_rng(1000 + page).bytes(len(view))
+            self.pages.blocks[key(page)] = page
+
+    async def assert_works(self) -> None:
+        """A whole transfer succeeds, whatever happened before. Takes the last page that no grant has."""
+        granted = {page for grant in self.pages.grants.values() for page in grant.pages}
+        page = max(set(range(self.receiver_memory.num_pages)) - granted - set(self.pages.blocks.values()))
+        grant_id = 1_000_000 + page
+        self.pages.grant(grant_id, [page])
+        await self.write(grant_id, [page])
+        self.assert_written([page])
+
+    async def _accept(self, listener: socket) -> None:
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            if self.answer_buffer_bytes is not None:
+                sock.setsockopt(SOL_SOCKET, SO_SNDBUF, self.answer_buffer_bytes)
+            tls = self.tls if sock.family == AF_INET else None
+            self.tasks.create_task(self._serve(Stream(sock if tls is None else tls.accept(sock))))
+
+    async def _serve(self, stream: Stream) -> None:
+        self.num_served += 1
+        try:
+            await self.sessions.serve(stream)
+        finally:
+            self.num_served -= 1
+
+    def close(self) -> None:
+        for proxy in self.proxies:
+            proxy.close()
+        for listener in self._listeners:
+            listener.close()
+        self.sender_memory.close()
+        self.receiver_memory.close()
+
+
+@contextlib.asynccontextmanager
+async def fabric(
+    folder: Path, layout: KVLayout = SMALL, num_pages: int = 16, *, tls: Tls | None = None, **changed: object
+) -> AsyncIterator[Fabric]:
+    """With `settings(**changed)`. At the end both messengers stop and nothing may be held."""
+    nodes: list[Fabric] = []
+    ready, leave = asyncio.Event(), asyncio.Event()
+
+    async def live() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            nodes.append(Fabric(tasks, folder, layout, num_pages, settings(**changed), tls))
+            ready.set()
+            await leave.wait()
+            raise _Over
+
+    living = asyncio.create_task(live())
+    living.add_done_callback(lambda _: ready.set())
+    try:
+        await ready.wait()
+        yield nodes[0]
+    finally:
+        leave.set()
+        with contextlib.suppress(_Over):
+            await _unwrapped(living)
+        for node in nodes:
+            node.close()
+    nodes[0].pages.check_idle()
+
+
+class _Over(Exception):
+    """Ends a task group."""
+
+
+async def _unwrapped(task: "asyncio.Task[None]") -> None:
+    """Raises what a task of the group has raised, alone."""
+    try:
+        await task
+    except BaseExceptionGroup as group:
+        raise next((e for e in group.exceptions if not isinstance(e, _Over)), group.exceptions[0]) from None
+
+
+def key(page: int) -> bytes:
+    return page.to_bytes(16, "little")
+
+
+def identity_with(identity: Identity, **changed: object) -> Identity:
+    fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
+    return Identity(**{**fields, **changed})
+
+
+def settings(**changed: object) -> MessengerConfig:
+    """Over TCP, with short deadlines."""
+    return MessengerConfig(
+        **{"transport": "tcp", "streams": 1, "connect_timeout_s": 0.5, "ack_timeout_s": 5.0, **changed}
+    )

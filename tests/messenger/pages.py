@@ -1,0 +1,209 @@
+"""Memory that others write to and read from, and that watches what they do to it."""
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from messenger.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.protocol import WriteEntry
+from messenger.rdma.windows import Range
+from messenger.receiver import Readable, Writer, WriteRefused
+from messenger.transports import SourceSegment
+from mooncake.blocks import KVLayout
+from mooncake.errors import MooncakeError
+
+
+class Memory:
+    """A segment: `num_pages` pages of one block each."""
+
+    def __init__(self, layout: KVLayout, num_pages: int) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.fd = os.memfd_create("fabric")
+        os.truncate(self.fd, layout.block_bytes * num_pages)
+        self.mapping = mmap.mmap(self.fd, layout.block_bytes * num_pages)
+        self.view = memoryview(self.mapping)
+        self.source = SourceSegment.of(self.fd, self.view)
+
+    def fill(self, seed: int) -> None:
+        self.view[:] = np.random.default_rng(seed).bytes(len(self.view))
+
+    def offset(self, page: int, layer: int) -> int:
+        return page * self.layout.block_bytes + layer * self.layout.layer_bytes
+
+    def layers(self, page: int, layers: range) -> memoryview:
+        return self.view[self.offset(page, layers.start) : self.offset(page, layers.stop)]
+
+    def page(self, page: int) -> memoryview:
+        return self.layers(page, range(self.layout.num_layers))
+
+    def checksums(self, page: int, layers: range) -> bytes:
+        return layer_checksums(self.layers(page, layers), self.layout.layer_bytes)
+
+    def close(self) -> None:
+        self.source.close()
+        os.close(self.fd)
+
+
+@dataclass(eq=False)
+class GrantState:
+    """What a grant's pages have got so far, by (page, layer)."""
+
+    pages: list[int]
+    writers: list[Writer] = field(default_factory=list)
+    receiving: set[tuple[int, int]] = field(default_factory=set)
+    arrived: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    failure: str | None = None
+    is_complete: bool = False
+
+
+class Pages:
+    """`WriteTarget` and `ReadSource` over `memory`. What breaks the contract goes to `violations`."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.grants: dict[int, GrantState] = {}
+        self.blocks: dict[bytes, int] = {}
+        """page of each key that can be read"""
+        self.violations: list[str] = []
+        self.num_leases = 0
+        self.num_begun = 0
+        self.read_failure: MooncakeError | None = None
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self._opened: dict[tuple[int, int], int] = {}
+        """how often each (grant, writer) is open"""
+
+    def grant(self, grant_id: int, pages: Sequence[int]) -> GrantState:
+        self.grants[grant_id] = GrantState(list(pages))
+        return self.grants[grant_id]
+
+    def revoke(self, grant_id: int, reason: str) -> None:
+        grant = self.grants[grant_id]
+        grant.failure = reason
+        for writer in grant.writers:
+            writer.revoke(grant_id, reason)
+            self._opened[grant_id, id(writer)] -= 1
+        grant.writers.clear()
+
+    def _usable(self, grant_id: int) -> GrantState:
+        grant = self.grants.get(grant_id)
+        if grant is None or grant.failure is not None:
+            raise WriteRefused(f"grant {grant_id} is unknown here")
+        return grant
+
+    def open(self, grant_id: int, writer: Writer) -> None:
+        grant = self._usable(grant_id)
+        if writer not in grant.writers:
+            grant.writers.append(writer)
+            self._opened[grant_id, id(writer)] = self._opened.get((grant_id, id(writer)), 0) + 1
+
+    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview | None:
+        grant = self._usable(grant_id)
+        if not grant.writers and not grant.is_complete:
+            self.violations.append(f"a write to grant {grant_id}, which nobody has opened")
+        if grant.is_complete:
+            return None
+        slots = [(entry.page, layer) for layer in range(entry.layer_begin, entry.layer_end)]
+        if entry.page not in grant.pages or entry.generation != 1:
+            raise WriteRefused(f"page {entry.page} is no part of grant {grant_id}")
+        if not 0 <= entry.layer_begin < entry.layer_end <= self.memory.layout.num_layers:
+            raise WriteRefused("layers that there are not")
+        if len(entry.checksums) != CHECKSUM_BYTES * len(slots):
+            raise WriteRefused("checksums are missing")
+        if any(slot in grant.receiving for slot in slots):
+            self.violations.append(f"{entry} begins while it is being received")
+            raise WriteRefused("being received")
+        there = [grant.arrived[slot] for slot in slots if slot in grant.arrived]
+        if there:
+            if b"".join(there) != entry.checksums:
+                self.violations.append(f"{entry} differs from what is there already")
+                raise WriteRefused("there already, and differs")
+            return None
+        grant.receiving.update(slots)
+        self.num_begun += 1
+        return self.memory.layers(entry.page, range(entry.layer_begin, entry.layer_end))
+
+    def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
+        raise WriteRefused("there is no RDMA here")
+
+    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
+        grant = self._end(grant_id, entry)
+        layers = range(entry.layer_begin, entry.layer_end)
+        if self.memory.checksums(entry.page, layers) != entry.checksums:
+            self.violations.append(f"{entry} is complete, but the bytes differ")
+        if grant.failure is not None:
+            self._scrub(entry)
+            raise WriteRefused("revoked meanwhile")
+        for number, layer in enumerate(layers):
+            checksum = entry.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            grant.arrived[entry.page, layer] = checksum
+        grant.is_complete = len(grant.arrived) == len(grant.pages) * self.memory.layout.num_layers
+        return grant.is_complete
+
+    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+        self._end(grant_id, entry)
+        self._scrub(entry)
+
+    def _scrub(self, entry: WriteEntry) -> None:
+        view = self.memory.layers(entry.page, range(entry.layer_begin, entry.layer_end))
+        view[:] = bytes(len(view))
+
+    def _end(self, grant_id: int, entry: WriteEntry) -> GrantState:
+        grant = self.grants[grant_id]
+        slots = {(entry.page, layer) for layer in range(entry.layer_begin, entry.layer_end)}
+        if not slots <= grant.receiving:
+            self.violations.append(f"{entry} ends that was not begun")
+        grant.receiving -= slots
+        self.num_begun -= 1
+        return grant
+
+    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+        grant = self.grants[grant_id]
+        if writer in grant.writers:
+            grant.writers.remove(writer)
+            self._opened[grant_id, id(writer)] -= 1
+        elif grant.failure is None:
+            self.violations.append(f"grant {grant_id} is closed by {writer.name}, which has it not open")
+        if reason is not None and not grant.is_complete and grant.failure is None:
+            grant.failure = reason
+
+    async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+        await self.may_read.wait()
+        if self.read_failure is not None:
+            raise self.read_failure
+        found = [(index, self.blocks[key]) for index, key in enumerate(keys) if key in self.blocks]
+        is_leased = True
+        self.num_leases += 1
+
+        def end_lease() -> None:
+            nonlocal is_leased
+            if not is_leased:
+                self.violations.append("a lease ends twice")
+            is_leased = False
+            self.num_leases -= 1
+
+        memory = self.memory
+        blocks = [
+            Readable(index, memory.layers(page, layers), memory.offset(page, layers.start), checksums)
+            for index, page in found
+            for checksums in [memory.checksums(page, layers)]
+        ]
+        return blocks, end_lease
+
+    def check_idle(self) -> None:
+        """After the last connection: nothing is held, and nothing lies where nothing was completed."""
+        assert self.violations == []
+        assert self.num_begun == 0
+        assert self.num_leases == 0
+        assert set(self._opened.values()) <= {0}
+        written = {slot for grant in self.grants.values() for slot in grant.arrived}
+        read = set(self.blocks.values())
+        for page in set(range(self.memory.num_pages)) - read:
+            for layer in range(self.memory.layout.num_layers):
+                view = self.memory.layers(page, range(layer, layer + 1))
+                assert (page, layer) in written or view == bytes(len(view)), f"stray bytes in page {page}"

@@ -1,0 +1,452 @@
+"""Writes and fetches between two messengers while nothing breaks."""
+
+import asyncio
+import gc
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from messenger.lane import Lane, Outcome, ProbeRequest, Urgency
+from messenger.peer import MAX_QUEUED_REQUESTS, Peer
+from messenger.protocol import WriteEntry
+from messenger.transports import Path as Way
+from messenger.transports import Traffic, Transport
+from mooncake.errors import PoolError, TransferError
+from tests.messenger.fabric import LARGE, SMALL, fabric, key, run, until
+
+PAGES = range(6)
+WAYS = [("tcp", 1, 1), ("tcp", 2, 1), ("tcp", 4, 1), ("tcp", 1, 2), ("tcp", 2, 2), ("shm", 1, 1)]
+every_way = pytest.mark.parametrize(("transport", "streams", "num_addresses"), WAYS)
+
+
+def num_lanes(transport: str, streams: int, num_addresses: int) -> int:
+    return 1 if transport == "shm" else streams * num_addresses
+
+
+@every_way
+def test_writes_arrive_whole(tmp_path: Path, transport: str, streams: int, num_addresses: int) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, transport=transport, streams=streams) as node:
+            for _ in range(num_addresses if transport == "tcp" else 0):
+                node.proxy()
+            await node.peer(num_lanes(transport, streams, num_addresses))
+            grant = node.pages.grant(1, PAGES)
+            await node.write(1, PAGES)
+            node.assert_written(PAGES)
+            assert grant.is_complete
+            num_bytes = len(PAGES) * SMALL.block_bytes
+            assert node.sent.sent_bytes[Transport(transport)] == num_bytes
+            assert node.received.received_bytes[Transport(transport)] == num_bytes
+            await until(lambda: not grant.writers)
+
+    run(test())
+
+
+@every_way
+def test_fetches_bring_what_is_there(
+    tmp_path: Path, transport: str, streams: int, num_addresses: int
+) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, transport=transport, streams=streams) as node:
+            for _ in range(num_addresses if transport == "tcp" else 0):
+                node.proxy()
+            peer = await node.peer(num_lanes(transport, streams, num_addresses))
+            node.publish([0, 2, 3])
+            untouched = bytes(node.sender_memory.page(1))
+            assert await node.fetch(range(4)) == [0, 2, 3]
+            for page in (0, 2, 3):
+                assert node.sender_memory.page(page) == node.receiver_memory.page(page)
+            assert node.sender_memory.page(1) == untouched
+            assert await node.fetch([7, 8]) == []
+            layers = range(1, 3)
+            view = node.sender_memory.layers(9, layers)
+            assert await peer.fetch([key(3)], [view], layers) == [0]
+            assert view == node.receiver_memory.layers(3, layers)
+            await until(lambda: node.pages.num_leases == 0)
+            assert node.sent.received_bytes[Transport(transport)] == 3 * SMALL.block_bytes + len(view)
+
+    run(test())
+
+
+@pytest.mark.parametrize(("transport", "streams"), [("tcp", 1), ("tcp", 2), ("shm", 1)])
+def test_many_transfers_and_fetches_at_once(tmp_path: Path, transport: str, streams: int) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, num_pages=240, transport=transport, streams=streams) as node:
+            peer = await node.peer()
+            node.publish(range(200, 240))
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(50):
+                    pages = range(number * 4, number * 4 + 4)
+                    node.pages.grant(number, pages)
+                    urgency = Urgency.BULK if number % 3 else Urgency.LATENCY
+                    tasks.create_task(node.write(number, pages, urgency))
+                fetches = [tasks.create_task(node.fetch([page, page + 1])) for page in range(200, 240, 2)]
+            node.assert_written(range(200))
+            assert [fetch.result() for fetch in fetches] == [[0, 1]] * 20
+            for page in range(200, 240):
+                assert node.sender_memory.page(page) == node.receiver_memory.page(page)
+            assert peer.flow.in_flight_bytes == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("urgency", list(Urgency))
+@pytest.mark.parametrize(("transport", "streams"), [("tcp", 1), ("tcp", 4), ("shm", 1)])
+def test_more_bytes_than_the_windows_take(
+    tmp_path: Path, transport: str, streams: int, urgency: Urgency
+) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24, transport=transport, streams=streams) as node:
+            pages = range(20)
+            grant = node.pages.grant(1, pages)
+            await node.write(1, pages, urgency)
+            assert grant.is_complete
+            node.assert_written(pages)
+
+    run(test())
+
+
+def test_one_frame_may_have_parts_of_many_pages(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            peer = await node.peer()
+            node.pages.grant(1, PAGES)
+            outcomes: list[Outcome] = []
+            with peer.transfer(1, "parts", lambda: None) as transfer:
+                for layers in (range(2), range(2, 3), range(3, 4)):
+                    entries = [node.entry(page, layers) for page in PAGES]
+                    num_bytes = len(PAGES) * len(layers) * SMALL.layer_bytes
+                    await transfer.write(entries, num_bytes, outcomes.append)
+                await until(lambda: len(outcomes) == 3)
+            node.assert_written(PAGES)
+
+    run(test())
+
+
+def test_a_source_that_fails_fails_the_fetch_and_nothing_else(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            node.publish([0])
+            node.pages.read_failure = PoolError("the disk is on fire")
+            with pytest.raises(TransferError, match=r"receiver cannot send: the disk is on fire"):
+                await node.fetch([0])
+            node.pages.read_failure = None
+            assert await node.fetch([0]) == [0]
+            with pytest.raises(TransferError, match=r"layers \[0, 9\) are no part of 4"):
+                await (await node.peer()).fetch([key(0)], [node.sender_memory.page(0)], range(9))
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_fetch_of_too_much_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 8) as node:
+            with pytest.raises(TransferError, match="ask for fewer blocks"):
+                await node.fetch(range(5))
+            assert await node.fetch([0]) == []
+
+    run(test())
+
+
+def test_a_cancelled_fetch_leaves_its_views_alone_afterwards(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            node.publish([0])
+            node.pages.may_read.clear()
+            fetch = asyncio.create_task(node.fetch([0]))
+            peer = await node.peer()
+            await until(lambda: peer.lanes[0].num_outstanding == 1)
+            fetch.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not fetch.done()  # its bytes may still come
+            node.pages.may_read.set()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            node.sender_memory.page(0)[:] = bytes(SMALL.block_bytes)
+            await node.assert_works()
+            assert node.sender_memory.page(0) == bytes(SMALL.block_bytes)
+            await until(lambda: node.pages.num_leases == 0)
+
+    run(test())
+
+
+def test_a_cancelled_write_is_given_up_at_the_other_side(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24) as node:
+            grant = node.pages.grant(1, range(20))
+            write = asyncio.create_task(node.write(1, range(20), Urgency.BULK))
+            await until(lambda: grant.arrived)
+            write.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await write
+            await until(lambda: grant.failure is not None)
+            assert grant.failure == "sender gave up: cancelled by its worker"
+            await node.assert_works()
+            assert (await node.peer()).flow.in_flight_bytes == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_transfer_left_by_an_exception_tells_the_receiver_why(tmp_path: Path, streams: int) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, streams=streams) as node:
+            peer = await node.peer(streams)
+            grant = node.pages.grant(1, PAGES)
+
+            async def give_up() -> None:
+                with peer.transfer(1, "given up", lambda: None) as transfer:
+                    await transfer.write([node.entry(0)], SMALL.block_bytes, lambda outcome: None)
+                    await until(lambda: grant.arrived)
+                    raise TransferError("the source is gone")
+
+            with pytest.raises(TransferError, match="the source is gone"):
+                await give_up()
+            await until(lambda: grant.failure is not None)
+            assert grant.failure == "sender gave up: the source is gone"
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_revoked_grant_ends_the_transfer(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            peer = await node.peer()
+            grant = node.pages.grant(1, PAGES)
+            changed = asyncio.Event()
+            outcomes: list[Outcome] = []
+            with peer.transfer(1, "revoked", changed.set) as transfer:
+                await transfer.write([node.entry(0)], SMALL.block_bytes, outcomes.append)
+                await until(lambda: grant.arrived)
+                node.pages.revoke(1, "nobody wants it")
+                await until(lambda: transfer.failure is not None)
+                with pytest.raises(TransferError, match="receiver ended the transfer: nobody wants it"):
+                    await transfer.write([node.entry(1)], SMALL.block_bytes, outcomes.append)
+                await until(lambda: len(outcomes) == 2)
+            assert outcomes == [Outcome.PLACED, Outcome.FAILED]
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_grant_revoked_under_a_write_refuses_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24) as node:
+            grant = node.pages.grant(1, range(20))
+            write = asyncio.create_task(node.write(1, range(20)))
+            await until(lambda: grant.receiving)
+            node.pages.revoke(1, "nobody wants it")
+            with pytest.raises(TransferError, match=r"nobody wants it|revoked meanwhile|is unknown here"):
+                await write
+            await node.assert_works()
+
+    run(test())
+
+
+def test_an_unknown_grant_is_refused_by_name(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            with pytest.raises(TransferError, match="grant 77 is unknown here"):
+                await node.write(77, [0])
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_probe_moves_bytes_for_nobody(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            peer = await node.peer()
+            await asyncio.gather(*(peer.probe(memoryview(bytes(3 << 20))) for _ in range(4)))
+            assert node.sent.sent_bytes[Transport.TCP] == 0
+            assert peer.flow.in_flight_bytes == 0
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_lane_takes_latency_first_whatever_came_first() -> None:
+    async def test() -> None:
+        peer = Peer("receiver", Traffic())
+        lane = cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(Transport.TCP, ("127.0.0.1", 1))))
+        peer._lanes.append(lane)
+        lane.wake = lambda: None  # type: ignore[method-assign]
+        requests = [
+            ProbeRequest(memoryview(bytes([number])), urgency, lambda _: None)
+            for number, urgency in enumerate([Urgency.BULK] * 3 + [Urgency.LATENCY] * 2)
+        ]
+        for request in requests:
+            await peer.submit(request)
+        taken = [peer.next_request(lane) for _ in range(6)]
+        assert taken == [*requests[3:], *requests[:3], None]
+
+    run(test())
+
+
+def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24, streams=1) as node:
+            proxy = node.proxy()
+            peer = await node.peer()
+            order: list[int] = []
+            node.pages.grant(1, range(18))
+            node.pages.grant(2, [18])
+            proxy.black_hole()
+            bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
+            await until(lambda: peer.lanes[0].num_outstanding == 2)
+            complete = node.pages.complete
+
+            def record(grant_id: int, entry: WriteEntry) -> bool:
+                order.append(grant_id)
+                return complete(grant_id, entry)
+
+            node.pages.complete = record  # type: ignore[method-assign]
+            urgent = asyncio.create_task(node.write(2, [18], Urgency.LATENCY))
+            await until(lambda: peer.lanes[0].num_outstanding == 2)
+            proxy.heal()
+            await asyncio.gather(bulk, urgent)
+            # What was under way cannot be overtaken: two frames fill the window of bulk.
+            assert order.index(2) <= 3
+
+    run(test())
+
+
+def test_a_stream_is_kept_free_of_bulk(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24, streams=2) as node:
+            proxy = node.proxy()
+            peer = await node.peer(2)
+            proxy.black_hole()
+            node.pages.grant(1, range(18))
+            bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
+            await until(lambda: any(lane.num_outstanding for lane in peer.lanes))
+            idle = [lane for lane in peer.lanes if not lane.num_outstanding]
+            assert len(idle) == 1
+            node.pages.grant(2, [18])
+            urgent = asyncio.create_task(node.write(2, [18], Urgency.LATENCY))
+            await until(lambda: idle[0].num_outstanding == 1)
+            proxy.heal()
+            await asyncio.gather(bulk, urgent)
+            node.assert_written(range(19))
+
+    run(test())
+
+
+def test_requests_that_wait_are_few(tmp_path: Path) -> None:
+    async def test() -> None:
+        num_requests = 3 * MAX_QUEUED_REQUESTS
+        async with fabric(tmp_path, num_pages=num_requests + 1) as node:
+            proxy = node.proxy()
+            peer = await node.peer()
+            proxy.black_hole()
+            waiting: set[int] = set()
+            done: list[Outcome] = []
+
+            async def submit(page: int) -> None:
+                with peer.transfer(page, "one of many", lambda: None, Urgency.BULK) as transfer:
+                    waiting.add(page)
+                    await transfer.write([node.entry(page)], SMALL.block_bytes, done.append)
+                    waiting.discard(page)
+                    await asyncio.Event().wait()
+
+            for page in range(num_requests):
+                node.pages.grant(page, [page])
+            tasks = [asyncio.create_task(submit(page)) for page in range(num_requests)]
+            await until(lambda: len(waiting) == num_requests - MAX_QUEUED_REQUESTS)
+            assert peer.flow.in_flight_bytes == MAX_QUEUED_REQUESTS * SMALL.block_bytes
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert len(done) == num_requests - MAX_QUEUED_REQUESTS  # who never got in has heard of it
+            proxy.heal()
+            await until(lambda: len(done) == num_requests)
+            assert peer.flow.in_flight_bytes == 0
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_refused_write_costs_no_connection(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            peer = await node.peer()
+            (lane,) = peer.lanes
+            node.pages.grant(1, [0, 1])
+            with pytest.raises(TransferError, match="page 5 is no part of grant 1"):
+                await node.write(1, [0, 5])
+            await node.assert_works()
+            assert list(peer.lanes) == [lane]
+
+    run(test())
+
+
+def test_a_write_refused_on_completion_is_heard_of(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            node.pages.grant(1, [0])
+            begin = node.pages.begin
+
+            def begin_and_revoke(grant_id: int, entry: WriteEntry) -> memoryview | None:
+                view = begin(grant_id, entry)
+                if grant_id == 1:
+                    node.pages.grants[1].failure = "revoked"
+                return view
+
+            node.pages.begin = begin_and_revoke  # type: ignore[method-assign]
+            with pytest.raises(TransferError, match="refused a write: revoked meanwhile"):
+                await node.write(1, [0])
+            await node.assert_works()
+
+    run(test())
+
+
+def test_two_senders_do_not_meet(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            other = node.peers_with(key=node.key, instance="other")
+            node.pages.grant(1, [0])
+            node.pages.grant(2, [1])
+            await asyncio.gather(node.write(1, [0]), node.write(2, [1], peer=await other.peer(node.address)))
+            node.assert_written([0, 1])
+
+    run(test())
+
+
+def test_an_address_of_an_earlier_life_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            late = node.address_with(incarnation=2)
+            with pytest.raises(TransferError, match="the grant is out of date"):
+                await node.peers.peer(late)
+            with pytest.raises(TransferError, match="no path"):
+                await node.peers.peer(node.address_with(tcp_endpoints=()))
+            await node.assert_works()
+
+    run(test())
+
+
+def test_the_mapping_of_a_lost_messenger_goes_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, transport="shm") as node:
+            numbers: list[int] = []
+            for grant_id in range(3):
+                peer = await node.peer()
+                node.pages.grant(grant_id, [grant_id])
+                await node.write(grant_id, [grant_id])
+                peer.lanes[0].give_up("its end")
+                await until(lambda peer=peer: peer.closed_reason and node.num_served == 0)  # type: ignore[misc]
+                await until(lambda: len(asyncio.all_tasks()) == 4)
+                numbers.append(len(os.listdir("/proc/self/fd")))
+            assert len(set(numbers)) == 1
+
+    gc.disable()
+    try:
+        run(test())
+    finally:
+        gc.enable()

@@ -1,0 +1,282 @@
+"""Bytes through a pair of sockets, in all splits, and what happens when a socket ends."""
+
+import asyncio
+import os
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from messenger.stream import Outbox, Stream
+from tests.messenger.fabric import run, until
+from tests.messenger.proxy import listen
+
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def pair(family: int = socket.AF_UNIX) -> AsyncIterator[tuple[Stream, Stream]]:
+    if family == socket.AF_UNIX:
+        near, far = socket.socketpair()
+    else:
+        listener, near = listen(("127.0.0.1", 0)), socket.socket()
+        near.connect(listener.getsockname())
+        far, _ = await asyncio.get_running_loop().sock_accept(listener)
+        listener.close()
+    streams = Stream(near), Stream(far)
+    try:
+        yield streams
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+both_families = pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+
+
+@both_families
+def test_everything_arrives_in_order_however_it_is_split(family: int) -> None:
+    async def test() -> None:
+        draw = random.Random(1)
+        async with pair(family) as (near, far):
+            data = draw.randbytes(3 * MIB)
+            sizes = [0, 1, 2, 8, 100, 4095, 4096, 4097, 16 << 10, 100_000]
+
+            async def send() -> None:
+                rest = memoryview(data)
+                while rest:
+                    buffers = []
+                    for _ in range(draw.randint(1, 5)):
+                        size = draw.choice(sizes)
+                        buffers.append(rest[:size])
+                        rest = rest[size:]
+                    await near.send(buffers)
+
+            sending = asyncio.create_task(send())
+            received = bytearray()
+            while len(received) < len(data):
+                room = [bytearray(draw.choice(sizes[1:])) for _ in range(draw.randint(1, 3))]
+                num_bytes = await far.receive_some([memoryview(buffer) for buffer in room])
+                received += b"".join(room)[:num_bytes]
+            await sending
+            assert bytes(received) == data
+
+    run(test())
+
+
+def test_more_buffers_than_the_kernel_takes_at_once() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            data = random.Random(2).randbytes(3 * 3000)
+            view, into = memoryview(data), bytearray(len(data))
+            sending = asyncio.create_task(near.send([view[at : at + 3] for at in range(0, len(data), 3)]))
+            await far.receive_into([memoryview(into)[at : at + 3] for at in range(0, len(data), 3)])
+            await sending
+            assert bytes(into) == data
+
+    run(test())
+
+
+@both_families
+def test_large_buffers_are_filled_behind_small_ones(family: int) -> None:
+    async def test() -> None:
+        async with pair(family) as (near, far):
+            data = random.Random(3).randbytes(MIB + 8)
+            sending = asyncio.create_task(near.send([data]))
+            header, body = bytearray(8), bytearray(MIB)
+            await far.receive_into([memoryview(header)])
+            await far.receive_into([memoryview(body)])
+            await sending
+            assert bytes(header + body) == data
+
+    run(test())
+
+
+def test_a_peer_that_closes_ends_the_waiting() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            receiving = asyncio.create_task(far.receive_into([memoryview(bytearray(10))]))
+            await near.send([b"123"])
+            near.close()
+            with pytest.raises(ConnectionResetError, match="closed by the peer"):
+                await receiving
+
+    run(test())
+
+
+def test_closing_ends_whoever_waits_here() -> None:
+    async def test() -> None:
+        async with pair() as (near, _):
+            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
+            sending = asyncio.create_task(near.send([bytes(8 * MIB)]))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            near.close()
+            for waiting in (receiving, sending):
+                with pytest.raises(ConnectionError):
+                    await waiting
+            with pytest.raises(OSError, match=r"closed|descriptor"):
+                await near.receive_some([memoryview(bytearray(10))])
+            with pytest.raises(OSError, match=r"closed|descriptor"):
+                await near.send([b"1"])
+
+    run(test())
+
+
+def test_shutting_down_ends_both_directions_and_may_be_repeated() -> None:
+    async def test() -> None:
+        async with pair() as (near, _):
+            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
+            sending = asyncio.create_task(near.send([bytes(8 * MIB)]))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for _ in range(2):
+                near.shut_down()
+            for waiting in (receiving, sending):
+                with pytest.raises(ConnectionError):
+                    await waiting
+
+    run(test())
+
+
+def test_a_reset_is_an_error_on_both_directions() -> None:
+    async def test() -> None:
+        async with pair(socket.AF_INET) as (near, far):
+            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
+            await asyncio.sleep(0)
+            far._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            far.close()
+            with pytest.raises(ConnectionError):
+                await receiving
+            with pytest.raises(ConnectionError):
+                await near.send([bytes(MIB)])
+
+    run(test())
+
+
+def test_a_cancelled_receiver_leaves_the_socket_usable_to_close() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            receiving = asyncio.create_task(far.receive_some([memoryview(bytearray(10))]))
+            await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            await near.send([b"for nobody"])  # wakes it, and nobody waits
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    run(test())
+
+
+def test_a_descriptor_travels_beside_its_bytes() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            readable, writable = os.pipe()
+            await near.send([b"hello"], fd=writable)
+            os.close(writable)
+            into = bytearray(5)
+            await far.receive_into([memoryview(into)])
+            fd = far.take_fd()
+            assert fd is not None
+            assert far.take_fd() is None
+            os.write(fd, b"it is the pipe")
+            os.close(fd)
+            assert os.read(readable, 100) == b"it is the pipe"
+            os.close(readable)
+
+    run(test())
+
+
+def test_descriptors_that_nobody_takes_are_closed() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            readable, writable = os.pipe()
+            for _ in range(3):
+                await near.send([b"x"], fd=writable)
+                await far.receive_into([memoryview(bytearray(1))])
+            os.close(writable)
+            far.close()
+            assert os.read(readable, 1) == b""
+            os.close(readable)
+
+    run(test())
+
+
+def test_an_outbox_keeps_the_order_and_never_waits() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            emptied: list[bool] = []
+            outbox = Outbox(near, lambda: emptied.append(True))
+            messages = [bytes([number % 251]) * (1 + 1000 * number) for number in range(100)]
+            for message in messages:
+                outbox.post(message[:1], message[1:])
+            assert len(outbox) > 0
+            assert not emptied
+            for message in messages:
+                into = bytearray(len(message))
+                await far.receive_into([memoryview(into)])
+                assert into == message
+            await until(lambda: emptied)
+            assert len(outbox) == 0
+            outbox.post(b"at once")
+            assert len(outbox) == 0
+            await outbox.close()
+
+    run(test())
+
+
+def test_an_outbox_that_is_closed_sends_no_more() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            outbox = Outbox(near)
+            outbox.post(bytes(8 * MIB))
+            outbox.post(b"more")
+            await outbox.close()
+            near.close()
+            with pytest.raises(ConnectionError):
+                await far.receive_into([memoryview(bytearray(8 * MIB + 4))])
+
+    run(test())
+
+
+def test_an_outbox_whose_peer_has_gone_shuts_its_stream_down() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            outbox = Outbox(near)
+            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(1))]))
+            outbox.post(bytes(8 * MIB))
+            await asyncio.sleep(0)
+            far.close()
+            with pytest.raises(ConnectionError):
+                await receiving
+            await outbox.close()
+            with pytest.raises(OSError, match=r"pipe|reset"):
+                Outbox(near).post(b"too late")
+
+    run(test())
+
+
+def test_others_have_their_turn_while_bytes_come_fast() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            num_turns = 0
+
+            async def count() -> None:
+                nonlocal num_turns
+                while True:
+                    num_turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.create_task(count())
+            into = memoryview(bytearray(16 * MIB))
+            sending = asyncio.create_task(near.send([bytes(16 * MIB)]))
+            await far.receive_into([into])
+            await sending
+            counting.cancel()
+            await asyncio.gather(counting, return_exceptions=True)
+            assert num_turns >= 16
+
+    run(test())

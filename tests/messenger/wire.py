@@ -1,0 +1,74 @@
+"""The sender's side of a connection by hand: says what a `Peer` never would."""
+
+import asyncio
+import contextlib
+import secrets
+
+from messenger.handshake import introduce, read_message
+from messenger.identity import Identity
+from messenger.protocol import FrameReader, Message, Side, Welcome, encode_frame
+from messenger.stream import Stream
+from messenger.transports import Path, Transport, connect
+from tests.messenger.fabric import DEADLINE_S, Fabric
+
+
+class Wire:
+    """One connection. Close it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.reader = FrameReader(Side.SENDER)
+
+    @classmethod
+    async def connect(cls, node: Fabric, transport: Transport = Transport.TCP) -> "Wire":
+        """To the receiver, past all proxies, without a word."""
+        place = node.endpoint if transport is Transport.TCP else node.unix_path
+        return cls(await connect(Path(transport, place), None))
+
+    @classmethod
+    async def introduced(
+        cls,
+        node: Fabric,
+        session: bytes | None = None,
+        lane: int = 0,
+        identity: Identity | None = None,
+    ) -> "Wire":
+        """With the right key."""
+        wire = await cls.connect(node)
+        await wire.introduce(node, session or secrets.token_bytes(16), lane, identity)
+        return wire
+
+    async def introduce(
+        self, node: Fabric, session: bytes, lane: int, identity: Identity | None = None
+    ) -> Welcome:
+        identity = identity or node.sender_identity
+        return await introduce(
+            self.stream, self.reader, node.key, identity, session=session, lane=lane, segment=None
+        )
+
+    async def introduce_probe(self, node: Fabric) -> Welcome:
+        """As somebody who only measures."""
+        return await introduce(
+            self.stream, self.reader, node.key, None, session=bytes(16), lane=0, segment=None
+        )
+
+    async def say(self, message: Message, payload: bytes = b"") -> None:
+        await self.say_bytes(encode_frame(message, len(payload)) + payload)
+
+    async def say_bytes(self, data: bytes, fd: int | None = None) -> None:
+        await self.stream.send([data], fd=fd)
+
+    async def hear(self) -> Message:
+        """The next message, which has no payload."""
+        return await read_message(self.stream, self.reader)
+
+    async def assert_closed(self) -> None:
+        """By the receiver, after whatever it had to say."""
+        buffer = memoryview(bytearray(1 << 16))
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(DEADLINE_S / 2):
+                while True:
+                    await self.stream.receive_some([buffer])
+
+    def close(self) -> None:
+        self.stream.close()
