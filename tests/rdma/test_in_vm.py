@@ -1,0 +1,19 @@
+"""Runs the tests of `guest/` where there are RDMA devices: in an emulated machine."""
+
+import pytest
+
+from tests.rdma.vm.__main__ import GUEST_TESTS, run
+from tests.rdma.vm.image import CannotBuildError
+
+TIMEOUT_S = 540.0
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(TIMEOUT_S + 180.0)  # the machine may have to be built first
+def test_guest_tests_pass_in_the_machine() -> None:
+    output = bytearray()
+    try:
+        status = run(GUEST_TESTS, timeout_s=TIMEOUT_S, on_output=output.extend)
+    except CannotBuildError as error:
+        pytest.skip(f"no machine with RDMA devices: {error}")
+    assert status == 0, output.decode(errors="replace")[-8000:]
