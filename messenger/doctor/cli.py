@@ -1,0 +1,214 @@
+"""`mooncake-doctor`: which checks are made, and what a person sees of them.
+
+Owns: the command line, the order of checks, the report. Does not know: how anything is checked.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import rich.console
+import rich.table
+import rich.text
+
+import messenger
+from messenger.doctor import gpu, host, network, peer, rdma
+from messenger.doctor.findings import Check, Finding, Level
+from messenger.doctor.machine import Machine
+from messenger.doctor.peer import Peer
+from messenger.probe import Probe
+from messenger.tls import Tls
+from mooncake import native
+from mooncake.config import LARGEST_PORT, Config, SecurityConfig, load_config
+from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
+
+FAILED = 1
+INTERRUPTED = 130
+_COMPILING_S = 120.0
+_MEASURING_S = 60.0
+_STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+def main() -> None:
+    """Entry point of the `mooncake-doctor` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0 if nothing failed, 1 if something did; ends with 2 for wrong use."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.config is not None and not options.config.is_file():
+        parser.error(f"--config: there is no file {options.config}")
+    machine = Machine()
+    try:
+        config, first = read_config(options.config, machine)
+        findings = [
+            first,
+            *look(checks(machine, config, options.peer, options.key_file or config.security.key_file)),
+        ]
+        (_print_json if options.json else _print_report)(findings)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return FAILED if any(finding.level is Level.FAIL for finding in findings) else 0
+
+
+def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
+    """The configuration that `mooncake-serve` would have. If that is wrong, the other checks use defaults."""
+    try:
+        config = load_config(file, machine.environ, {})
+    except ConfigError as error:
+        advice = "correct it; the other checks went by the defaults"
+        return Config(), Finding(Level.FAIL, "configuration", str(error), advice)
+    source = str(file) if file is not None else "defaults and environment (--config FILE names another)"
+    return config, Finding(Level.OK, "configuration", f"{source}; role {config.role}")
+
+
+def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path | None) -> list[Check]:
+    """All that is looked at, what others depend on first."""
+    sources = sorted(Path(messenger.__file__).parent.glob("*.cpp"))
+    here = [
+        Check("python", partial(host.python, machine)),
+        Check("native code", partial(host.native_code, native.load, sources), _COMPILING_S),
+        Check("memory", partial(host.memory, machine, config)),
+        Check("open files", partial(host.open_files, machine, config)),
+        Check("huge pages", partial(host.huge_pages, machine, config)),
+        Check("clock", partial(host.clock, machine)),
+        Check("cluster key", partial(host.cluster_key, key_file, ClusterKey.load, config)),
+        Check("gpu", partial(gpu.gpus, machine, config)),
+        Check("rdma", partial(rdma.devices, machine, config)),
+        Check("rdma access", partial(rdma.access, machine, config)),
+        Check("memlock", partial(rdma.locked_memory, machine, config)),
+        Check("rdma ports", partial(rdma.ports, machine, config)),
+        Check("rdma mtu", partial(rdma.mtu, machine)),
+        Check("rdma verbs", partial(rdma.verbs, machine, config, _find_rdma)),
+        Check("gpudirect", partial(gpu.peer_memory, machine)),
+        Check("interfaces", partial(network.interfaces, machine)),
+        Check("topology", partial(gpu.nearest_nics, machine)),
+        Check("tcp buffers", partial(network.tcp_buffers, machine)),
+        Check("addresses", partial(network.addresses, machine, config)),
+        Check("ports", partial(network.ports, machine, config)),
+    ]
+    return here + (_peer_checks(machine, other, key_file, config.security) if other is not None else [])
+
+
+def look(all_checks: Iterable[Check]) -> list[Finding]:
+    """Makes the checks, one after the other. A terminal shows which one is under way."""
+    findings: list[Finding] = []
+    console = rich.console.Console(stderr=True)
+    with console.status("") as status:
+        for check in all_checks:
+            status.update(f"looking at {check.title}")
+            findings += check.run()
+    return findings
+
+
+def in_order(findings: Sequence[Finding]) -> list[Finding]:
+    """For reading: the worst last, and of equally bad ones that which others may depend on."""
+    good = [finding for finding in findings if finding.level is Level.OK]
+    bad = [finding for finding in reversed(findings) if finding.level is not Level.OK]
+    return good + sorted(bad, key=lambda finding: finding.level)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The last line."""
+    num_failed, num_warnings = (
+        sum(finding.level is level for finding in findings) for level in (Level.FAIL, Level.WARN)
+    )
+    if not num_failed and not num_warnings:
+        return "Nothing is wrong."
+    begin = in_order(findings)[-1].title
+    counts = f"{num_failed} failed, {num_warnings} warning{'s' if num_warnings != 1 else ''}"
+    return f"{counts}. Begin with: {begin}." if num_failed + num_warnings > 1 else f"{counts}."
+
+
+def _peer_checks(
+    machine: Machine, other: Peer, key_file: Path | None, security: SecurityConfig
+) -> list[Check]:
+    async def open_probe() -> peer.PeerProbe:
+        if key_file is None:
+            raise ConfigError("without the cluster's key nothing is measured; name it with --key-file")
+        return Probe(*other, ClusterKey.load(key_file), Tls.of(security))
+
+    return [
+        Check("peer name", partial(peer.name, machine, other)),
+        Check("peer", partial(peer.way, machine, other, open_probe), _MEASURING_S),
+    ]
+
+
+def _find_rdma() -> tuple[list[str], list[str]]:
+    """Ports that the transport can use, and reasons against the others. Imported when there are devices."""
+    from messenger.rdma.devices import find_devices
+
+    found = find_devices()
+    usable = [
+        f"{device} (GID index {device.gid_index}, MTU {device.mtu_bytes} bytes)" for device in found.devices
+    ]
+    return usable, found.reasons
+
+
+def _print_json(findings: Sequence[Finding]) -> None:
+    for finding in in_order(findings):
+        facts = {"level": finding.level.name, "title": finding.title, "found": finding.found}
+        print(json.dumps({**facts, "advice": finding.advice}))
+    sys.stdout.flush()
+
+
+def _print_report(findings: Sequence[Finding]) -> None:
+    """One line a finding; on a terminal it is folded within its column."""
+    console = rich.console.Console(highlight=False)
+    table = rich.table.Table.grid(padding=(0, 2))
+    for finding in in_order(findings):
+        text = f"{finding.found} -> {finding.advice}" if finding.advice else finding.found
+        if console.is_terminal:
+            level = rich.text.Text(finding.level.name, _STYLES[finding.level])
+            table.add_row(level, rich.text.Text(finding.title), rich.text.Text(text, overflow="fold"))
+        else:
+            print(f"{finding.level.name:<4}  {finding.title:<13}  {text}")
+    if console.is_terminal:
+        console.print(table)
+    print(summary(findings), flush=True)
+
+
+def _peer(text: str) -> Peer:
+    host_text, _, port_text = text.rpartition(":")
+    host_name = host_text.removeprefix("[").removesuffix("]")
+    if not host_name or not port_text.isdecimal() or not 0 < int(port_text) <= LARGEST_PORT:
+        raise argparse.ArgumentTypeError(f"expected host:port, such as 10.0.0.2:7900, not {text!r}")
+    return Peer(host_name, int(port_text))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mooncake-doctor",
+        description="Look at this machine, and at the way to a peer, and say what is wrong and what to do.",
+        epilog="Exit codes: 0 if nothing failed, 1 if something did, 2 for wrong use.",
+    )
+    parser.add_argument(
+        "--peer",
+        type=_peer,
+        metavar="HOST:PORT",
+        help="one of another node's messenger.hosts, and its messenger.port",
+    )
+    parser.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="the cluster's key; default: security.key_file"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the YAML file that mooncake-serve is started with"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

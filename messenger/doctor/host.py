@@ -1,0 +1,179 @@
+"""Checks of the machine itself: Python, compiled code, memory, limits, clock, the cluster's key.
+
+Owns: these checks. Does not know: devices, networks.
+"""
+
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from messenger.doctor.findings import Finding, Level, as_size
+from messenger.doctor.machine import Machine
+from mooncake.config import Config
+from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
+
+OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
+MESSENGER_MODULE = "kvstore.service"
+_OTHER_FILES = 512
+"""descriptors that a process has open beside those of its requests"""
+_LARGE_POOL_BYTES = 8 << 30
+_LONGEST_REASON = 300
+_SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")
+
+
+def num_instances(config: Config) -> int:
+    """Pools on this node."""
+    if config.role == "all":
+        return config.num_prefill + config.num_decode
+    return 0 if config.role == "conductor" else 1
+
+
+def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
+    """Interpreter and operating system."""
+    kernel = machine.read("proc/sys/kernel/osrelease") or "unknown"
+    found = f"Python {'.'.join(map(str, version))} on {platform.system()} {kernel}, {platform.machine()}"
+    if not OLDEST_PYTHON <= version < FIRST_UNSUPPORTED_PYTHON:
+        yield Finding(Level.FAIL, "python", found, "install Python 3.11, 3.12 or 3.13")
+    elif platform.system() != "Linux":
+        yield Finding(Level.FAIL, "python", found, "use Linux: shared memory and sockets are Linux's")
+    else:
+        yield Finding(Level.OK, "python", found)
+
+
+def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator[Finding]:
+    """Whether every C++ file can be compiled and loaded. The first time takes some seconds."""
+    for source in sources:
+        try:
+            load(source)
+        except ConfigError as error:
+            reason = " ".join(str(error).split())[:_LONGEST_REASON]  # a compiler may say a lot
+            advice = "correct that: without it bytes are copied and checked more slowly"
+            yield Finding(Level.WARN, "native code", reason, advice)
+            return
+    yield Finding(
+        Level.OK, "native code", f"{', '.join(source.name for source in sources)} compiled and loaded"
+    )
+
+
+def memory(machine: Machine, config: Config) -> Iterator[Finding]:
+    """Whether the pools fit into the memory, the control group, and the file system that they are kept in."""
+    wanted_bytes = num_instances(config) * int(config.kvcache.pool_bytes)
+    found = f"the pools take {as_size(wanted_bytes)}"
+    if any(process.name == MESSENGER_MODULE for process in machine.processes()):
+        yield Finding(Level.OK, "memory", f"{found}; pools are running here and have theirs")
+        return
+    room = {"of memory are available": _available_bytes(machine)}
+    room["are left in this control group"] = _group_bytes(machine)
+    segment_dir = config.kvcache.segment_dir
+    if segment_dir is not None:
+        room[f"are free in {segment_dir}"] = machine.free_bytes(segment_dir)
+    known = {where: num_bytes for where, num_bytes in room.items() if num_bytes is not None}
+    if not known:
+        yield Finding(Level.WARN, "memory", f"{found}; what is available cannot be read")
+        return
+    where, least_bytes = min(known.items(), key=lambda item: item[1])
+    found += f", {as_size(least_bytes)} {where}"
+    if wanted_bytes <= least_bytes:
+        yield Finding(Level.OK, "memory", found)
+    else:
+        advice = f"lower kvcache.pool_bytes (now {as_size(int(config.kvcache.pool_bytes))} an instance)"
+        advice += " or give the container more memory" if "group" in where else ""
+        advice += "; docker's --shm-size sets the size of /dev/shm" if "/dev/shm" in where else ""
+        yield Finding(Level.FAIL, "memory", found, advice)
+
+
+def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
+    """The limit on file descriptors, of which each request and each stream needs one."""
+    limit = machine.limit("Max open files")
+    needed = _OTHER_FILES + config.conductor.max_running_requests
+    if limit is not None and limit < needed:
+        found = f"{limit} files may be open, {needed} can be needed"
+        yield Finding(
+            Level.WARN,
+            "open files",
+            found,
+            "raise it: ulimit -n 65536, LimitNOFILE=65536, --ulimit nofile=65536",
+        )
+    else:
+        yield Finding(Level.OK, "open files", f"{limit or 'any number of'} files may be open")
+
+
+def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
+    """Whether the pool's memory can be in huge pages, which are faster to copy and to register."""
+    folder = "sys/kernel/mm/transparent_hugepage"
+    chosen = re.search(r"\[(\w+)\]", machine.read(f"{folder}/shmem_enabled") or "")
+    mode = chosen[1] if chosen is not None else "not supported"
+    reserved = re.search(r"^HugePages_Total:\s*(\d+)", machine.read("proc/meminfo") or "", re.MULTILINE)
+    found = f"shared memory: {mode}; {reserved[1] if reserved else 0} pages reserved"
+    is_off = mode not in ("always", "advise", "within_size", "force") and config.kvcache.segment_dir is None
+    if is_off and config.kvcache.pool_bytes >= _LARGE_POOL_BYTES:
+        advice = f"as root: echo advise > /{folder}/shmem_enabled (faster copies and registration)"
+        yield Finding(Level.WARN, "huge pages", found, advice)
+    else:
+        yield Finding(Level.OK, "huge pages", found)
+
+
+def clock(machine: Machine) -> Iterator[Finding]:
+    """How the time is read, and whether it is synchronised. Nodes do not compare their clocks."""
+    source = machine.read("sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
+    answer = machine.run("timedatectl", "show", "--property=NTPSynchronized", "--value")
+    synchronised = {"yes": "synchronised", "no": "not synchronised"}.get(answer or "", "perhaps synchronised")
+    found = f"{source}, {synchronised}; only the times in logs depend on that"
+    if source in _SLOW_CLOCKS:
+        advice = "reading this clock is slow; boot with clocksource=tsc if the processor is sound"
+        yield Finding(Level.WARN, "clock", found, advice)
+    else:
+        yield Finding(Level.OK, "clock", found)
+
+
+def cluster_key(path: Path | None, load: Callable[[Path], ClusterKey], config: Config) -> Iterator[Finding]:
+    """Whether the key that every node must have is there, and nobody else can read it."""
+    title = "cluster key"
+    if path is None and config.role == "all":
+        yield Finding(Level.OK, title, "role all makes one for each run")
+    elif path is None:
+        advice = "mooncake-serve keygen FILE on one node, copy it to all, set security.key_file"
+        yield Finding(Level.FAIL, title, f"role {config.role} needs one, and none is configured", advice)
+    else:
+        try:
+            key = load(path)
+        except ConfigError as error:  # which says what to do
+            yield Finding(Level.FAIL, title, str(error))
+        else:
+            found = f"{path} is private; its id, {key.key_id}, must be the same on all nodes"
+            yield Finding(Level.OK, title, found)
+
+
+def _available_bytes(machine: Machine) -> int | None:
+    line = re.search(r"^MemAvailable:\s*(\d+) kB", machine.read("proc/meminfo") or "", re.MULTILINE)
+    return int(line[1]) * 1024 if line is not None else None
+
+
+def _group_bytes(machine: Machine) -> int | None:
+    """Room in the tightest control group above this process; None if none has a limit."""
+    rooms = []
+    for line in (machine.read("proc/self/cgroup") or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, limit_file, usage_file = "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_file, usage_file = (
+                "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        groups = [path.strip("/"), *(str(parent) for parent in Path(path.strip("/")).parents)]
+        for group in groups:
+            limit, usage = (machine.read(f"{base}/{group}/{name}") or "" for name in (limit_file, usage_file))
+            if limit.isdecimal() and usage.isdecimal():
+                statistics = machine.read(f"{base}/{group}/memory.stat") or ""
+                cached = re.findall(r"^(?:active|inactive)_file (\d+)", statistics, re.MULTILINE)
+                rooms.append(
+                    int(limit) - int(usage) + sum(map(int, cached))
+                )  # files go when memory is needed
+    return max(0, min(rooms)) if rooms else None
