@@ -29,7 +29,7 @@ from benchmarks.store.disk import (
     has_fio,
 )
 from benchmarks.store.index import IndexKeys, resident_bytes
-from benchmarks.store.limits import ROOT, DictKeys, Memcpy, SeqpacketKeys, TcpStream
+from benchmarks.store.limits import ROOT, DictKeys, Memcpy, RawStream, SeqpacketKeys
 from benchmarks.store.ours import LAYOUTS, OurStore
 from benchmarks.store.rounds import (
     GIB,
@@ -123,7 +123,7 @@ def tcp(effort: Effort, python: Path | None) -> None:
     """Put and get over TCP, loopback, from a second process."""
     with contextlib.ExitStack() as stack:
         store, stream = (
-            stack.enter_context(contextlib.closing(store)) for store in (OurStore("tcp"), TcpStream())
+            stack.enter_context(contextlib.closing(store)) for store in (OurStore("tcp"), RawStream("tcp"))
         )
         blocks = Memory()
         sides: dict[str, Side] = {OURS: Workload(store, blocks)}

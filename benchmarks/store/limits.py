@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -46,24 +47,22 @@ class Memcpy:
             np.copyto(self._destinations[i], self._blocks[i])
 
 
-class TcpStream:
-    """One TCP connection over loopback to a process that holds the blocks and acknowledges each put."""
+class RawStream:
+    """One connection to a process on this host that holds the blocks and acknowledges each put."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: Literal["tcp", "unix"]) -> None:
+        self._connect = tcp_pair if family == "tcp" else socket.socketpair
         self._sock: socket.socket | None = None
 
     def open(self, sources: Bytes, destinations: Bytes) -> None:
         self.close()
         self._sources = [memoryview(block) for block in sources]
         self._destinations = [memoryview(block) for block in destinations]
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._sock = socket.create_connection(listener.getsockname())
-            other, _ = listener.accept()
+        self._sock, other = self._connect()
         for sock in (self._sock, other):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
-        self._process = _serve("blocks", other, *sources.shape)
+        self._process = serve("blocks", other, *sources.shape)
 
     def remove(self, indices: Sequence[int]) -> None:
         pass
@@ -73,13 +72,13 @@ class TcpStream:
         request = REQUEST.pack(b"p", indices[0], len(indices))
         send_all(self._sock, [request, *(self._sources[i] for i in indices)])
         if self._sock.recv(len(DONE)) != DONE:
-            raise RuntimeError("the other end of the TCP stream has ended")
+            raise RuntimeError("the other end of the stream has ended")
 
     def get(self, indices: Sequence[int]) -> None:
         assert self._sock is not None
         self._sock.sendall(REQUEST.pack(b"g", indices[0], len(indices)))
         if not all(receive(self._sock, self._destinations[i]) for i in indices):
-            raise RuntimeError("the other end of the TCP stream has ended")
+            raise RuntimeError("the other end of the stream has ended")
 
     def close(self) -> None:
         if self._sock is not None:
@@ -92,7 +91,7 @@ class SeqpacketKeys:
 
     def __init__(self) -> None:
         self._sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = _serve("keys", other, 0, 0)
+        self._process = serve("keys", other, 0, 0)
 
     def exists(self, indices: Sequence[int]) -> None:
         self._sock.send(bytes(KEY_BYTES * len(indices)))
@@ -117,7 +116,17 @@ class DictKeys:
             raise RuntimeError("a key is missing")
 
 
-def _serve(kind: str, sock: socket.socket, num_blocks: int, block_bytes: int) -> subprocess.Popen[bytes]:
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of one connection over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sock = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    for end in (sock, other):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock, other
+
+
+def serve(kind: str, sock: socket.socket, num_blocks: int, block_bytes: int) -> subprocess.Popen[bytes]:
     """The other process, which then alone has `sock`."""
     fd = sock.detach()
     command = [sys.executable, "-m", "benchmarks.store.echo", kind, *map(str, (fd, num_blocks, block_bytes))]

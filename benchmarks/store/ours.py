@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from benchmarks.store.limits import ROOT
@@ -20,6 +21,7 @@ from kvstore.client import KVCachePool
 from mooncake.blocks import KVLayout
 from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess
 from mooncake.errors import PoolError
+from mooncake.keys import ClusterKey
 
 FINGERPRINT = "f" * 32
 TIMEOUT_S = 30.0
@@ -53,9 +55,13 @@ class Messenger:
         self.unix_address = f"unix:{self._folder.name}/worker.sock"
         tcp_port = _free_port()
         self.tcp_address = f"tcp://127.0.0.1:{tcp_port}"
+        key = ClusterKey.generate()
+        self.key_file = Path(self._folder.name, "cluster.key")
+        key.save(self.key_file)
         segment_fd = os.memfd_create("benchmark")
         os.posix_fallocate(segment_fd, 0, SEGMENT_BYTES)
         config = MessengerProcess(
+            cluster_key=key,
             settings=MessengerConfig(),
             kvcache=KVCacheConfig(listen=f"127.0.0.1:{tcp_port}"),
             instance="benchmark",
@@ -91,7 +97,7 @@ class OurStore:
         messenger = self._resources.enter_context(contextlib.closing(Messenger()))
         address = messenger.unix_address if self._transport == "unix" else messenger.tcp_address
         layout = LAYOUTS[sources.shape[1]]
-        self._pool = self._resources.enter_context(_connect(address, layout))
+        self._pool = self._resources.enter_context(_connect(address, layout, messenger.key_file))
         self._keys = [os.urandom(16) for _ in sources]
         self._sources = [memoryview(block) for block in sources]
         self._destinations = [memoryview(block) for block in destinations]
@@ -117,12 +123,14 @@ class OurStore:
         self._resources.close()
 
 
-def _connect(address: str, layout: KVLayout) -> KVCachePool:
+def _connect(address: str, layout: KVLayout, key_file: Path) -> KVCachePool:
     """Waits for the messenger to listen."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         try:
-            return KVCachePool.connect(address, fingerprint=FINGERPRINT, layout=layout, timeout_s=TIMEOUT_S)
+            return KVCachePool.connect(
+                address, fingerprint=FINGERPRINT, layout=layout, timeout_s=TIMEOUT_S, key_file=key_file
+            )
         except PoolError:
             if time.monotonic() > deadline_s:
                 raise

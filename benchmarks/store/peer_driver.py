@@ -2,17 +2,17 @@
 
     python peer_driver.py MASTER_ADDRESS SEGMENT_BYTES    (JSON lines: commands on stdin, answers on stdout)
 
-Ours has packages of the same names, so nothing of it may be imported here but the module beside this one.
+Ours has packages of the same names, so nothing of it may be imported here but modules beside this one.
 
 Owns: the use of the peer's client. Does not know: who compares it with what.
 """
 
-import json
-import os
+import functools
 import sys
 import time
 from collections.abc import Sequence
 
+from commands import answer_commands, take_stdout
 from workload import Bytes, Memory, Workload
 
 from mooncake.store import MooncakeDistributedStore
@@ -91,19 +91,16 @@ def _expect(expected: Sequence[int], codes: Sequence[int]) -> None:
 
 def main() -> None:
     """Until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the peer's library prints goes to stderr
+    answers = take_stdout()
     store = MooncakeStore(sys.argv[1], int(sys.argv[2]))
-    workload: Workload | None = None
-    print("null", file=answers, flush=True)
-    for line in sys.stdin:
-        call, *arguments = json.loads(line)
-        if workload is None:
-            memory = Memory()
-            store.register(memory)
-            workload = Workload(store, memory)
-        answer = getattr(store if call == "put_many" else workload, call)(*arguments)
-        print(json.dumps(answer), file=answers, flush=True)
+
+    @functools.cache
+    def workload() -> Workload:
+        memory = Memory()
+        store.register(memory)
+        return Workload(store, memory)
+
+    answer_commands(answers, None, lambda name: store if name == "put_many" else workload())
 
 
 if __name__ == "__main__":

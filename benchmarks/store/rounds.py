@@ -76,7 +76,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 def progress(text: str) -> None:
     """One line on stderr."""
-    print(f"[kvstore] {text}", file=sys.stderr, flush=True)
+    print(f"[benchmark] {text}", file=sys.stderr, flush=True)
 
 
 def size_name(size_bytes: int) -> str:

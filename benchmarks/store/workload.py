@@ -86,9 +86,15 @@ class Lookups:
 class Memory:
     """The caller's blocks. A benchmark's stores share one, a peer's driver has its own."""
 
-    def __init__(self) -> None:
-        self.sources = np.random.default_rng(0).integers(0, 256, WORKING_SET_BYTES, np.uint8)
-        self.destinations = np.zeros_like(self.sources)
+    SIZE_BYTES = 2 * WORKING_SET_BYTES
+
+    def __init__(self, buffer: Bytes | None = None) -> None:
+        """In `buffer` of SIZE_BYTES, the sources first, or in new memory."""
+        if buffer is None:
+            buffer = np.empty(self.SIZE_BYTES, np.uint8)
+        self.sources, self.destinations = buffer[:WORKING_SET_BYTES], buffer[WORKING_SET_BYTES:]
+        self.sources[:] = np.random.default_rng(0).integers(0, 256, WORKING_SET_BYTES, np.uint8)
+        self.destinations[:] = 0
 
 
 class Workload:

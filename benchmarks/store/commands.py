@@ -1,0 +1,27 @@
+"""How a peer's driver is driven: calls as JSON lines on stdin, answers on stdout.
+
+Needs only the standard library: a peer's driver runs it in another virtual environment.
+
+Owns: the driver's end of the lines. Does not know: what is called.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+
+def take_stdout() -> TextIO:
+    """Where answers go. From now on whatever is printed, also by a library, goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def answer_commands(answers: TextIO, greeting: object, owner: Callable[[str], object]) -> None:
+    """Until stdin ends. `owner` gives the object whose method of that name is called."""
+    print(json.dumps(greeting), file=answers, flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(owner(name), name)(*arguments)), file=answers, flush=True)

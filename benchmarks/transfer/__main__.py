@@ -1,0 +1,255 @@
+"""One markdown table per section: ours, the peer, and the limits of the machine, measured in turn.
+
+    python -m benchmarks.transfer [--quick] [--only SECTION]
+
+Owns: the sections, their tables and bars. Does not know: how anything is measured.
+"""
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from benchmarks.store.limits import Memcpy, RawStream
+from benchmarks.store.peer import PACKAGE, PeerError, install
+from benchmarks.store.rounds import (
+    GIB,
+    Sample,
+    Side,
+    gib_and_us,
+    in_rounds,
+    print_table,
+    progress,
+    size_name,
+    time_sides,
+)
+from benchmarks.store.workload import WORKING_SET_BYTES, Memory, Op, Workload
+from benchmarks.transfer.limits import MESSAGE_BYTES, StreamingBlocks, TwoStreams, time_round_trips
+from benchmarks.transfer.ours import ENGINES
+from benchmarks.transfer.peer import transfer_engine
+from benchmarks.transfer.work import BULK_BYTES, CONCURRENT_BYTES, LATENCY_BYTES, NUM_BULK, Transfers
+
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+DEPTHS = (1, 8)
+OPS: dict[Op, str] = {"put": "write", "get": "read"}
+NUM_CONCURRENT = 64
+PEER = "Transfer Engine"
+RAW, STREAMING, MEMCPY = "raw TCP", "raw TCP, streaming", "memcpy"
+LARGE_BYTES = 1 << 20
+"""and more: what the shares of raw TCP, of memcpy and of the peer are asked of"""
+
+
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    num_rounds: int
+    budget_s: float
+    """of one measurement of one side in one round"""
+    long_budget_s: float
+    """the same, where tens of MiB are under way"""
+    num_round_trips: int
+
+
+QUICK = Effort(3, 0.05, 0.2, 2_000)
+NORMAL = Effort(5, 0.2, 1.0, 20_000)
+
+
+class TransferSide(Side, Protocol):
+    """What transfers between two processes: `Transfers`, here or in a driver."""
+
+    def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]: ...
+
+    def time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]: ...
+
+
+class Bar(NamedTuple):
+    """What a figure has to reach."""
+
+    name: str
+    value: float
+    bar: float
+    is_least: bool = True
+    """`bar` is the least allowed, else the most"""
+    unit: str = ""
+
+    def __str__(self) -> str:
+        is_met = self.value >= self.bar if self.is_least else self.value <= self.bar
+        sign = ">=" if self.is_least else "<="
+        verdict = "met" if is_met else "MISSED"
+        return f"{self.name} {self.value:.2f}{self.unit} {sign} {self.bar:g}{self.unit}: {verdict}"
+
+
+def ours_name(transport: str) -> str:
+    """Of a column or row."""
+    return f"ours, {transport}"
+
+
+@contextlib.contextmanager
+def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
+    """Every transfer engine that can be had."""
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, TransferSide] = {
+            ours_name(transport): Transfers(stack.enter_context(start()))
+            for transport, start in ENGINES.items()
+        }
+        if python is not None:
+            sides[PEER] = stack.enter_context(transfer_engine(python))
+        yield sides
+
+
+def transfers(effort: Effort, python: Path | None) -> None:
+    """Every side, size and depth."""
+    with contextlib.ExitStack() as stack:
+        raw, unix, two = (
+            stack.enter_context(contextlib.closing(limit))
+            for limit in (RawStream("tcp"), RawStream("unix"), TwoStreams())
+        )
+        memory = Memory()
+        sides: dict[str, Side] = {
+            **stack.enter_context(engines(python)),
+            RAW: Workload(raw, memory),
+            STREAMING: stack.enter_context(contextlib.closing(StreamingBlocks(memory))),
+            "two raw streams": Workload(two, memory),
+            "Unix socket": Workload(unix, memory),
+            MEMCPY: Workload(Memcpy(), memory),
+        }
+        rows = []
+        for block_bytes in SIZES:
+            progress(f"transfers: {size_name(block_bytes)}")
+            for side in sides.values():
+                side.open(block_bytes)
+            for depth, op in itertools.product(DEPTHS, OPS):
+                figures = time_sides(sides, op, depth, effort.budget_s, effort.num_rounds)
+                cells = [
+                    _gib(figures[name].items_per_s * block_bytes)
+                    if name == STREAMING
+                    else gib_and_us(figures[name], block_bytes)
+                    for name in sides
+                ]
+                bars = "; ".join(map(str, transfer_bars(figures, block_bytes, depth)))
+                rows.append((f"{OPS[op]} {depth} x {size_name(block_bytes)}", *cells, bars or "-"))
+    print_table(
+        "Transfers between two processes",
+        ("blocks under way", *sides, "bars"),
+        rows,
+        f"Throughput and p50 of one call. Every side takes {size_name(WORKING_SET_BYTES)} of blocks in turn."
+        " Transfer Engine and raw sockets without checksums, over loopback. Raw TCP: one stream, a call is"
+        " one request, a write is acknowledged; streaming: a request for each block, no acknowledgements.",
+    )
+
+
+def transfer_bars(figures: Mapping[str, Sample], block_bytes: int, depth: int) -> Iterator[Bar]:
+    """Those of one row."""
+    tcp, shm = figures.get(ours_name("tcp")), figures.get(ours_name("shm"))
+    if tcp is not None:
+        if block_bytes >= LARGE_BYTES:
+            yield Bar("tcp of raw TCP", tcp.items_per_s / figures[RAW].items_per_s, 0.85)
+            if PEER in figures:
+                yield Bar("tcp by Transfer Engine", tcp.items_per_s / figures[PEER].items_per_s, 1.3)
+        elif block_bytes == 64 << 10:
+            yield Bar("tcp", tcp.items_per_s * block_bytes / GIB, 1.0, unit=" GiB/s")
+        elif block_bytes == 4 << 10 and depth == 1:
+            yield Bar("tcp p50", 1e6 * tcp.p50_s, 100, is_least=False, unit=" us")
+    if shm is not None and block_bytes >= LARGE_BYTES:
+        yield Bar("shm of memcpy", shm.items_per_s / figures[MEMCPY].items_per_s, 0.8)
+
+
+def round_trips(effort: Effort) -> None:
+    """The least that an answered request can take."""
+    rows = []
+    for name, is_polling in (("both ends sleep", False), ("both ends poll", True)):
+        sample = time_round_trips(is_polling=is_polling, num_rounds=effort.num_round_trips)
+        rows.append((name, f"{1e6 * sample.p50_s:.1f} us", f"{1e6 * sample.p99_s:.1f} us"))
+    print_table(f"Round trip of {MESSAGE_BYTES} bytes over TCP, loopback", ("", "p50", "p99"), rows)
+
+
+def concurrent(effort: Effort, python: Path | None) -> None:
+    """Many transfers at a time, and one of as many bytes."""
+    with engines(python) as sides:
+        rows = [_concurrent_row(effort, name, sides[name], op) for name in sides for op in OPS]
+    size = size_name(CONCURRENT_BYTES // NUM_CONCURRENT)
+    columns = ("", f"{NUM_CONCURRENT} x {size}", f"1 x {size_name(CONCURRENT_BYTES)}", "bar")
+    print_table("Concurrent transfers", columns, rows)
+
+
+def _concurrent_row(effort: Effort, name: str, side: TransferSide, op: Op) -> list[str]:
+    def measure(num_transfers: int) -> Sample:
+        return Sample.of(side.time_concurrent(op, num_transfers, effort.long_budget_s), 1)
+
+    progress(f"concurrent: {name}, {OPS[op]}")
+    figures = in_rounds({"many": NUM_CONCURRENT, "one": 1}, measure, effort.num_rounds)
+    share = Bar("of one", figures["many"].items_per_s / figures["one"].items_per_s, 0.9)
+    rates = [_gib(figure.items_per_s * CONCURRENT_BYTES) for figure in figures.values()]
+    return [f"{name}, {OPS[op]}", *rates, _verdict(name, share)]
+
+
+def latency(effort: Effort, python: Path | None) -> None:
+    """A transfer that a request waits for, alone and beside a stream that fills the path."""
+    with engines(python) as sides:
+        rows = [_latency_row(effort, name, sides[name], op) for name in sides for op in OPS]
+    print_table(
+        f"A latency transfer of {size_name(LATENCY_BYTES)} beside bulk",
+        ("", "p50 alone", "p50 beside", "p99 beside", "bulk beside", "bar"),
+        rows,
+        f"Bulk: {NUM_BULK} transfers of {size_name(BULK_BYTES)} under way in the same direction."
+        f" {PEER} has no classes of transfers.",
+    )
+
+
+def _latency_row(effort: Effort, name: str, side: TransferSide, op: Op) -> list[str]:
+    def measure(num_bulk: int) -> Sample:
+        times_s, bulk_bytes_per_s = side.time_latency(op, num_bulk, effort.long_budget_s)
+        return Sample.of(times_s, 1)._replace(items_per_s=bulk_bytes_per_s)
+
+    progress(f"latency: {name}, {OPS[op]}")
+    figures = in_rounds({"alone": 0, "beside": NUM_BULK}, measure, effort.num_rounds)
+    alone, beside = figures["alone"], figures["beside"]
+    times = [f"{1e6 * time_s:.0f} us" for time_s in (alone.p50_s, beside.p50_s, beside.p99_s)]
+    slower = Bar("by alone", beside.p50_s / alone.p50_s, 3, is_least=False)
+    return [f"{name}, {OPS[op]}", *times, _gib(beside.items_per_s), _verdict(name, slower)]
+
+
+def _verdict(name: str, bar: Bar) -> str:
+    """Bars are ours; of the peer only the figure is shown."""
+    return f"{bar.name} {bar.value:.2f}" if name == PEER else str(bar)
+
+
+def _gib(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GIB:.2f} GiB/s"
+
+
+SECTIONS = ("transfers", "round-trips", "concurrent", "latency")
+
+
+def main() -> None:
+    """Print the tables that were asked for."""
+    parser = argparse.ArgumentParser(prog="benchmarks/messenger.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    flags = parser.parse_args()
+    effort = QUICK if flags.quick else NORMAL
+    wanted = [flags.only] if flags.only else SECTIONS
+    python, peer_note = None, "not asked"
+    if wanted != ["round-trips"]:
+        try:
+            python, peer_note = install(), PACKAGE
+        except PeerError as error:
+            peer_note = f"none ({error})"
+            progress(f"peer: {peer_note}")
+    for section in wanted:
+        match section:
+            case "transfers":
+                transfers(effort, python)
+            case "round-trips":
+                round_trips(effort)
+            case "concurrent":
+                concurrent(effort, python)
+            case "latency":
+                latency(effort, python)
+    print(f"\nPeer: {peer_note}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Our transfer engines, by transport.
+
+Owns: how our messengers are started for a benchmark. Does not know: what they are compared with.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.store.workload import WORKING_SET_BYTES, Memory
+from benchmarks.transfer.ours_driver import INSTANCE, SLICE_BYTES, identity, shared_memory
+from benchmarks.transfer.work import Direction, Engine, Pair
+from messenger.checksums import CHECKSUM_BYTES, layer_checksums, prepare
+from messenger.identity import host_id
+from messenger.lane import Outcome, Urgency
+from messenger.peer import Peer
+from messenger.peers import Peers
+from messenger.protocol import WriteEntry
+from messenger.rdma.cards import Cards
+from messenger.transports import SourceSegment, Traffic
+from mooncake.config import MessengerConfig
+from mooncake.errors import TransferError
+from mooncake.keys import ClusterKey
+from mooncake.messages import MessengerAddress
+
+Transport = Literal["tcp", "shm"]
+Start = Callable[[], AbstractContextManager[Engine]]
+"""both processes are up and connected inside of it"""
+
+
+class MessengerEngine:
+    """A messenger's sending half in this process, on an event loop that runs while a call waits."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, peers: Mapping[int, Peer], memory: Memory, buffer: memoryview
+    ) -> None:
+        self.memory = memory
+        self._loop = loop
+        self._peers = peers
+        self._buffer = buffer
+        self._checksums: dict[int, bytes] = {}
+        """of all sources, by size of a slice: a pool has them from the one who stored the block"""
+
+    def move(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
+    ) -> None:
+        self._loop.run_until_complete(self._move(direction, pairs, block_bytes, is_latency))
+
+    def submit(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
+    ) -> "asyncio.Task[None]":
+        return self._loop.create_task(self._move(direction, pairs, block_bytes, is_latency))
+
+    def wait(self, transfer: "asyncio.Task[None]") -> None:
+        self._loop.run_until_complete(transfer)
+
+    async def _move(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, is_latency: bool
+    ) -> None:
+        slice_bytes = max(size for size in SLICE_BYTES if size <= block_bytes)
+        urgency = Urgency.LATENCY if is_latency else Urgency.BULK
+        move = self._write if direction == "write" else self._read
+        await move(self._peers[slice_bytes], pairs, block_bytes, slice_bytes, urgency)
+
+    async def _write(
+        self, peer: Peer, pairs: Sequence[Pair], block_bytes: int, slice_bytes: int, urgency: Urgency
+    ) -> None:
+        checksums = self._checksums_of(slice_bytes)
+        entries = []
+        for local, remote in pairs:
+            for begin, length in _parts(block_bytes, peer.frame_bytes):
+                first = (local * block_bytes + begin) // slice_bytes
+                target = (remote * block_bytes + begin) // slice_bytes
+                num_slices = length // slice_bytes
+                own = checksums[first * CHECKSUM_BYTES : (first + num_slices) * CHECKSUM_BYTES]
+                entries.append(WriteEntry(0, 0, target, target + num_slices, own, first * slice_bytes))
+        left = len(pairs) * block_bytes
+        arrived = asyncio.Event()
+
+        def done(num_bytes: int, outcome: Outcome) -> None:
+            nonlocal left
+            if outcome is Outcome.PLACED:
+                left -= num_bytes
+                if not left:
+                    arrived.set()
+
+        with peer.transfer(1, "benchmark", lambda: None, urgency) as transfer:
+            for frame in _frames(entries, slice_bytes, peer.frame_bytes):
+                num_bytes = sum(entry.num_layers for entry in frame) * slice_bytes
+                await transfer.write(frame, num_bytes, functools.partial(done, num_bytes))
+            await arrived.wait()
+
+    async def _read(
+        self, peer: Peer, pairs: Sequence[Pair], block_bytes: int, slice_bytes: int, urgency: Urgency
+    ) -> None:
+        parts = list(_parts(block_bytes, peer.frame_bytes))
+        if len(parts) == 1:  # several small blocks in one request
+            at_once = max(1, peer.frame_bytes // block_bytes)
+            groups = [pairs[i : i + at_once] for i in range(0, len(pairs), at_once)]
+        else:
+            groups = [[pair] for pair in pairs]
+        requests = [
+            self._fetch(peer, group, block_bytes, slice_bytes, begin, length, urgency)
+            for group in groups
+            for begin, length in parts
+        ]
+        await asyncio.gather(*requests)
+
+    async def _fetch(
+        self,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        slice_bytes: int,
+        begin: int,
+        length: int,
+        urgency: Urgency,
+    ) -> None:
+        keys = [((remote * block_bytes + begin) // slice_bytes).to_bytes(8, "little") for _, remote in pairs]
+        starts = [WORKING_SET_BYTES + local * block_bytes + begin for local, _ in pairs]
+        views = [self._buffer[start : start + length] for start in starts]
+        found = await peer.fetch(keys, views, range(length // slice_bytes), urgency)
+        if len(found) < len(keys):
+            raise TransferError("a block did not come")
+
+    def _checksums_of(self, slice_bytes: int) -> bytes:
+        if slice_bytes not in self._checksums:
+            self._checksums[slice_bytes] = layer_checksums(self._buffer[:WORKING_SET_BYTES], slice_bytes)
+        return self._checksums[slice_bytes]
+
+
+def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
+    """Begin and length of what one frame takes of a block."""
+    for begin in range(0, block_bytes, frame_bytes):
+        yield begin, min(frame_bytes, block_bytes - begin)
+
+
+def _frames(entries: Sequence[WriteEntry], slice_bytes: int, most_bytes: int) -> Iterator[list[WriteEntry]]:
+    frame: list[WriteEntry] = []
+    frame_bytes = 0
+    for entry in entries:
+        num_bytes = entry.num_layers * slice_bytes
+        if frame and frame_bytes + num_bytes > most_bytes:
+            yield frame
+            frame, frame_bytes = [], 0
+        frame.append(entry)
+        frame_bytes += num_bytes
+    yield frame
+
+
+@contextlib.contextmanager
+def _start(transport: Transport) -> Iterator[MessengerEngine]:
+    prepare()
+    key = ClusterKey.generate()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        command = [sys.executable, "-m", "benchmarks.transfer.ours_driver", folder, key.to_text()]
+        target = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        stack.callback(target.wait)
+        stack.callback(target.kill)
+        assert target.stdout is not None
+        places = json.loads(target.stdout.readline())
+        fd, buffer = shared_memory(Memory.SIZE_BYTES)
+        source = SourceSegment.of(fd, buffer)
+        memory = Memory(np.frombuffer(buffer, np.uint8))
+        loop = stack.enter_context(asyncio.Runner()).get_loop()
+        opened: asyncio.Future[dict[int, Peer]] = loop.create_future()
+
+        async def connect() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                peers = {}
+                for slice_bytes in SLICE_BYTES:
+                    unix_path, port = places[str(slice_bytes)]
+                    address = MessengerAddress(INSTANCE, 1, host_id(), unix_path, (("127.0.0.1", port),))
+                    connections = Peers(
+                        tasks,
+                        source,
+                        Traffic(),
+                        identity=identity("source", slice_bytes),
+                        key=key,
+                        tls=None,
+                        settings=MessengerConfig(transport=transport),
+                        cards=Cards([]),
+                    )
+                    peers[slice_bytes] = await connections.peer(address)
+                opened.set_result(peers)
+                await asyncio.Event().wait()
+
+        task = loop.create_task(connect())
+        loop.run_until_complete(asyncio.wait({task, opened}, return_when="FIRST_COMPLETED"))
+        stack.callback(task.cancel)
+        yield MessengerEngine(loop, opened.result(), memory, buffer)
+
+
+ENGINES: Mapping[Transport, Start] = {
+    "tcp": functools.partial(_start, "tcp"),
+    "shm": functools.partial(_start, "shm"),
+}
