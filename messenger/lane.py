@@ -34,6 +34,10 @@ from messenger.stream import Outbox, Stream
 from messenger.transports import Inlet, Path, Transport
 from mooncake.errors import TransferError
 
+_MOST_CLOSES = 1024
+NOT_URGENT_S = 0.002
+"""that a message may wait for another to go with"""
+
 
 class Outcome(Enum):
     """What became of a write."""
@@ -164,7 +168,7 @@ class Lane:
         self._owner = owner
         self._answer_timeout_s = answer_timeout_s
         self._control: deque[Message] = deque()
-        self._closes: deque[tuple[int, Close]] = deque()
+        self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
         """that may not have arrived, and how many requests had been sent before each"""
         self._num_begun = self._num_answered = 0
         self._outstanding: deque[WriteRequest | ProbeRequest] = deque()
@@ -174,6 +178,8 @@ class Lane:
         self._remote = RemotePages(endpoint, self.post) if endpoint is not None else None
         self._outbox = Outbox(stream, self._pump)
         self._is_pumping_soon = False
+        self._later: asyncio.TimerHandle | None = None
+        """sends what can wait a moment"""
         self._due_s: float | None = None
         """of the answer to the oldest of `_outstanding`"""
         self._fetch_due_s: float | None = None
@@ -183,6 +189,11 @@ class Lane:
         self._is_running = True
 
     @property
+    def has_answered(self) -> bool:
+        """Whether it was of any use."""
+        return self._num_answered > 0
+
+    @property
     def num_outstanding(self) -> int:
         return len(self._outstanding) + len(self._placing) + len(self._fetching)
 
@@ -190,14 +201,21 @@ class Lane:
         """There may be something to send."""
         self._pump()
 
-    def post(self, message: Message) -> None:
-        """Sends a message that has no answer, before all requests that have not been sent yet."""
+    def post(self, message: Message, *, within_s: float = 0.0) -> None:
+        """Sends a message that has no answer, before all requests that have not been sent yet.
+
+        It leaves with the next request, or alone if none comes in this turn of the loop, or `within_s`.
+        """
         self._control.append(message)
         if isinstance(message, Close):
             self._closes.append((self._num_begun, message))
-        if not self._is_pumping_soon:  # what comes within this turn of the loop leaves together with it
+        loop = asyncio.get_running_loop()
+        if within_s and self._is_running:
+            if self._later is None:
+                self._later = loop.call_later(within_s, self._pump)
+        elif not self._is_pumping_soon:
             self._is_pumping_soon = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            loop.call_soon(self._pump)
 
     async def run(self) -> str:
         """Sends and receives until the connection is lost. Returns the reason."""
@@ -210,8 +228,9 @@ class Lane:
             if self._remote is not None:
                 self._remote.close()
                 await asyncio.gather(*self._placing.values(), return_exceptions=True)
-            if self._watch is not None:
-                self._watch.cancel()
+            for timer in (self._watch, self._later):
+                if timer is not None:
+                    timer.cancel()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
             await self._outbox.close()
 
@@ -245,6 +264,9 @@ class Lane:
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
         self._is_pumping_soon = False
+        if self._control and self._later is not None:
+            self._later.cancel()
+            self._later = None
         while self._is_running and not self._outbox:
             buffers: list[bytes | memoryview] = [encode_frame(message) for message in self._control]
             self._control.clear()
@@ -371,7 +393,7 @@ class Lane:
         ]
         self._fetching.popleft()
         self._answered(request)
-        self.post(FetchDone())
+        self.post(FetchDone(), within_s=NOT_URGENT_S)
         if len(intact) < len(indices):
             self._owner.damaged(self)
         self._owner.moved(self, num_bytes, received=True)

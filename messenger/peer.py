@@ -18,7 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from messenger.flow import Flow
-from messenger.lane import FetchRequest, Lane, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.lane import (
+    NOT_URGENT_S,
+    FetchRequest,
+    Lane,
+    Outcome,
+    ProbeRequest,
+    Request,
+    Urgency,
+    WriteRequest,
+)
 from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry
 from messenger.transports import Traffic, Transport
 from mooncake.errors import TransferError
@@ -91,6 +100,7 @@ class Peer:
         self.flow = Flow()
         self._traffic = traffic
         self._lanes: list[Lane] = []
+        self._has_rdma = False
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
         self._room = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
@@ -148,7 +158,8 @@ class Peer:
             for lane in self._lanes:
                 lane.forget(opening.transfer_id)
             if self._lanes:
-                self._lanes[0].post(Close(opening.transfer_id, reason))
+                within_s = NOT_URGENT_S if reason is None else 0.0
+                self._lanes[0].post(Close(opening.transfer_id, reason), within_s=within_s)
 
     async def fetch(
         self,
@@ -224,14 +235,19 @@ class Peer:
     async def run_lane(self, lane: Lane) -> str:
         """Uses `lane` until it is lost. Returns the reason."""
         self._lanes.append(lane)
+        self._lanes_changed()
         lane.wake()
         reason = "the messenger stops"
         try:
             reason = await lane.run()
         finally:
             self._lanes.remove(lane)
+            self._lanes_changed()
             self._hand_over(lane, f"connection to {self.name} ({lane.path}) was lost: {reason}")
         return reason
+
+    def _lanes_changed(self) -> None:
+        self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in self._lanes)
 
     def _hand_over(self, lane: Lane, reason: str) -> None:
         """Gives what a lost lane had under way to the others, or ends the session."""
@@ -271,8 +287,7 @@ class Peer:
             min(willing, key=lambda lane: lane.outstanding_bytes).wake()
 
     def _takes(self, lane: Lane, urgency: Urgency) -> bool:
-        has_rdma = any(other.path.transport is Transport.RDMA for other in self._lanes)
-        if has_rdma and lane.path.transport is Transport.TCP:
+        if self._has_rdma and lane.path.transport is Transport.TCP:
             return False  # it stands by
         if urgency is Urgency.LATENCY:
             return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES

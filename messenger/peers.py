@@ -179,7 +179,7 @@ class Peers:
                     keeping.stop()
             if peer.closed_reason is not None:
                 return
-            if loop.time() - began_s > pause_s:
+            if lane.has_answered and loop.time() - began_s > pause_s:
                 pause_s = _FIRST_PAUSE_S
             else:  # it does not hold
                 await asyncio.sleep(pause_s)

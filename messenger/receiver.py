@@ -221,6 +221,8 @@ class Sessions:
                 log.info("a connection was refused: %s", error)
             else:
                 await self._run(lane, introduction)
+        except Exception:  # an error of ours must not end the other connections
+            log.exception("a connection ends")
         finally:
             stream.close()
 
@@ -235,7 +237,11 @@ class Sessions:
                 inlet = ShmInlet(stream.take_fd(), introduction.segment_bytes)
                 segment = handshake.Segment(len(door.source.buffer), door.source.read_only_fd)
             elif introduction.endpoint is not None:
-                card = door.cards.next()
+                try:
+                    card = door.cards.next()
+                except TransferError as error:
+                    await handshake.refuse(stream, str(error))
+                    raise
                 endpoint = card.endpoint("a sender")
                 on_failure.callback(endpoint.close)
                 endpoint.connect(introduction.endpoint)
@@ -252,6 +258,7 @@ class Sessions:
         session = self._sessions.setdefault((name, introduction.session), Session(name, self._door.target))
         if number in session.lanes:
             log.info("%s has a lane %d already", name, number)
+            lane.discard()
             return
         session.lanes[number] = lane
         reason = "the messenger stops"
@@ -308,6 +315,11 @@ class IncomingLane:
 
     def shut_down(self) -> None:
         self._stream.shut_down()
+
+    def discard(self) -> None:
+        """It will not be run."""
+        if self._exposures is not None:
+            self._exposures.close()
 
     def conceal(self, transfer_id: int) -> None:
         if self._exposures is not None:
@@ -390,7 +402,11 @@ class IncomingLane:
             async with asyncio.timeout(self._door.settings.ack_timeout_s):
                 self._session.ensure_open(transfer_id, grant_id)
                 pages, on_closed = self._door.target.expose(grant_id)
-                return Exposed(transfer_id, await self._exposures.expose(transfer_id, pages, on_closed))
+                exposed = await self._exposures.expose(transfer_id, pages, on_closed)
+            if transfer_id not in self._session.grants:  # it has ended meanwhile
+                self.conceal(transfer_id)
+                raise TransferError("the transfer has ended")
+            return Exposed(transfer_id, exposed)
         except (WriteRefused, TransferError) as error:
             return Exposed(transfer_id, [], str(error))
 
@@ -411,16 +427,16 @@ class IncomingLane:
             with self._watch:
                 try:
                     session.ensure_open(write.transfer_id, grant_id)
-                    views = self._begin(grant_id, write.entries, begun)
+                    entries, views = self._begin(grant_id, write.entries, begun)
                 except WriteRefused as error:
                     await self._inlet.discard(payload_bytes)
                     return WriteAck(RefusalKind.STALE, str(error))
-                self._inlet.check(sum(map(len, views)), payload_bytes)
-                checksums = await self._inlet.place(write.entries, views, self._layer_bytes)
-            for entry, actual in zip(write.entries, checksums, strict=True):
+                self._inlet.check(num_bytes, payload_bytes)
+                checksums = await self._inlet.place(entries, views, self._layer_bytes)
+            for entry, actual in zip(entries, checksums, strict=True):
                 if actual != entry.checksums:
                     return self._refuse_corrupt(write.transfer_id, entry)
-            self._door.traffic.received_bytes[self._inlet.transport] += sum(map(len, views))
+            self._door.traffic.received_bytes[self._inlet.transport] += num_bytes
             try:
                 while begun:
                     if target.complete(grant_id, begun.pop()):
@@ -434,19 +450,23 @@ class IncomingLane:
 
     def _begin(
         self, grant_id: int, entries: Sequence[WriteEntry], begun: list[WriteEntry]
-    ) -> list[memoryview]:
-        """Where each entry goes: into its page, or nowhere if it is there already."""
-        views = []
+    ) -> tuple[list[WriteEntry], list[memoryview]]:
+        """What is to be placed, and where: in its page, or nowhere if it is there already. Then it is only
+        taken off the wire, where it is on it."""
+        placed, views = [], []
         for entry in entries:
             if entry.num_layers < 1:
                 raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")
             view = self._door.target.begin(grant_id, entry)
-            if view is None:
+            if view is not None:
+                begun.append(entry)
+            elif self._inlet.transport is Transport.TCP:
                 view = memoryview(bytearray(entry.num_layers * self._layer_bytes))
             else:
-                begun.append(entry)
+                continue
+            placed.append(entry)
             views.append(view)
-        return views
+        return placed, views
 
     def _refuse_corrupt(self, transfer_id: int, entry: WriteEntry) -> WriteAck:
         self._door.traffic.num_checksum_failures += 1

@@ -73,8 +73,8 @@ def paths(
         return [by_rdma]
     if choice == "auto":
         # Beside RDMA the TCP connections only stand by, see Peer.
-        between_hosts = [[*by_rdma, *by_network], by_network] if by_rdma else [by_network]
-        return [by_memory, *between_hosts] if shares_host else between_hosts
+        between_hosts = [*by_rdma, *by_network]
+        return [by_memory, between_hosts] if shares_host else [between_hosts]
     if not shares_host:
         raise TransferError(
             f"transport shm needs one host, but {address.instance} is on {address.host_id}"

@@ -6,7 +6,6 @@ Owns: the key's text and file, the derivations. Does not know: sockets, who prov
 """
 
 import base64
-import binascii
 import hashlib
 import hmac
 import os
@@ -49,7 +48,7 @@ class ClusterKey:
             raise ConfigError(f"expected a cluster key, one line that begins with {TEXT_PREFIX}")
         try:
             return cls(base64.b64decode(encoded.removeprefix(TEXT_PREFIX), validate=True))
-        except binascii.Error:
+        except ValueError:  # binascii.Error is one; others come of characters beyond ASCII
             raise ConfigError(f"what follows {TEXT_PREFIX} is damaged; copy the whole line") from None
 
     def to_text(self) -> str:

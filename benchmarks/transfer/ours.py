@@ -113,7 +113,10 @@ class MessengerEngine:
             for group in groups
             for begin, length in parts
         ]
-        await asyncio.gather(*requests)
+        if len(requests) == 1:
+            await requests[0]
+        else:
+            await asyncio.gather(*requests)
 
     async def _fetch(
         self,

@@ -4,7 +4,7 @@
     adapter   one of them, opened                    errors   what failed, and what helps
     memory    what the card may touch                work     slices as work requests
     endpoint  a queue pair to one peer               windows  what a peer may touch, for how long
-    pool      endpoints by peer, with a cap
+    cards     the devices in use                     exposures, remote   the two sides of a lane
 
 Nothing here imports pyverbs before a device is asked for, so it imports on every machine.
 """

@@ -77,10 +77,13 @@ async def grant(
 def revoke(endpoint: Endpoint, granted: Grant) -> None:
     """At once: afterwards the keys open nothing. A peer that still uses them gets an error, which breaks the
     endpoint. Does nothing the second time, or when the endpoint is closed."""
-    for opening in granted.openings:
-        if opening in endpoint.openings:
-            endpoint.openings.remove(opening)
-            opening.close()
+    try:
+        for opening in granted.openings:
+            if opening in endpoint.openings:
+                endpoint.openings.remove(opening)
+                opening.close()
+    except load_verbs().Error as error:  # the device is in trouble: without the queue pair nothing is open
+        endpoint.revoke(f"closed, a range of it could not be: {error}")
     granted.openings.clear()
 
 

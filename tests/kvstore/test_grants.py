@@ -21,6 +21,8 @@ from tests.kvstore.nodes import (
     unused,
 )
 
+pytestmark = pytest.mark.cluster
+
 ALL_LAYERS = range(LAYOUT.num_layers)
 
 
@@ -181,6 +183,31 @@ def test_lying_peer_loses_its_connection_and_does_no_harm(start_node: StartNode,
         os.close(fd)
         await client.release(reservation.reservation_id)
         assert (await until(client, unused)).num_sealed == 0
+        await client.close()
+
+    run(test())
+
+
+def test_write_over_shared_memory_that_comes_again_is_acknowledged_and_not_placed(
+    start_node: StartNode,
+) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+        entry, data = entry_for(grant, key[0])
+        fd = os.memfd_create("hand-made")
+        os.truncate(fd, 8192)
+        os.pwrite(fd, data, 0)
+        sender = HandMadeSender(grant.messenger, fd, 8192)
+        sender.send(Write(1, grant.grant_id, [entry]))
+        assert sender.receive() == WriteAck()
+        os.pwrite(fd, bytes(len(data)), 0)
+        sender.send(Write(1, grant.grant_id, [entry]))
+        assert sender.receive() == WriteAck()
+        assert client.segment.layer_view(entry.page, 0) == data
+        sender.sock.close()
+        os.close(fd)
         await client.close()
 
     run(test())

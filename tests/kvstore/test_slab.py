@@ -468,6 +468,7 @@ def test_file_larger_than_allowed_is_refused_and_leaves_nothing_behind(tmp_path:
     assert os.listdir(tmp_path) == ["a.slab.lock"]
 
 
+@pytest.mark.cluster
 def test_death_at_any_line_of_creation_leaves_no_slab_or_a_good_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

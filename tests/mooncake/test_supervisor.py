@@ -121,6 +121,7 @@ def pipe_len(descriptor: int) -> int:
     return buffer[0]
 
 
+@pytest.mark.cluster
 def test_a_child_that_does_not_stop_is_killed_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

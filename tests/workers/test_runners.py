@@ -141,6 +141,7 @@ def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
     run(test())
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "sizes", [Sizes(), Sizes(num_pool_pages=16, num_device_pages=14)], ids=["ample", "scarce"]
 )
