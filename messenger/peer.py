@@ -36,8 +36,12 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 16
 """of one class, under way or waiting: whoever comes then waits"""
-_BULK_WINDOW_BYTES = 2 << 20
-"""of bulk requests under way on one lane: others wait at most for so much"""
+_BULK_WINDOW_BYTES = 8 << 20
+"""of bulk requests under way on one lane"""
+_CAUTIOUS_BULK_WINDOW_BYTES = 2 << 20
+"""the same while others are in a hurry: they wait behind so much"""
+_HURRY_S = 1.0
+"""after a latency request the next one is expected"""
 _NETWORK_FRAME_BYTES = 2 << 20
 _LATENCY_WINDOW_BYTES = 8 << 20
 _MOST_LANES_LOST = 4
@@ -106,6 +110,7 @@ class Peer:
         self._transfers: dict[int, Transfer] = {}
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
+        self._hurry_until_s = 0.0
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -209,6 +214,8 @@ class Peer:
         except asyncio.CancelledError:
             request.lost("cancelled")
             raise
+        if request.urgency is Urgency.LATENCY:
+            self._hurry_until_s = self._now_s() + _HURRY_S
         self._track(request)
         if self.closed_reason is not None:
             request.lost(self.closed_reason)
@@ -291,10 +298,11 @@ class Peer:
             return False  # it stands by
         if urgency is Urgency.LATENCY:
             return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES
-        if lane.outstanding_bytes >= _BULK_WINDOW_BYTES:
+        is_hurried = self._now_s() < self._hurry_until_s
+        if lane.outstanding_bytes >= (_CAUTIOUS_BULK_WINDOW_BYTES if is_hurried else _BULK_WINDOW_BYTES):
             return False
-        # Of several streams one is kept free of bulk: what the kernel has taken cannot be overtaken any more.
-        return lane.path.transport is not Transport.TCP or len(self._lanes) == 1 or lane is not self._lanes[0]
+        # Of several streams one is kept free of bulk: what has been sent cannot be overtaken any more.
+        return len(self._lanes) == 1 or lane is not self._lanes[0]
 
     # -- what lanes say (lane.Owner) --------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Peers:
         keeping = _Keeping(Peer(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
-            for _ in range(1 if path.transport is Transport.SHM else self._settings.streams):
+            for _ in range(self._settings.streams):
                 keep = self._keep(keeping, path, address, numbers)
                 keeping.tasks.append(self._tasks.create_task(keep))
         try:

@@ -129,7 +129,7 @@ class Stream:
         if self._answers:
             num_tries = _TRIES if Stream._spoke_last is self else 1
             Stream._spoke_last = self
-        pieces = buffers[:_MAX_BUFFERS]
+        pieces = _piece(buffers)
         receive = self._sock.recvmsg_into
         while True:
             try:
@@ -165,7 +165,7 @@ class Stream:
         rest = [memoryview(buffer) for buffer in buffers]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         while rest:
-            pieces = rest[:_MAX_BUFFERS]
+            pieces = _piece(rest)
             try:
                 num_bytes = self._sock.sendmsg(pieces, ancillary)
             except BlockingIOError:
@@ -179,7 +179,7 @@ class Stream:
         rest = list(buffers)
         with contextlib.suppress(BlockingIOError):
             while rest:
-                rest = _without(rest, self._sock.sendmsg(rest[:_MAX_BUFFERS]))
+                rest = _without(rest, self._sock.sendmsg(_piece(rest)))
         return rest
 
     async def _take_turns(self, num_bytes: int) -> None:
@@ -317,6 +317,11 @@ class _Readiness:
             pass
         except OSError as error:
             self._result.set_exception(error)
+
+
+def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+    """What one system call takes: little enough for others to have their turn soon."""
+    return [buffers[0][:_TURN_BYTES]] if len(buffers[0]) > _TURN_BYTES else buffers[:_MAX_BUFFERS]
 
 
 def _without(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:

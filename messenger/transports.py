@@ -176,6 +176,7 @@ class ShmInlet:
                     f"source range [{offset}, {end}) is outside a segment of {len(self._buffer)} bytes"
                 )
             checksums.append(copy_layers(self._buffer[offset:end], view, layer_bytes))
+        await asyncio.sleep(0)  # others have their turn
         return checksums
 
     async def discard(self, payload_bytes: int) -> None:

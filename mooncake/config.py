@@ -164,7 +164,7 @@ class MessengerConfig(_Section):
         description="which RDMA devices are near which memory, as JSON; default: what sysfs says",
     )
     rdma_gid_index: int | None = Field(None, ge=0, description="address of the RDMA ports; default: found")
-    streams: int = Field(2, ge=1, le=16, description="TCP connections to each address of another messenger")
+    streams: int = Field(2, ge=1, le=16, description="connections to each address of another messenger")
     max_sessions: int = Field(
         1024, ge=1, description="other messengers to stay connected to; idle ones are given up beyond"
     )
