@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,16 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parent.parent.parent
 START_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 5.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -10,6 +10,7 @@ import pytest
 
 from mooncake.keys import ClusterKey
 from tests.cluster.harness import Server, eventually
+from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -144,20 +145,15 @@ def test_dummy_weights_serve(tiny: str, run_dir: Path) -> None:
 def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path, tmp_path: Path) -> None:
     """Conductor, prefill and decode under supervisors of their own, no memory shared between instances."""
 
-    def free_endpoint() -> str:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
     ClusterKey.generate().save(tmp_path / "cluster.key")
     ClusterKey.generate().save(tmp_path / "other.key")
-    conductor_endpoint = free_endpoint()
+    conductor_endpoint = f"tcp://127.0.0.1:{free_port()}"
     without_key = [
         "--model",
         tiny,
         *SMALL,
         f"--conductor-endpoint={conductor_endpoint}",
-        f"--conductor-reply-endpoint={free_endpoint()}",
+        f"--conductor-reply-endpoint=tcp://127.0.0.1:{free_port()}",
         "--messenger-transport=tcp",
     ]
     common = [*without_key, f"--security-key-file={tmp_path / 'cluster.key'}"]

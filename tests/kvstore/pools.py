@@ -19,6 +19,7 @@ from mooncake.config import KVCacheConfig
 from mooncake.errors import PoolError
 from mooncake.messages import PoolStats
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, Node
+from tests.ports import free_port
 
 
 class Pool(Node):
@@ -97,13 +98,6 @@ def key_file_in(folder: Path) -> Path:
     if not path.exists():
         CLUSTER_KEY.save(path)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def connected(*addresses: str, **options: object) -> KVCachePool:
