@@ -18,9 +18,9 @@ from kvstore.claims import Reservation, layer_mask
 from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
+from messenger.door import Writer, WriteRefused
 from messenger.protocol import WriteEntry
 from messenger.rdma.windows import Range
-from messenger.receiver import Writer, WriteRefused
 from mooncake.errors import PoolError, TransferError
 from mooncake.messages import Grant, GrantedPage, MessengerAddress
 

@@ -233,6 +233,11 @@ class Mover:
                 promotion.num_waiting -= 1
                 self._end_if_unwanted(promotion)
 
+    def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether all of `keys` that any tier has are in DRAM."""
+        ssd = self._ssd
+        return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
+
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Begins to bring blocks to DRAM for somebody who will come, as far as there are pages now."""
         if self._ssd is None:

@@ -9,7 +9,7 @@ from kvstore.claims import NOBODY
 from kvstore.mover import Mover
 from kvstore.pool import Pool
 from kvstore.segment import Segment
-from messenger.receiver import Readable
+from messenger.door import Readable
 from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.errors import PoolError
 
@@ -30,11 +30,19 @@ class Reads:
         self, keys: Sequence[BlockKey], layers: range
     ) -> tuple[list[Readable], Callable[[], None]]:
         """As `ReadSource.lease`: blocks that only SSD has come to DRAM first, as far as there is room."""
-        for key in keys:
-            if len(key) != KEY_BYTES:
-                raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")
+        _check(keys)
         async with self._mover.promoted(keys, patiently=False):
-            lease = self._pool.lease(NOBODY, keys, self._now_s() + _LEASE_S)
+            return self._lease(keys, layers)
+
+    def lease_now(
+        self, keys: Sequence[BlockKey], layers: range
+    ) -> tuple[list[Readable], Callable[[], None]] | None:
+        """As `ReadSource.lease_now`: None if a block is on SSD only."""
+        _check(keys)
+        return self._lease(keys, layers) if self._mover.is_promoted(keys) else None
+
+    def _lease(self, keys: Sequence[BlockKey], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+        lease = self._pool.lease(NOBODY, keys, self._now_s() + _LEASE_S)
         segment, table = self._segment, self._pool.table
         blocks = [
             Readable(
@@ -47,3 +55,9 @@ class Reads:
             if page is not None
         ]
         return blocks, lambda: self._pool.end_lease(lease.lease_id)
+
+
+def _check(keys: Sequence[BlockKey]) -> None:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")

@@ -15,7 +15,7 @@ from kvstore.claims import Block, Reservation, layer_mask
 from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import layer_checksums
-from messenger.lane import Outcome
+from messenger.lane import Outcome, Urgency
 from messenger.peer import Transfer
 from messenger.peers import Peers
 from messenger.protocol import MAX_FRAME_ENTRIES, WriteEntry
@@ -84,7 +84,7 @@ class Send:
             if self._targets:
                 peer = await self._peers.peer(self._grant.messenger)
                 with peer.transfer(self._grant.grant_id, self._ref_text, self.wake) as transfer:
-                    await self._stream(transfer, peer.frame_bytes)
+                    await self._stream(transfer, peer.frame_bytes(Urgency.LATENCY))
         except TransferError as error:
             log.info("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
             self.finish(error)

@@ -239,7 +239,10 @@ class Service:
     async def _serve_peer(self, stream: Stream) -> None:
         if self.store is None:
             reason = f"{self._config.instance} has no pool yet, its worker has not attached"
-            await turn_away(stream, reason, self._config.cluster_key, self._config.settings.connect_timeout_s)
+            settings = self._config.settings
+            await turn_away(
+                stream, reason, self._config.cluster_key, self._traffic, settings.connect_timeout_s
+            )
         else:
             await self.store.sessions.serve(stream)
 

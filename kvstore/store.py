@@ -19,10 +19,11 @@ from kvstore.reads import Reads
 from kvstore.segment import Segment
 from kvstore.slab import Slab
 from kvstore.ssd import SsdTier
+from messenger.door import Door
 from messenger.identity import Identity
 from messenger.peers import Peers
 from messenger.rdma.cards import open_cards
-from messenger.receiver import Door, Sessions
+from messenger.receiver import Sessions
 from messenger.tls import Tls
 from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import BlockKey

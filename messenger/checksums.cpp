@@ -3,7 +3,12 @@
 // Written after the published description of XXH3 (seed 0, default secret, inputs longer than 240 bytes).
 // Copying and hashing in one pass reads memory once; large copies go around the caches (streaming stores),
 // which saves reading the target first. Bytes moved: one read and one write of the block.
+#include <sched.h>
+#include <sys/socket.h>
+#include <time.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -113,10 +118,14 @@ inline uint64_t folded(uint64_t a, uint64_t b) {
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
+constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+
 // The hash of one layer, fed with its rounds in order.
 class Layer {
   public:
-    Layer(const uint8_t* bytes, size_t num_bytes) : bytes_(bytes), num_bytes_(num_bytes) {}
+    Layer(const uint8_t* bytes, size_t num_bytes, const uint64_t (&state)[8] = kStart)
+        : bytes_(bytes), num_bytes_(num_bytes), lanes_(state) {}
 
     // Rounds that lie wholly before the last byte; the rest belongs to `digest`.
     size_t num_rounds() const { return (num_bytes_ - 1) / kRound; }
@@ -143,12 +152,12 @@ class Layer {
         return hash ^ (hash >> 32);
     }
 
+    void store(uint64_t (&state)[8]) const { lanes_.store(state); }
+
   private:
-    static constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                           kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
     const uint8_t* bytes_;
     size_t num_bytes_;
-    Lanes lanes_{kStart};
+    Lanes lanes_;
 };
 
 // Copies from and to any address; a `streaming` copy leaves the target out of the caches.
@@ -204,6 +213,58 @@ extern "C" void hash_layers(const uint8_t* block, size_t layer_bytes, size_t num
         for (size_t round = 0; round < layer.num_rounds(); round++) layer.round(round);
         digests[i] = layer.digest();
     }
+}
+
+// The block arrives from its start on: `num_there` bytes are there, of which `num_hashed` have been hashed
+// before. `state` is that of the layer in between. Returns how many have been hashed now.
+extern "C" size_t hash_arrived(const uint8_t* block, size_t layer_bytes, size_t num_hashed, size_t num_there,
+                               uint64_t (*state)[8], uint64_t* digests) {
+    while (num_hashed < num_there) {
+        const size_t index = num_hashed / layer_bytes, start = index * layer_bytes;
+        if (num_hashed == start) std::memcpy(*state, kStart, sizeof kStart);
+        Layer layer(block + start, layer_bytes, *state);
+        const size_t num_rounds = std::min(layer.num_rounds(), (num_there - start) / kRound);
+        for (size_t round = (num_hashed - start) / kRound; round < num_rounds; round++) layer.round(round);
+        if (num_there < start + layer_bytes) {
+            layer.store(*state);
+            return start + num_rounds * kRound;
+        }
+        digests[index] = layer.digest();
+        num_hashed = start + layer_bytes;
+    }
+    return num_hashed;
+}
+
+// The same, off a socket: receives until `num_wanted` bytes of the block are there, `num_there` of them already,
+// and hashes them while they are in the processor's cache. Where nothing has come for `patience_ns` it returns.
+// The result is how many are there now, or the negative errno if there came none at all (0: the end of the
+// stream).
+extern "C" ssize_t receive_layers(int fd, uint8_t* block, size_t layer_bytes, size_t num_there, size_t num_wanted,
+                                  int64_t patience_ns, size_t* num_hashed, uint64_t (*state)[8],
+                                  uint64_t* digests) {
+    constexpr size_t kPiece = 256 * 1024;
+    const size_t num_before = num_there;
+    int64_t waiting_since = 0;
+    while (num_there < num_wanted) {
+        const ssize_t received = recv(fd, block + num_there, std::min(kPiece, num_wanted - num_there), MSG_DONTWAIT);
+        if (received > 0) {
+            num_there += received;
+            *num_hashed = hash_arrived(block, layer_bytes, *num_hashed, num_there, state, digests);
+            waiting_since = 0;
+        } else if (received < 0 && errno == EINTR) {
+            continue;
+        } else if (received < 0 && errno == EAGAIN) {
+            timespec now;
+            clock_gettime(CLOCK_MONOTONIC, &now);
+            const int64_t now_ns = now.tv_sec * 1000000000LL + now.tv_nsec;
+            if (waiting_since == 0) waiting_since = now_ns;
+            if (now_ns - waiting_since >= patience_ns) return num_there > num_before ? num_there : -EAGAIN;
+            sched_yield();
+        } else {
+            return num_there > num_before ? num_there : -(received == 0 ? 0 : errno);
+        }
+    }
+    return num_there;
 }
 
 // The digests are those of what was read, in the same pass in which it was written.

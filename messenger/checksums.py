@@ -8,8 +8,9 @@ Owns: how checksums are computed. Does not know: whose bytes these are, where ch
 
 import functools
 import logging
-import struct
-from ctypes import CDLL, addressof, c_char, c_int, c_size_t, c_void_p
+import os
+from array import array
+from ctypes import CDLL, addressof, byref, c_char, c_int, c_int64, c_size_t, c_ssize_t, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ _FEW_BYTES = 64 * 1024
 """so little is not worth a call, or a hash in pieces"""
 _STREAMED_BYTES = 512 * 1024
 """so much is copied around the caches"""
+_PATIENCE_NS = 50_000
+"""how long to look for more of a block before others have their turn: the rest of it is under way"""
 _SHORT_LAYER_BYTES = 240
 """xxh3 treats these differently; so do we: they are not compiled"""
 
@@ -70,37 +73,88 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
 
 
 class LayerChecksums:
-    """The xxh3-64 of each layer of `block`, whose bytes come from its start on, in pieces of any size."""
+    """The xxh3-64 of each layer of `block`, whose bytes come from its start on, in pieces of any size.
+
+    Hashed as they come, they are still in the processor's cache.
+    """
 
     def __init__(self, block: memoryview, layer_bytes: int) -> None:
         self._block = block
         self._layer_bytes = layer_bytes
-        self._layer_end = layer_bytes
-        self._num_hashed = 0
+        self.num_there = 0
+        self._num_hashed = c_size_t(0)
+        self._digests = array("Q", bytes(len(block) // layer_bytes * CHECKSUM_BYTES))
+        self._native = _native() if layer_bytes > _SHORT_LAYER_BYTES else None
+        self._address = address_of(block) if self._native is not None else 0
+        self._state = array("Q", bytes(64))
+        """of the compiled hash of a layer that has begun"""
         self._begun: xxhash.xxh3_64 | None = None
-        """hash of a layer's first part"""
-        self._digests: list[int] = []
+        """the same where nothing is compiled"""
 
     def advance(self, num_bytes: int) -> None:
         """The first `num_bytes` of the block are there."""
-        while self._layer_end <= num_bytes:
-            rest = self._block[self._num_hashed : self._layer_end]
+        self.num_there = num_bytes
+        if self._native is None:
+            self._num_hashed.value = self._hash_arrived(num_bytes, self._num_hashed.value)
+        else:
+            self._num_hashed.value = self._native.hash_arrived(
+                self._address,
+                self._layer_bytes,
+                self._num_hashed.value,
+                num_bytes,
+                self._state.buffer_info()[0],
+                self._digests.buffer_info()[0],
+            )
+
+    @property
+    def can_receive(self) -> bool:
+        """Whether `receive` can be used: it needs compiled code."""
+        return self._native is not None
+
+    def receive(self, fd: int, num_wanted: int) -> int:
+        """Receives from a stream socket until the first `num_wanted` bytes are there, or nothing comes for a
+        moment. Returns how many bytes came; raises BlockingIOError or ConnectionError if none did."""
+        assert self._native is not None
+        num_there: int = self._native.receive_layers(
+            fd,
+            self._address,
+            self._layer_bytes,
+            self.num_there,
+            min(num_wanted, len(self._block)),
+            _PATIENCE_NS,
+            byref(self._num_hashed),
+            self._state.buffer_info()[0],
+            self._digests.buffer_info()[0],
+        )
+        if num_there == 0:
+            raise ConnectionResetError("connection closed by the peer")
+        if num_there < 0:
+            raise OSError(-num_there, os.strerror(-num_there))
+        num_bytes = num_there - self.num_there
+        self.num_there = num_there
+        return num_bytes
+
+    def _hash_arrived(self, num_bytes: int, num_hashed: int) -> int:
+        """As the compiled one."""
+        while (layer_end := (num_hashed // self._layer_bytes + 1) * self._layer_bytes) <= num_bytes:
+            rest = self._block[num_hashed:layer_end]
             if self._begun is None:
-                self._digests.append(xxhash.xxh3_64_intdigest(rest))
+                digest = xxhash.xxh3_64_intdigest(rest)
             else:
                 self._begun.update(rest)
-                self._digests.append(self._begun.intdigest())
+                digest = self._begun.intdigest()
                 self._begun = None
-            self._num_hashed = self._layer_end
-            self._layer_end += self._layer_bytes
-        if num_bytes - self._num_hashed >= _FEW_BYTES:
+            self._digests[layer_end // self._layer_bytes - 1] = digest
+            num_hashed = layer_end
+        if num_bytes - num_hashed >= _FEW_BYTES:
             self._begun = self._begun or xxhash.xxh3_64()
-            self._begun.update(self._block[self._num_hashed : num_bytes])
-            self._num_hashed = num_bytes
+            self._begun.update(self._block[num_hashed:num_bytes])
+            num_hashed = num_bytes
+        return num_hashed
 
     def packed(self) -> bytes:
         """Of all layers that are complete."""
-        return struct.pack(f"<{len(self._digests)}Q", *self._digests)
+        return self._digests[: self._num_hashed.value // self._layer_bytes].tobytes()
 
 
 def _copy_in_pieces(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
@@ -126,7 +180,21 @@ def _native() -> CDLL | None:
         return None
     library.hash_layers.argtypes = (c_void_p, c_size_t, c_size_t, c_void_p)
     library.copy_layers.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_int)
+    library.hash_arrived.argtypes = (c_void_p, c_size_t, c_size_t, c_size_t, c_void_p, c_void_p)
+    library.receive_layers.argtypes = (
+        c_int,
+        c_void_p,
+        c_size_t,
+        c_size_t,
+        c_size_t,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+    )
+    library.receive_layers.restype = c_ssize_t
     library.hash_layers.restype = library.copy_layers.restype = None
+    library.hash_arrived.restype = c_size_t
     return library
 
 

@@ -28,11 +28,10 @@ class Flow:
             self._since_s, self._moved_bytes = now_s, 0
         self.in_flight_bytes += num_bytes
 
-    def ended(self, num_bytes: int, now_s: float, *, moved: bool) -> None:
-        """`moved`: it has arrived; else it was given up."""
+    def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
+        """Of `num_bytes` that had begun so many have arrived; the others were given up, or not there."""
         self.in_flight_bytes -= num_bytes
-        if moved:
-            self._moved_bytes += num_bytes
+        self._moved_bytes += moved_bytes
         elapsed_s = now_s - self._since_s
         if not self._moved_bytes:
             return  # what was given up, or is for nobody, says nothing about the path

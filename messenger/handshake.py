@@ -10,12 +10,12 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
+from messenger.frames import Frames
 from messenger.identity import Identity
 from messenger.protocol import (
     NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
-    FrameReader,
     Hello,
     Introduction,
     Message,
@@ -45,19 +45,16 @@ class Segment:
     read_only_fd: int
 
 
-async def read_message(stream: Stream, reader: FrameReader) -> Message:
+async def read_message(frames: Frames) -> Message:
     """The next frame, which has no payload. Raises OSError or TransferError if none comes."""
-    while True:
-        frame = reader.received(await stream.receive_some([reader.buffer()]))
-        if frame is not None:
-            if frame.payload_bytes:
-                raise TransferError("a greeting came with a payload")
-            return frame.message
+    frame = await frames.next()
+    if frame.payload_bytes:
+        raise TransferError("a greeting came with a payload")
+    return frame.message
 
 
 async def introduce(
-    stream: Stream,
-    reader: FrameReader,
+    frames: Frames,
     key: ClusterKey,
     identity: Identity | None,
     *,
@@ -67,9 +64,10 @@ async def introduce(
     endpoint: EndpointInfo | None = None,
 ) -> Welcome:
     """The sender's part. Raises TransferError if the receiver refuses, StrangerError if it is one."""
+    stream = frames.stream
     nonce = secrets.token_bytes(NONCE_BYTES)
     await stream.send([encode_frame(Hello(PROTOCOL_VERSION, nonce))])
-    challenge = _accepted(await read_message(stream, reader))
+    challenge = _accepted(await read_message(frames))
     assert isinstance(challenge, Challenge)
     if not hmac.compare_digest(challenge.proof, key.proof(_RECEIVER, nonce, challenge.nonce)):
         raise StrangerError("the messenger there has another cluster key; give all nodes the same key file")
@@ -83,22 +81,23 @@ async def introduce(
     )
     fd = None if segment is None else segment.read_only_fd
     await stream.send([encode_frame(introduction)], fd=fd)
-    welcome = _accepted(await read_message(stream, reader))
+    welcome = _accepted(await read_message(frames))
     assert isinstance(welcome, Welcome)
     return welcome
 
 
-async def admit(stream: Stream, reader: FrameReader, key: ClusterKey) -> Introduction:
+async def admit(frames: Frames, key: ClusterKey) -> Introduction:
     """The receiver's part, up to its `welcome`. Raises StrangerError, MismatchError for another version."""
+    stream = frames.stream
     try:
-        hello = await read_message(stream, reader)
+        hello = await read_message(frames)
         assert isinstance(hello, Hello)
         check_version(hello.protocol_version)
         if len(hello.nonce) != NONCE_BYTES:
             raise StrangerError(f"a nonce of {len(hello.nonce)} bytes")
         nonce = secrets.token_bytes(NONCE_BYTES)
         await stream.send([encode_frame(Challenge(nonce, key.proof(_RECEIVER, hello.nonce, nonce)))])
-        introduction = await read_message(stream, reader)
+        introduction = await read_message(frames)
         assert isinstance(introduction, Introduction)
     except MismatchError as error:
         await refuse(stream, str(error))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NoReturn, Protocol
 
+from messenger.frames import Frames
 from messenger.protocol import (
     Close,
     Ended,
@@ -20,7 +21,7 @@ from messenger.protocol import (
     Fetch,
     FetchDone,
     Found,
-    FrameReader,
+    Frame,
     Message,
     Probe,
     RefusalKind,
@@ -30,13 +31,17 @@ from messenger.protocol import (
 )
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemotePages
-from messenger.stream import Outbox, Stream
+from messenger.stream import Outbox, Patience
 from messenger.transports import Inlet, Path, Transport
 from mooncake.errors import TransferError
 
 _MOST_CLOSES = 1024
 NOT_URGENT_S = 0.002
 """that a message may wait for another to go with"""
+_SENT_BYTES = 256 << 10
+"""of small frames in one system call"""
+_LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RDMA: 0}
+"""moved in less time than waking up takes"""
 
 
 class Outcome(Enum):
@@ -150,8 +155,7 @@ class Lane:
         self,
         number: int,
         path: Path,
-        stream: Stream,
-        reader: FrameReader,
+        frames: Frames,
         inlet: Inlet,
         source: memoryview,
         owner: Owner,
@@ -161,8 +165,8 @@ class Lane:
         self.number = number
         self.path = path
         self.outstanding_bytes = 0
-        self._stream = stream
-        self._reader = reader
+        self._frames = frames
+        self._stream = frames.stream
         self._inlet = inlet
         self._source = source
         self._owner = owner
@@ -176,7 +180,8 @@ class Lane:
         self._placing: dict[WriteRequest, asyncio.Task[None]] = {}
         """on their way by RDMA, before the peer is told"""
         self._remote = RemotePages(endpoint, self.post) if endpoint is not None else None
-        self._outbox = Outbox(stream, self._pump)
+        self._outbox = Outbox(self._stream, self._pump)
+        self._patience = Patience()
         self._is_pumping_soon = False
         self._later: asyncio.TimerHandle | None = None
         """sends what can wait a moment"""
@@ -200,6 +205,14 @@ class Lane:
     def wake(self) -> None:
         """There may be something to send."""
         self._pump()
+
+    async def linger(self, request: Request) -> None:
+        """Listens for the answer to `request` for a moment, if that can come at once."""
+        most_bytes = _LINGERED_BYTES[self.path.transport]
+        if request.num_bytes <= most_bytes and self.num_outstanding == 1 and self._stream.may_poll:
+            self._patience.listen(self._hear)
+            self._stream.moved(request.num_bytes)
+            await self._stream.take_turns()
 
     def post(self, message: Message, *, within_s: float = 0.0) -> None:
         """Sends a message that has no answer, before all requests that have not been sent yet.
@@ -270,10 +283,12 @@ class Lane:
         while self._is_running and not self._outbox:
             buffers: list[bytes | memoryview] = [encode_frame(message) for message in self._control]
             self._control.clear()
-            request = self._owner.next_request(self)
-            if request is not None:
-                buffers += self._begin(request)
-            elif not buffers:
+            num_bytes = 0
+            while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
+                begun = self._begin(request)
+                buffers += begun
+                num_bytes += sum(map(len, begun))
+            if not buffers:
                 return
             try:
                 self._outbox.post(*buffers)
@@ -342,22 +357,51 @@ class Lane:
     # -- in ---------------------------------------------------------------------------------------
 
     async def _receive(self) -> NoReturn:
-        reader, stream = self._reader, self._stream
         while True:
-            frame = reader.received(await stream.receive_some([reader.buffer()]))
-            if frame is None:
-                continue
-            match frame.message:
-                case WriteAck() as ack:
-                    self._acknowledged(ack)
-                case Found() as found:
-                    await self._found(found, frame.payload_bytes)
-                case Ended(transfer_id, reason):
-                    self._owner.ended(transfer_id, reason)
-                case Exposed() as exposed if self._remote is not None:
-                    self._remote.exposed(exposed)
-                case _:
-                    raise TransferError(f"{type(frame.message).__name__} came without RDMA")
+            frame = await self._frames.next()
+            if not self._take(frame):
+                found = frame.message
+                assert isinstance(found, Found)
+                views = self._views_of(found, frame.payload_bytes)
+                layer_bytes = self._fetching[0].layer_bytes
+                self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
+            await self._stream.take_turns()
+
+    def _hear(self) -> bool:
+        """Whether an answer has come."""
+        num_answered = self._num_answered
+        try:
+            if not self._stream.poll():
+                return False
+            while (frame := self._frames.ready()) is not None:
+                if not self._take(frame):
+                    self._frames.put_back(frame)
+                    self._stream.notice()
+                    return True
+        except (OSError, TransferError) as error:
+            self.give_up(str(error))
+            return True
+        return self._num_answered > num_answered
+
+    def _take(self, frame: Frame) -> bool:
+        """False, and nothing has happened, if something has to be waited for. The connection cannot go on if
+        this raises."""
+        match frame.message:
+            case WriteAck() as ack:
+                self._acknowledged(ack)
+            case Found() as found:
+                views = self._views_of(found, frame.payload_bytes)
+                checksums = self._inlet.place_now(found.blocks, views, self._fetching[0].layer_bytes)
+                if checksums is None:
+                    return False
+                self._found(found, views, checksums)
+            case Ended(transfer_id, reason):
+                self._owner.ended(transfer_id, reason)
+            case Exposed() as exposed if self._remote is not None:
+                self._remote.exposed(exposed)
+            case _:
+                raise TransferError(f"{type(frame.message).__name__} came without RDMA")
+        return True
 
     def _acknowledged(self, ack: WriteAck) -> None:
         if not self._outstanding:
@@ -374,29 +418,31 @@ class Lane:
             reason = f"{self._owner.name} refused a write: {ack.message}"
             request.done(Outcome.CORRUPT if is_corrupt else Outcome.FAILED, reason)
 
-    async def _found(self, found: Found, payload_bytes: int) -> None:
-        """Takes the blocks that have been found. The connection cannot go on if this raises."""
+    def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
+        """Where the blocks that have been found go. Raises TransferError."""
         if not self._fetching:
             raise TransferError("blocks came that nobody has asked for")
-        request = self._fetching[0]
+        wanted = self._fetching[0].views
         indices = [block.index for block in found.blocks]
-        if any(not 0 <= index < len(request.views) for index in indices) or len(set(indices)) < len(indices):
-            raise TransferError(f"blocks {indices} came of {len(request.views)} that were asked for")
-        views = [request.views[index] for index in indices]
-        num_bytes = sum(map(len, views))
-        self._inlet.check(num_bytes, payload_bytes)
-        checksums = await self._inlet.place(found.blocks, views, request.layer_bytes)
+        if any(not 0 <= index < len(wanted) for index in indices) or len(set(indices)) < len(indices):
+            raise TransferError(f"blocks {indices} came of {len(wanted)} that were asked for")
+        views = [wanted[index] for index in indices]
+        self._inlet.check(sum(map(len, views)), payload_bytes)
+        return views
+
+    def _found(self, found: Found, views: Sequence[memoryview], checksums: Sequence[bytes]) -> None:
+        """The blocks are there."""
         intact = [
             block.index
             for block, actual in zip(found.blocks, checksums, strict=True)
             if block.checksums == actual
         ]
-        self._fetching.popleft()
+        request = self._fetching.popleft()
         self._answered(request)
         self.post(FetchDone(), within_s=NOT_URGENT_S)
-        if len(intact) < len(indices):
+        if len(intact) < len(found.blocks):
             self._owner.damaged(self)
-        self._owner.moved(self, num_bytes, received=True)
+        self._owner.moved(self, sum(map(len, views)), received=True)
         failure = found.failure
         request.done(intact, failure and f"{self._owner.name} cannot send: {failure}")
 

@@ -16,6 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from messenger.flow import Flow
 from messenger.lane import (
@@ -42,7 +43,7 @@ _CAUTIOUS_BULK_WINDOW_BYTES = 2 << 20
 """the same while others are in a hurry: they wait behind so much"""
 _HURRY_S = 1.0
 """after a latency request the next one is expected"""
-_NETWORK_FRAME_BYTES = 2 << 20
+_CAUTIOUS_FRAME_BYTES = 1 << 20
 _LATENCY_WINDOW_BYTES = 8 << 20
 _MOST_LANES_LOST = 4
 """under one request: then it is no chance that they are lost"""
@@ -61,6 +62,8 @@ class Transfer:
     ) -> None:
         self.opening = opening
         self.failure: str | None = None
+        self.is_known = False
+        """to the peer"""
         self._peer = peer
         self._urgency = urgency
         self._on_change = on_change
@@ -108,6 +111,8 @@ class Peer:
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
         self._room = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
+        self._announcement: asyncio.TimerHandle | None = None
+        """when the peer hears of transfers that have not written yet"""
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
         self._hurry_until_s = 0.0
@@ -116,11 +121,14 @@ class Peer:
     def lanes(self) -> Sequence[Lane]:
         return self._lanes
 
+    def frame_bytes(self, urgency: Urgency) -> int:
+        """How much should be asked for at once: of bulk little enough for those in a hurry to get past it."""
+        is_cautious = urgency is Urgency.BULK and self._is_hurried
+        return _CAUTIOUS_FRAME_BYTES if is_cautious else MAX_FRAME_BYTES
+
     @property
-    def frame_bytes(self) -> int:
-        """How much should be asked for at once: little enough for others to be served in between."""
-        is_shm = any(lane.path.transport is Transport.SHM for lane in self._lanes)
-        return MAX_FRAME_BYTES if is_shm else _NETWORK_FRAME_BYTES
+    def _is_hurried(self) -> bool:
+        return self._now_s() < self._hurry_until_s
 
     @property
     def is_idle(self) -> bool:
@@ -146,7 +154,8 @@ class Peer:
         opening = Open(next(self._transfer_ids), grant_id, ref_text)
         transfer = Transfer(self, opening, urgency, on_change)
         self._transfers[opening.transfer_id] = transfer
-        self._lanes[0].post(opening)
+        if self._announcement is None:
+            self._announcement = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._announce)
         reason: str | None = "the sender has stopped"
         try:
             yield transfer
@@ -162,9 +171,21 @@ class Peer:
             self._transfers.pop(opening.transfer_id, None)
             for lane in self._lanes:
                 lane.forget(opening.transfer_id)
-            if self._lanes:
+            if self._lanes and (transfer.is_known or reason is not None):
+                self._announce_one(transfer)
                 within_s = NOT_URGENT_S if reason is None else 0.0
                 self._lanes[0].post(Close(opening.transfer_id, reason), within_s=within_s)
+
+    def _announce(self) -> None:
+        """From now on our loss is the failure of these transfers' grants. A write says the same."""
+        self._announcement = None
+        for transfer in self._transfers.values():
+            self._announce_one(transfer)
+
+    def _announce_one(self, transfer: Transfer) -> None:
+        if self._lanes and not transfer.is_known:
+            transfer.is_known = True
+            self._lanes[0].post(transfer.opening)
 
     async def fetch(
         self,
@@ -221,19 +242,24 @@ class Peer:
             request.lost(self.closed_reason)
             return
         self._queues[request.urgency].append(request)
-        self._wake_one(request.urgency)
+        lane = self._wake_one(request.urgency)
+        if lane is not None and request.urgency is Urgency.LATENCY:
+            await lane.linger(request)
 
     def _track(self, request: Request) -> None:
         """Gives its place back when it is done, and counts it as in flight until then."""
         done, num_bytes = request.done, request.num_bytes
         self.flow.begun(num_bytes, self._now_s())
 
-        def finish(*result: object) -> None:
-            moved = isinstance(request, WriteRequest) and result[0] is Outcome.PLACED
-            moved = moved or (isinstance(request, FetchRequest) and bool(result[0]))
-            self.flow.ended(num_bytes, self._now_s(), moved=moved)
+        def finish(*result: Any) -> None:
+            moved_bytes = 0
+            if isinstance(request, FetchRequest):
+                moved_bytes = sum(len(request.views[index]) for index in result[0])
+            elif isinstance(request, WriteRequest) and result[0] is Outcome.PLACED:
+                moved_bytes = num_bytes
+            self.flow.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
             self._room[request.urgency].release()
-            done(*result)  # type: ignore[arg-type]
+            done(*result)
 
         request.done = finish
 
@@ -287,19 +313,25 @@ class Peer:
         for request in unanswered:
             request.lost(reason)
 
-    def _wake_one(self, urgency: Urgency) -> None:
-        """The lane with the least under way that may take a request of this class."""
-        willing = [lane for lane in self._lanes if self._takes(lane, urgency)]
-        if willing:
-            min(willing, key=lambda lane: lane.outstanding_bytes).wake()
+    def _wake_one(self, urgency: Urgency) -> Lane | None:
+        """The lane with the least under way that may take a request of this class, if there is one."""
+        chosen = None
+        for lane in self._lanes:
+            if self._takes(lane, urgency) and (
+                chosen is None or lane.outstanding_bytes < chosen.outstanding_bytes
+            ):
+                chosen = lane
+        if chosen is not None:
+            chosen.wake()
+        return chosen
 
     def _takes(self, lane: Lane, urgency: Urgency) -> bool:
         if self._has_rdma and lane.path.transport is Transport.TCP:
             return False  # it stands by
         if urgency is Urgency.LATENCY:
             return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES
-        is_hurried = self._now_s() < self._hurry_until_s
-        if lane.outstanding_bytes >= (_CAUTIOUS_BULK_WINDOW_BYTES if is_hurried else _BULK_WINDOW_BYTES):
+        window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES if self._is_hurried else _BULK_WINDOW_BYTES
+        if lane.outstanding_bytes >= window_bytes:
             return False
         # Of several streams one is kept free of bulk: what has been sent cannot be overtaken any more.
         return len(self._lanes) == 1 or lane is not self._lanes[0]
@@ -310,7 +342,12 @@ class Peer:
         for urgency, queue in self._queues.items():
             if queue and self._takes(lane, urgency):
                 request = queue.popleft()
-                if not isinstance(request, WriteRequest) or request.is_wanted():
+                if not isinstance(request, WriteRequest):
+                    return request
+                if request.is_wanted():
+                    transfer = self._transfers.get(request.write.transfer_id)
+                    if transfer is not None:
+                        transfer.is_known = True
                     return request
                 request.lost("not wanted any more")
                 return self.next_request(lane)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from messenger import handshake
+from messenger.frames import Frames
 from messenger.handshake import introduce
 from messenger.identity import Identity
 from messenger.lane import Lane
 from messenger.peer import Peer
-from messenger.protocol import FrameReader, Side
+from messenger.protocol import Side
 from messenger.rdma.cards import Cards
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemoteReads
@@ -212,12 +213,11 @@ class Peers:
         address: MessengerAddress,
         number: int,
     ) -> Lane:
-        reader = FrameReader(Side.SENDER)
+        frames = Frames(stream, Side.SENDER)
         is_shm = path.transport is Transport.SHM
         source = self._source
         welcome = await introduce(
-            stream,
-            reader,
+            frames,
             self._key,
             self._identity,
             session=peer.session,
@@ -228,7 +228,7 @@ class Peers:
         _check_who(welcome.identity, address)
         inlet: Inlet = TcpInlet(stream)
         if is_shm:
-            inlet = ShmInlet(stream.take_fd(), welcome.segment_bytes)
+            inlet = ShmInlet(stream, stream.take_fd(), welcome.segment_bytes)
         elif endpoint is not None:
             if welcome.endpoint is None:
                 raise TransferError(f"{address.instance} does not answer by RDMA")
@@ -236,7 +236,7 @@ class Peers:
             assert path.nic is not None
             inlet = RemoteReads(endpoint, self._cards.card(path.nic).memory)
         timeout_s = self._settings.ack_timeout_s
-        return Lane(number, path, stream, reader, inlet, source.buffer, peer, timeout_s, endpoint)
+        return Lane(number, path, frames, inlet, source.buffer, peer, timeout_s, endpoint)
 
 
 def _check_who(met: Identity, address: MessengerAddress) -> None:

@@ -9,10 +9,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 
+from messenger.frames import Frames
 from messenger.handshake import introduce
 from messenger.lane import Lane
 from messenger.peer import SESSION_BYTES, Peer
-from messenger.protocol import FrameReader, Side
+from messenger.protocol import Side
 from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import Path, TcpInlet, Traffic, Transport, connect
@@ -57,13 +58,14 @@ class Probe:
         stream: Stream | None = None
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                stream, reader = await connect(self._path, self._tls), FrameReader(Side.SENDER)
+                stream = await connect(self._path, self._tls)
+                frames = Frames(stream, Side.SENDER)
                 welcome = await introduce(
-                    stream, reader, self._key, None, session=secrets.token_bytes(SESSION_BYTES), lane=0
+                    frames, self._key, None, session=secrets.token_bytes(SESSION_BYTES), lane=0
                 )
             inlet, nothing = TcpInlet(stream), memoryview(b"")
             yield (
-                Lane(0, self._path, stream, reader, inlet, nothing, peer, _TIMEOUT_S),
+                Lane(0, self._path, frames, inlet, nothing, peer, _TIMEOUT_S),
                 welcome.identity.instance,
             )
         finally:

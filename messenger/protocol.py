@@ -293,69 +293,57 @@ class Frame(msgspec.Struct, frozen=True):
 
     message: Message
     payload_bytes: int
+    num_bytes: int
+    """of header and meta together"""
 
 
 class FrameReader:
-    """Assembles frames from pieces of any size.
-
-    The caller receives into `buffer()`, says how much with `received`, and after a frame with payload
-    takes that payload off the stream itself before it asks again.
-    """
+    """Reads frames off one side of a connection, and holds it to the protocol's table."""
 
     def __init__(self, side: Side) -> None:
-        self.phase = Phase.GREETING
         self._side = side
-        self._payload_bytes = 0
-        self._in_header = True
-        self._pending = memoryview(bytearray(_HEADER.size))
-        self._filled = 0
+        self._phase = Phase.GREETING
+        self._expected = EXPECTED[side, self._phase]
+        self._most_meta_bytes = MAX_GREETING_BYTES
+        self.wanted_bytes = _HEADER.size
+        """of the next frame, before `read` can say more"""
 
-    def buffer(self) -> memoryview:
-        """Where the next bytes belong; never longer than what this frame still lacks."""
-        return self._pending[self._filled :]
-
-    def received(self, num_bytes: int) -> Frame | None:
-        """`num_bytes` were placed into `buffer()`: the frame, when it is complete.
+    def read(self, data: memoryview) -> Frame | None:
+        """The frame that `data` begins with, without its payload; None while it lacks `wanted_bytes`.
 
         Raises TransferError if the peer does not speak this protocol.
         """
-        self._filled += num_bytes
-        assert self._filled <= len(self._pending)
-        if self._filled < len(self._pending):
+        if len(data) < _HEADER.size:
+            self.wanted_bytes = _HEADER.size
             return None
-        if self._in_header:
-            meta_bytes, self._payload_bytes = _HEADER.unpack(self._pending)
-            limit = MAX_META_BYTES if self.phase is Phase.OPEN else MAX_GREETING_BYTES
-            if not 0 < meta_bytes <= limit:
-                raise TransferError(
-                    f"a frame announces {meta_bytes} bytes of meta data, the limit is {limit}"
-                )
-            self._expect(meta_bytes, in_header=False)
+        meta_bytes, payload_bytes = _HEADER.unpack_from(data)
+        if not 0 < meta_bytes <= self._most_meta_bytes:
+            raise TransferError(
+                f"a frame announces {meta_bytes} bytes of meta data, the limit is {self._most_meta_bytes}"
+            )
+        end = _HEADER.size + meta_bytes
+        if len(data) < end:
+            self.wanted_bytes = end
             return None
-        frame = Frame(self._decode(), self._payload_bytes)
-        self._expect(_HEADER.size, in_header=True)
-        return frame
-
-    def _expect(self, num_bytes: int, *, in_header: bool) -> None:
-        self._pending = memoryview(bytearray(num_bytes))
-        self._filled = 0
-        self._in_header = in_header
-
-    def _decode(self) -> Message:
         try:
-            message: Message = _decoder.decode(self._pending)
+            message: Message = _decoder.decode(data[_HEADER.size : end])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TransferError(f"a frame cannot be read: {str(error)[:200]}") from error
-        expected = EXPECTED[self._side, self.phase]
-        if type(message) not in expected:
-            names = " or ".join(kind.__name__ for kind in expected)
-            raise TransferError(f"expected {names or 'nothing more'}, got {type(message).__name__}")
-        if self._payload_bytes and not isinstance(message, WITH_PAYLOAD):
-            raise TransferError(
-                f"{type(message).__name__} came with a payload of {self._payload_bytes} bytes"
-            )
-        self.phase = NEXT_PHASE.get(type(message), self.phase)
-        return message
+        kind = type(message)
+        if kind not in self._expected:
+            names = " or ".join(kind.__name__ for kind in self._expected)
+            raise TransferError(f"expected {names or 'nothing more'}, got {kind.__name__}")
+        if payload_bytes and kind not in WITH_PAYLOAD:
+            raise TransferError(f"{kind.__name__} came with a payload of {payload_bytes} bytes")
+        if kind in NEXT_PHASE:
+            self._enter(NEXT_PHASE[kind])
+        return Frame(message, payload_bytes, end)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._expected = EXPECTED[self._side, phase]
+        if phase is Phase.OPEN:
+            self._most_meta_bytes = MAX_META_BYTES
 
 
 def check_version(theirs: int) -> None:

@@ -1,8 +1,7 @@
 """A non-blocking stream socket that moves bytes between the kernel and lists of buffers.
 
-asyncio's own streams copy; a page must be received in place. Small pieces are received together with what
-follows them, and handed out one after the other. Descriptors that arrive beside the bytes of a Unix socket
-are kept until taken. However fast bytes come and go, others have their turn in between.
+asyncio's own streams copy; a page must be received in place. Descriptors that arrive beside the bytes of a
+Unix socket are kept until taken. However fast bytes come and go, others have their turn in between.
 
 Owns: one connected socket. Does not know: frames.
 """
@@ -10,11 +9,13 @@ Owns: one connected socket. Does not know: frames.
 import array
 import asyncio
 import contextlib
+import functools
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from messenger.tls import TlsSocket
 
@@ -22,31 +23,56 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _TURN_BYTES = 512 * 1024
 """moved before others have their turn"""
+_LEAST_BYTES = 16 * 1024
+"""what a piece counts for at least: small ones cost time too"""
 _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
-_AHEAD_BYTES = 16 * 1024
-_SMALL_BYTES = 4 * 1024
-"""who wants less gets it from what was received ahead"""
-_TRIES = 12
-"""to receive the next request before waiting for it, if nobody else has spoken meanwhile"""
+_AHEAD_BYTES = 72 * 1024
+"""a small frame with its payload"""
+_LISTEN_S = 150e-6
+"""how long it is worth to listen for what is just being said, before waiting for it"""
+_MOST_SKIPPED = 64
 
 
 Result = TypeVar("Result")
 
 
+class Patience:
+    """Listening for some microseconds instead of falling asleep: waking up would take longer. Whenever that
+    was of no use, it is tried half as often."""
+
+    def __init__(self) -> None:
+        self._num_skipped = self._num_to_skip = 0
+
+    def listen(self, has_come: Callable[[], bool]) -> bool:
+        """Whether it has come."""
+        if self._num_skipped < self._num_to_skip:
+            self._num_skipped += 1
+            return False
+        self._num_skipped = 0
+        until_s = time.perf_counter() + _LISTEN_S
+        while time.perf_counter() < until_s:
+            if has_come():
+                self._num_to_skip = 0
+                return True
+            os.sched_yield()  # whoever is to say it may have been woken on this very core
+        self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
+        return False
+
+
 class Stream:
     """`receive_into` and `send` move everything or raise ConnectionError. One user per direction.
 
-    After one of them has been cancelled nobody knows what was moved: the stream can only be closed.
+    What is received comes either into the stream's own buffer, ahead of whoever takes it from there, or
+    straight into the caller's. After a call has been cancelled nobody knows what was moved: the stream can
+    only be closed.
     """
-
-    _spoke_last: "ClassVar[Stream | None]" = None
 
     def __init__(self, sock: "socket.socket | TlsSocket", *, answers: bool = False) -> None:
         """`shake_hands` must come before anything else.
 
-        A side that `answers` listens for some microseconds to whoever asks twice in a row: he has probably
-        the next request ready by then, and waking up would take longer.
+        A side that `answers` listens for a moment to whoever has just spoken: he has probably the next
+        request ready by then.
         """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -58,13 +84,15 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         self._sock = sock
-        self._answers = answers
+        self._patience = Patience() if answers else None
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
-        self._ahead = memoryview(b"")
-        """received and not asked for yet"""
-        self._ahead_buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._begin = self._end = 0
+        """of what is in it"""
+        self._wanted_bytes = 1
+        self._is_waiting_ahead = False
         self._readable = _Readiness(sock, self._loop.add_reader, self._loop.remove_reader)
         self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer)
         self._num_moved = 0
@@ -83,8 +111,6 @@ class Stream:
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
-        if Stream._spoke_last is self:
-            Stream._spoke_last = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -99,24 +125,122 @@ class Stream:
         fd, self._fd = self._fd, None
         return fd
 
+    def moved(self, num_bytes: int) -> None:
+        """Counts what was done for this connection since others had their turn, as bytes over a socket."""
+        self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
+
+    async def take_turns(self) -> None:
+        """Others have their turn, if it is time."""
+        if self._num_moved >= _TURN_BYTES:
+            self._num_moved = 0
+            await asyncio.sleep(0)
+
     # -- in ---------------------------------------------------------------------------------------
+
+    @property
+    def ahead(self) -> memoryview:
+        """What has been received and not taken yet."""
+        return self._buffer[self._begin : self._end]
+
+    @property
+    def num_ahead(self) -> int:
+        """Bytes of it."""
+        return self._end - self._begin
+
+    def take(self, num_bytes: int) -> None:
+        """So much of `ahead` has been used."""
+        self._begin += num_bytes
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._buffer) > _AHEAD_BYTES:
+                self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+
+    def take_into(self, buffers: Sequence[memoryview]) -> int:
+        """Fills `buffers` in order from what is `ahead`; returns how many bytes."""
+        begin = self._begin
+        for buffer in buffers:
+            piece = self._buffer[self._begin : min(self._begin + len(buffer), self._end)]
+            buffer[: len(piece)] = piece
+            self._begin += len(piece)
+        num_bytes = self._begin - begin
+        self.take(0)
+        return num_bytes
+
+    async def more(self, wanted_bytes: int) -> None:
+        """Waits until more is `ahead`, where there will be room for at least `wanted_bytes`."""
+        self._wanted_bytes = wanted_bytes
+        num_bytes = 0
+        try:
+            num_bytes = self._receive_ahead()
+        except BlockingIOError:
+            if self._patience is None or not self._patience.listen(self.poll):
+                # What TLS has decrypted ahead would wake nobody who waits for the socket.
+                self._is_waiting_ahead = self.is_plain
+                try:
+                    num_bytes = await self._readable.first(self._receive_ahead)
+                finally:
+                    self._is_waiting_ahead = False
+        self.moved(num_bytes)
+        await self.take_turns()
+
+    @property
+    def may_poll(self) -> bool:
+        """Whether somebody waits for more to be `ahead`, so that another may look for it and take it."""
+        return self._is_waiting_ahead
+
+    def poll(self) -> bool:
+        """Whether more has come `ahead`."""
+        try:
+            self._receive_ahead()
+        except BlockingIOError:
+            return False
+        return True
+
+    def notice(self) -> None:
+        """Whoever waits for more looks at what is `ahead`."""
+        self._readable.answer(0)
+
+    def _receive_ahead(self) -> int:
+        missing_bytes = self._begin + self._wanted_bytes - len(self._buffer)
+        if missing_bytes > 0 or self._end == len(self._buffer):
+            held = self._end - self._begin
+            buffer = self._buffer
+            if max(self._wanted_bytes, held + 1) > len(buffer):
+                buffer = memoryview(bytearray(max(self._wanted_bytes, held + 1)))
+            buffer[:held] = self._buffer[self._begin : self._end]
+            self._buffer, self._begin, self._end = buffer, 0, held
+        num_bytes = self._receive_now([self._buffer[self._end :]])
+        self._end += num_bytes
+        return num_bytes
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
         """At least one byte into `buffers`, in order."""
-        if not self._ahead:
-            if len(buffers) > 1 or len(buffers[0]) >= _SMALL_BYTES:
-                return await self._receive(buffers)
-            num_ahead = await self._receive([self._ahead_buffer])
-            self._ahead = self._ahead_buffer[:num_ahead]
-        num_bytes = 0
-        for buffer in buffers:
-            piece = self._ahead[: len(buffer)]
-            buffer[: len(piece)] = piece
-            num_bytes += len(piece)
-            self._ahead = self._ahead[len(piece) :]
-            if not self._ahead:
-                break
+        if self._begin < self._end:
+            return self.take_into(buffers)
+        pieces = _piece(buffers)
+        try:
+            num_bytes = self._receive_now(pieces)
+        except BlockingIOError:
+            num_bytes = await self._readable.first(lambda: self._receive_now(pieces))
+        self.moved(num_bytes)
+        await self.take_turns()
         return num_bytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what the socket receives is what was sent."""
+        return not isinstance(self._sock, TlsSocket)
+
+    async def receive_with(self, receive: Callable[[int], int]) -> None:
+        """Waits until `receive` gets something from the socket, whose descriptor it is called with: how many
+        bytes. It raises BlockingIOError if nothing is there. Nothing may be `ahead`, and `is_plain`."""
+        attempt = functools.partial(receive, self._sock.fileno())
+        try:
+            num_bytes = attempt()
+        except BlockingIOError:
+            num_bytes = await self._readable.first(attempt)
+        self.moved(num_bytes)
+        await self.take_turns()
 
     async def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fills all `buffers`."""
@@ -124,29 +248,13 @@ class Stream:
         while rest:
             rest = _without(rest, await self.receive_some(rest))
 
-    async def _receive(self, buffers: Sequence[memoryview]) -> int:
-        num_tries = 1
-        if self._answers:
-            num_tries = _TRIES if Stream._spoke_last is self else 1
-            Stream._spoke_last = self
-        pieces = _piece(buffers)
-        receive = self._sock.recvmsg_into
-        while True:
-            try:
-                received = receive(pieces, self._ancillary_bytes)
-                break
-            except BlockingIOError:
-                num_tries -= 1
-            if num_tries <= 0:
-                received = await self._readable.first(lambda: receive(pieces, self._ancillary_bytes))
-                break
-            os.sched_yield()  # whoever is to send it may have been woken on this very core
-        num_bytes, ancillary, _flags, _peer = received
+    def _receive_now(self, buffers: Sequence[memoryview]) -> int:
+        """Raises BlockingIOError if nothing is there yet."""
+        num_bytes, ancillary, _flags, _peer = self._sock.recvmsg_into(buffers, self._ancillary_bytes)
         for _level, _kind, data in ancillary:
             self._keep_fds(data)
         if num_bytes == 0:
             raise ConnectionResetError("connection closed by the peer")
-        await self._take_turns(num_bytes)
         return num_bytes
 
     def _keep_fds(self, data: bytes) -> None:
@@ -172,7 +280,8 @@ class Stream:
                 num_bytes = await self._writable.first(lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
             ancillary = []
             rest = _without(rest, num_bytes)
-            await self._take_turns(num_bytes)
+            self.moved(num_bytes)
+            await self.take_turns()
 
     def send_now(self, buffers: Sequence[memoryview]) -> list[memoryview]:
         """What of `buffers` the kernel does not take at once."""
@@ -181,12 +290,6 @@ class Stream:
             while rest:
                 rest = _without(rest, self._sock.sendmsg(_piece(rest)))
         return rest
-
-    async def _take_turns(self, num_bytes: int) -> None:
-        self._num_moved += num_bytes
-        if self._num_moved >= _TURN_BYTES:
-            self._num_moved = 0
-            await asyncio.sleep(0)
 
 
 class Outbox:
@@ -301,6 +404,11 @@ class _Readiness:
         self._unregister()
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))
+
+    def answer(self, result: object) -> None:
+        """Ends the waiting with `result`, if somebody waits."""
+        if self._result is not None and not self._result.done():
+            self._result.set_result(result)
 
     def _unregister(self) -> None:
         if self._is_registered:

@@ -14,9 +14,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple, Protocol
 
-from messenger.checksums import copy_layers, layer_checksums
+from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.stream import Stream
 from messenger.tls import Tls
 from mooncake.config import TransportChoice
@@ -25,6 +26,12 @@ from mooncake.mapping import MappedFile
 from mooncake.messages import MessengerAddress
 
 _DISCARD_BYTES = 1 << 18
+_COPYING_SPEED = 4
+"""by that of moving the same through a socket"""
+_PIECE_BYTES = 1 << 18
+"""received and hashed at once, while it is still in the processor's cache"""
+_TURN_BYTES = 1 << 20
+"""received before others may have their turn"""
 
 
 class Transport(StrEnum):
@@ -139,6 +146,11 @@ class Inlet(Protocol):
     ) -> list[bytes]:
         """Fills `views`, each some layers of a block. Returns the checksums of what is there now."""
 
+    def place_now(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes] | None:
+        """The same if nothing has to be waited for; else None, and nothing has happened."""
+
     async def discard(self, payload_bytes: int) -> None:
         """Takes an unwanted payload off the wire. Raises TransferError if it must not have one."""
 
@@ -148,7 +160,8 @@ class ShmInlet:
 
     transport = Transport.SHM
 
-    def __init__(self, fd: int | None, segment_bytes: int | None) -> None:
+    def __init__(self, stream: Stream, fd: int | None, segment_bytes: int | None) -> None:
+        self._stream = stream
         if fd is None:
             raise TransferError("a segment is announced, but no descriptor came along")
         try:
@@ -167,6 +180,11 @@ class ShmInlet:
     async def place(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
+        return self.place_now(sources, views, layer_bytes)
+
+    def place_now(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
         checksums = []
         for source, view in zip(sources, views, strict=True):
             offset = source.source_offset
@@ -176,7 +194,7 @@ class ShmInlet:
                     f"source range [{offset}, {end}) is outside a segment of {len(self._buffer)} bytes"
                 )
             checksums.append(copy_layers(self._buffer[offset:end], view, layer_bytes))
-        await asyncio.sleep(0)  # others have their turn
+            self._stream.moved(len(view) // _COPYING_SPEED)
         return checksums
 
     async def discard(self, payload_bytes: int) -> None:
@@ -197,7 +215,29 @@ class TcpInlet:
     async def place(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        await self._stream.receive_into(views)
+        stream = self._stream
+        if sum(map(len, views)) < _PIECE_BYTES * len(views):
+            await stream.receive_into(views)
+            return [layer_checksums(view, layer_bytes) for view in views]
+        checksums = []
+        for view in views:
+            arriving = LayerChecksums(view, layer_bytes)
+            arriving.advance(stream.take_into([view]))
+            while (begin := arriving.num_there) < len(view):
+                if stream.is_plain and arriving.can_receive:
+                    await stream.receive_with(partial(arriving.receive, num_wanted=begin + _TURN_BYTES))
+                else:
+                    num_bytes = await stream.receive_some([view[begin : begin + _PIECE_BYTES]])
+                    arriving.advance(begin + num_bytes)
+            checksums.append(arriving.packed())
+        return checksums
+
+    def place_now(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes] | None:
+        if sum(map(len, views)) > self._stream.num_ahead:
+            return None
+        self._stream.take_into(views)
         return [layer_checksums(view, layer_bytes) for view in views]
 
     async def discard(self, payload_bytes: int) -> None:

@@ -74,10 +74,10 @@ class MessengerEngine:
     async def _write(
         self, peer: Peer, pairs: Sequence[Pair], block_bytes: int, slice_bytes: int, urgency: Urgency
     ) -> None:
-        checksums = self._checksums_of(slice_bytes)
+        checksums, frame_bytes = self._checksums_of(slice_bytes), peer.frame_bytes(urgency)
         entries = []
         for local, remote in pairs:
-            for begin, length in _parts(block_bytes, peer.frame_bytes):
+            for begin, length in _parts(block_bytes, frame_bytes):
                 first = (local * block_bytes + begin) // slice_bytes
                 target = (remote * block_bytes + begin) // slice_bytes
                 num_slices = length // slice_bytes
@@ -94,7 +94,7 @@ class MessengerEngine:
                     arrived.set()
 
         with peer.transfer(1, "benchmark", lambda: None, urgency) as transfer:
-            for frame in _frames(entries, slice_bytes, peer.frame_bytes):
+            for frame in _frames(entries, slice_bytes, frame_bytes):
                 num_bytes = sum(entry.num_layers for entry in frame) * slice_bytes
                 await transfer.write(frame, num_bytes, functools.partial(done, num_bytes))
             await arrived.wait()
@@ -102,9 +102,10 @@ class MessengerEngine:
     async def _read(
         self, peer: Peer, pairs: Sequence[Pair], block_bytes: int, slice_bytes: int, urgency: Urgency
     ) -> None:
-        parts = list(_parts(block_bytes, peer.frame_bytes))
+        frame_bytes = peer.frame_bytes(urgency)
+        parts = list(_parts(block_bytes, frame_bytes))
         if len(parts) == 1:  # several small blocks in one request
-            at_once = max(1, peer.frame_bytes // block_bytes)
+            at_once = max(1, frame_bytes // block_bytes)
             groups = [pairs[i : i + at_once] for i in range(0, len(pairs), at_once)]
         else:
             groups = [[pair] for pair in pairs]

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.store.workload import WORKING_SET_BYTES
 from messenger.checksums import CHECKSUM_BYTES, prepare
+from messenger.door import Door, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
 from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
-from messenger.receiver import Door, Readable, Sessions, Writer, WriteRefused
+from messenger.receiver import Sessions
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import KVLayout
@@ -79,6 +80,9 @@ class Slices:
         """Nobody waits for it."""
 
     async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+        return self.lease_now(keys, layers)
+
+    def lease_now(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
         """A key is the number of a slice."""
         blocks = []
         for index, key in enumerate(keys):

@@ -129,7 +129,8 @@ class _Blocks:
         self._move("read", indices)
 
     def _move(self, direction: Direction, indices: Sequence[int]) -> None:
-        self._engine.move(direction, [self._pairs[i] for i in indices], self._block_bytes, is_latency=False)
+        pairs, somebody_waits = [self._pairs[i] for i in indices], len(indices) == 1
+        self._engine.move(direction, pairs, self._block_bytes, is_latency=somebody_waits)
 
 
 def _direction(op: Op) -> Direction:

@@ -99,6 +99,9 @@ class RemoteReads:
         await self._endpoint.read(slices, keys)
         return [layer_checksums(view, layer_bytes) for view in views]
 
+    def place_now(self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int) -> None:
+        """The device takes its time."""
+
     async def discard(self, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)
 
@@ -112,6 +115,11 @@ class InPlace:
         expect_payload(0, payload_bytes)
 
     async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        return self.place_now(sources, views, layer_bytes)
+
+    def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         return [layer_checksums(view, layer_bytes) for view in views]

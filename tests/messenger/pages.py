@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.door import Readable, Writer, WriteRefused
 from messenger.protocol import WriteEntry
 from messenger.rdma.windows import Range
-from messenger.receiver import Readable, Writer, WriteRefused
 from messenger.transports import SourceSegment
 from mooncake.blocks import KVLayout
 from mooncake.errors import MooncakeError
@@ -174,6 +174,14 @@ class Pages:
 
     async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
         await self.may_read.wait()
+        return self._lease(keys, layers)
+
+    def lease_now(
+        self, keys: Sequence[bytes], layers: range
+    ) -> tuple[list[Readable], Callable[[], None]] | None:
+        return self._lease(keys, layers) if self.may_read.is_set() else None
+
+    def _lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
         if self.read_failure is not None:
             raise self.read_failure
         found = [(index, self.blocks[key]) for index, key in enumerate(keys) if key in self.blocks]

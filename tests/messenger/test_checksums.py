@@ -56,9 +56,14 @@ def test_a_copy_is_exact_at_any_address_and_touches_nothing_else(
             assert set(target[:offset]) | set(target[offset + len(block) :]) == {0xEE}
 
 
-def test_pieces_of_any_size_give_the_same_checksums() -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("layer_bytes", [241, 1024, 1025, 5000, 150_000])
+def test_pieces_of_any_size_give_the_same_checksums(
+    layer_bytes: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(checksums, "_native", lambda: None)
     chance = random.Random(1)
-    layer_bytes = 150_000
     block = os.urandom(4 * layer_bytes)
     for _ in range(20):
         ends = sorted({chance.randrange(1, len(block)) for _ in range(8)} | {len(block)})

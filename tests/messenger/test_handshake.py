@@ -344,7 +344,7 @@ def test_who_is_turned_away_hears_why(tmp_path: Path) -> None:
         async with fabric(tmp_path, TINY) as node:
 
             async def answer(stream: Stream, hello: Hello) -> None:
-                await turn_away(stream, "its worker has not attached", node.key, 1.0)
+                await turn_away(stream, "its worker has not attached", node.key, node.received, 1.0)
 
             assert "refused: its worker has not attached" in await meet(node, answer)
 

@@ -271,12 +271,17 @@ def test_a_probe_moves_bytes_for_nobody(tmp_path: Path) -> None:
     run(test())
 
 
+async def no_answer(request: object) -> None:
+    """Comes."""
+
+
 def test_a_lane_takes_latency_first_whatever_came_first() -> None:
     async def test() -> None:
         peer = Peer("receiver", Traffic())
         lane = cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(Transport.TCP, ("127.0.0.1", 1))))
         peer._lanes.append(lane)
         lane.wake = lambda: None  # type: ignore[method-assign]
+        lane.linger = no_answer  # type: ignore[method-assign]
         requests = [
             ProbeRequest(memoryview(bytes([number])), urgency, lambda _: None)
             for number, urgency in enumerate([Urgency.BULK] * 3 + [Urgency.LATENCY] * 2)

@@ -43,16 +43,13 @@ WRITE = Write(1, 99, [WriteEntry(7, 2, 0, 2, b"\1" * 16, 8192)])
 def feed(reader: FrameReader, data: bytes, piece_bytes: int) -> list[Frame]:
     """What `reader` makes of `data` if it arrives in pieces. Payload is not looked at."""
     frames = []
-    rest = memoryview(data)
-    while rest:
-        space = reader.buffer()
-        num_bytes = min(piece_bytes, len(space), len(rest))
-        space[:num_bytes] = rest[:num_bytes]
-        rest = rest[num_bytes:]
-        frame = reader.received(num_bytes)
-        if frame is not None:
+    begin = end = 0
+    while end < len(data):
+        end += piece_bytes
+        while (frame := reader.read(memoryview(data)[begin:end])) is not None:
             frames.append(frame)
-            rest = rest[frame.payload_bytes :]
+            begin += frame.num_bytes + frame.payload_bytes
+            end = max(begin, end)
     return frames
 
 

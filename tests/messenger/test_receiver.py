@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import pytest
 
+from messenger.incoming import MOST_FETCHES, IncomingLane
 from messenger.protocol import (
     MAX_FRAME_BYTES,
     MAX_FRAME_ENTRIES,
@@ -28,7 +29,6 @@ from messenger.protocol import (
     WriteEntry,
     encode_frame,
 )
-from messenger.receiver import MOST_FETCHES, IncomingLane
 from mooncake.errors import TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, run, until
 from tests.messenger.wire import Wire
@@ -316,9 +316,13 @@ def test_closing_what_is_not_open_does_nothing(tmp_path: Path) -> None:
         async with fabric(tmp_path, TINY) as node:
             wire = await Wire.introduced(node)
             await wire.say(Close(9, None))
-            await wire.say(Close(9, "given up"))
+            await wire.say(Close(10, "given up"))
             await wire.say(Open(9, 77, "unknown"))
             assert await wire.hear() == Ended(9, "grant 77 is unknown here")
+            node.pages.grant(78, [0])
+            await wire.say(Open(10, 78, "too late"))
+            assert await wire.hear() == Ended(10, "the transfer was given up")
+            assert node.pages.grants[78].writers == []
             wire.close()
             await until(lambda: node.num_served == 0)
 
@@ -406,10 +410,10 @@ def test_an_answer_to_nothing_that_was_asked_costs_the_connection(
     async def test() -> None:
         async with fabric(tmp_path, TINY) as node:
 
-            async def answer(lane: IncomingLane, fetch: Fetch) -> None:
-                lane.post(found)
+            def answer(lane: IncomingLane, fetch: Fetch) -> None:
+                lane.post(encode_frame(found))
 
-            monkeypatch.setattr(IncomingLane, "_answer", answer)
+            monkeypatch.setattr(IncomingLane, "_fetch", answer)
             before = bytes(node.sender_memory.view)
             with pytest.raises(TransferError, match="was lost"):
                 await node.fetch([0])
@@ -428,6 +432,7 @@ def test_a_source_that_breaks_is_not_waited_for(tmp_path: Path, caplog: pytest.L
             async def lease(*_: object) -> NoReturn:
                 raise OSError("the disk is gone")
 
+            node.pages.may_read.clear()  # it takes a while
             node.pages.lease = lease  # type: ignore[method-assign]
             with pytest.raises(TransferError, match="was lost"):
                 async with asyncio.timeout(2):

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import secrets
 
+from messenger.frames import Frames
 from messenger.handshake import introduce, read_message
 from messenger.identity import Identity
-from messenger.protocol import FrameReader, Message, Side, Welcome, encode_frame
+from messenger.protocol import Message, Side, Welcome, encode_frame
 from messenger.stream import Stream
 from messenger.transports import Path, Transport, connect
 from tests.messenger.fabric import DEADLINE_S, Fabric
@@ -17,7 +18,7 @@ class Wire:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.reader = FrameReader(Side.SENDER)
+        self.frames = Frames(stream, Side.SENDER)
 
     @classmethod
     async def connect(cls, node: Fabric, transport: Transport = Transport.TCP) -> "Wire":
@@ -42,15 +43,11 @@ class Wire:
         self, node: Fabric, session: bytes, lane: int, identity: Identity | None = None
     ) -> Welcome:
         identity = identity or node.sender_identity
-        return await introduce(
-            self.stream, self.reader, node.key, identity, session=session, lane=lane, segment=None
-        )
+        return await introduce(self.frames, node.key, identity, session=session, lane=lane, segment=None)
 
     async def introduce_probe(self, node: Fabric) -> Welcome:
         """As somebody who only measures."""
-        return await introduce(
-            self.stream, self.reader, node.key, None, session=bytes(16), lane=0, segment=None
-        )
+        return await introduce(self.frames, node.key, None, session=bytes(16), lane=0, segment=None)
 
     async def say(self, message: Message, payload: bytes = b"") -> None:
         await self.say_bytes(encode_frame(message, len(payload)) + payload)
@@ -60,7 +57,7 @@ class Wire:
 
     async def hear(self) -> Message:
         """The next message, which has no payload."""
-        return await read_message(self.stream, self.reader)
+        return await read_message(self.frames)
 
     async def assert_closed(self) -> None:
         """By the receiver, after whatever it had to say."""

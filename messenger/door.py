@@ -1,0 +1,95 @@
+"""What a messenger offers to others: pages that they may write, blocks that they may read.
+
+Owns: what its owner must be able to do. Does not know: connections.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from messenger.identity import Identity
+from messenger.protocol import WriteEntry
+from messenger.rdma.cards import Cards
+from messenger.rdma.windows import Range
+from messenger.transports import SourceSegment, Traffic
+from mooncake.config import MessengerConfig
+from mooncake.keys import ClusterKey
+
+
+class WriteRefused(Exception):
+    """A write may not be placed; the message is the reason the sender gets."""
+
+
+class Writer(Protocol):
+    """A peer that has opened a transfer, as its target sees it."""
+
+    name: str
+
+    def revoke(self, grant_id: int, reason: str) -> None:
+        """Tell the peer to stop writing to this grant."""
+
+
+class WriteTarget(Protocol):
+    """Owner of the pages that remote writes go to.
+
+    Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
+    not be given to anybody else in between.
+    """
+
+    def open(self, grant_id: int, writer: Writer) -> None:
+        """A writer has announced itself. Idempotent. Raises WriteRefused."""
+
+    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview | None:
+        """Where the bytes of `entry` go; None if they are there already: a lost connection may have kept the
+        acknowledgement. Raises WriteRefused before a byte is placed."""
+
+    def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
+        """The pages of the grant that are not complete, with their places in the segment. They are given to
+        nobody else until what is returned with them is called. Raises WriteRefused."""
+
+    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
+        """The bytes are there and verified. Whether they were the last. Raises WriteRefused (once) if nobody
+        wants them any more."""
+
+    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+        """Nothing more will be placed for `entry`; the bytes there are worth nothing."""
+
+    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+        """The writer is through; `reason` says why if not all of its writes were completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """A block that stays where it is until its lease ends."""
+
+    index: int
+    """into the keys that were asked for"""
+    view: memoryview
+    source_offset: int
+    checksums: bytes
+
+
+class ReadSource(Protocol):
+    """Owner of the blocks that others may read."""
+
+    async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+        """Those of `keys` that are there, and what ends their lease. Raises MooncakeError."""
+
+    def lease_now(
+        self, keys: Sequence[bytes], layers: range
+    ) -> tuple[list[Readable], Callable[[], None]] | None:
+        """The same, or None if that would take a while. Raises MooncakeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What every lane needs: who we are, whom we let in, and what they may write and read."""
+
+    identity: Identity
+    key: ClusterKey
+    target: WriteTarget
+    reads: ReadSource
+    source: SourceSegment
+    traffic: Traffic
+    settings: MessengerConfig
+    cards: Cards

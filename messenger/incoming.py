@@ -1,0 +1,477 @@
+"""The answering side of one sender: checks, places, verifies and acknowledges what it writes; sends what it
+fetches.
+
+All lanes of a sender belong to one session, which ends with the last of them.
+
+Owns: a session and its lanes, after their handshake. Does not know: keys, reservations; whose pages these are
+is the `WriteTarget`'s business, what can be read the `ReadSource`'s.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from messenger.door import Door, Readable, WriteRefused, WriteTarget
+from messenger.frames import Frames
+from messenger.protocol import (
+    MAX_FRAME_BYTES,
+    MAX_FRAME_ENTRIES,
+    Abandon,
+    Close,
+    Ended,
+    Expose,
+    Exposed,
+    Fetch,
+    FetchDone,
+    Found,
+    FoundBlock,
+    Frame,
+    Message,
+    Open,
+    Probe,
+    RefusalKind,
+    Write,
+    WriteAck,
+    WriteEntry,
+    encode_frame,
+)
+from messenger.rdma.exposures import Exposures
+from messenger.rdma.windows import Range
+from messenger.stream import Outbox, Watch
+from messenger.transports import Inlet, Transport
+from mooncake.errors import MooncakeError, TransferError
+
+log = logging.getLogger(__name__)
+
+MOST_TRANSFERS = 4096
+"""of one session that are open"""
+MOST_FETCHES = 64
+"""of one lane that are being answered or read"""
+_MOST_ANSWERS = 1024
+"""of one lane that wait to be sent"""
+_MOST_GIVEN_UP = 1024
+_ANSWERED_BYTES = 2 << 20
+"""of writes whose acknowledgements leave together at most: the sender waits for them to send more"""
+_ACK = encode_frame(WriteAck())
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """All lanes of one sender. As a `Writer` it may be told to stop."""
+
+    name: str
+    target: WriteTarget
+    lanes: dict[int, "IncomingLane"] = field(default_factory=dict)
+    grants: dict[int, int] = field(default_factory=dict)
+    """grant of each open transfer"""
+    given_up: dict[int, None] = field(default_factory=dict)
+    """the latest transfers that were; writes that have been overtaken by the news do not open them again"""
+
+    def open(self, transfer_id: int, grant_id: int, ref_text: str) -> None:
+        try:
+            self.ensure_open(transfer_id, grant_id)
+        except WriteRefused as error:
+            log.info("transfer %.200r of %s refused: %s", ref_text, self.name, error)
+            self.post(Ended(transfer_id, str(error)))
+
+    def ensure_open(self, transfer_id: int, grant_id: int) -> None:
+        """A write may come before the `Open`. Raises WriteRefused, and TransferError for another grant: that
+        one would not hear of the end of the transfer."""
+        opened = self.grants.get(transfer_id)
+        if opened is None:
+            if transfer_id in self.given_up:
+                raise WriteRefused("the transfer was given up")
+            if len(self.grants) >= MOST_TRANSFERS:
+                raise TransferError(f"more than {MOST_TRANSFERS} open transfers of one sender")
+            self.target.open(grant_id, self)
+            self.grants[transfer_id] = grant_id
+        elif opened != grant_id:
+            raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
+
+    def close(self, transfer_id: int, reason: str | None) -> None:
+        self.conceal(transfer_id)
+        grant_id = self.grants.pop(transfer_id, None)
+        if reason is not None:
+            self.given_up[transfer_id] = None
+            if len(self.given_up) > _MOST_GIVEN_UP:
+                del self.given_up[next(iter(self.given_up))]
+        if grant_id is not None:
+            self.target.close(grant_id, self, reason)
+
+    def conceal(self, transfer_id: int) -> None:
+        """Nothing can be written by RDMA any more."""
+        for lane in self.lanes.values():
+            lane.conceal(transfer_id)
+
+    def revoke(self, grant_id: int, reason: str) -> None:
+        for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
+            self.conceal(transfer_id)
+            del self.grants[transfer_id]
+            self.post(Ended(transfer_id, reason))
+
+    def post(self, message: Message) -> None:
+        """To the sender, over any lane."""
+        for lane in self.lanes.values():
+            lane.post(encode_frame(message))
+            return
+
+    def lost(self, reason: str) -> None:
+        """The last lane has ended."""
+        for grant_id in self.grants.values():
+            self.target.close(grant_id, self, f"connection from {self.name} was lost: {reason}")
+        self.grants.clear()
+
+
+class IncomingLane:
+    """One connection, after its handshake."""
+
+    def __init__(
+        self,
+        door: Door,
+        frames: Frames,
+        inlet: Inlet,
+        exposures: Exposures | None,
+        *,
+        may_only_probe: bool,
+    ) -> None:
+        self.ended = asyncio.Event()
+        """set when nothing that came over it will be placed any more"""
+        self._door = door
+        self._frames = frames
+        self._stream = frames.stream
+        self._inlet = inlet
+        self._exposures = exposures
+        self._may_only_probe = may_only_probe
+        self._layer_bytes = door.identity.layout.layer_bytes
+        self._session: Session
+        self._outbox = Outbox(self._stream)
+        self._acks: list[bytes] = []
+        """that leave together"""
+        self._acknowledged_bytes = 0
+        """by them"""
+        self._watch = Watch(self._stream, door.settings.ack_timeout_s)
+        self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
+        self._num_queued = 0
+        """fetches that wait to be answered"""
+        self._read: deque[tuple[Callable[[], None], int]] = deque()
+        """what ends the lease of blocks that are being read, and their bytes; oldest first"""
+        self._awaited: IncomingLane | None = None
+        """the lane whose end is awaited"""
+
+    def post(self, *buffers: bytes | memoryview) -> None:
+        try:
+            self._outbox.post(*buffers)
+        except OSError:
+            self.shut_down()  # the receiving side finds out, and says why
+        if len(self._outbox) > _MOST_ANSWERS:
+            self.shut_down()  # a sender that does not read its answers
+
+    def shut_down(self) -> None:
+        self._stream.shut_down()
+
+    def discard(self) -> None:
+        """It will not be run."""
+        if self._exposures is not None:
+            self._exposures.close()
+
+    def conceal(self, transfer_id: int) -> None:
+        if self._exposures is not None:
+            self._exposures.conceal(transfer_id)
+
+    async def run(self, session: Session) -> str:
+        """Serves the connection until it is lost. Returns the reason."""
+        self._session = session
+        answering = asyncio.create_task(self._answer_fetches())
+        try:
+            while True:
+                frame = self._frames.ready()
+                if frame is None:
+                    self._send_acks()
+                    frame = await self._frames.next()
+                rest = self._handle(frame)
+                if rest is not None:
+                    self._send_acks()
+                    await rest
+                await self._stream.take_turns()
+        except (OSError, TransferError) as error:
+            return str(error) or "no answer in time"
+        finally:
+            if self._exposures is not None:
+                self._exposures.close()
+            self._watch.close()
+            answering.cancel()
+            (failure,) = await asyncio.gather(answering, return_exceptions=True)
+            if isinstance(failure, Exception):
+                log.error("a fetch of %s could not be answered", session.name, exc_info=failure)
+            await self._outbox.close()
+            while not self._fetches.empty():
+                self._fetches.get_nowait().close()
+            for end_lease, _ in self._read:
+                end_lease()
+
+    def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
+        """Does what can be done at once, and returns the rest. If either raises, the connection ends."""
+        session = self._session
+        if self._may_only_probe and not isinstance(frame.message, Probe):
+            raise TransferError(f"a probe sent {type(frame.message).__name__}")
+        match frame.message:
+            case Write() as write:
+                return self._write(write, frame.payload_bytes)
+            case Open(transfer_id, grant_id, ref_text):
+                session.open(transfer_id, grant_id, ref_text)
+            case Close(transfer_id, reason):
+                session.close(transfer_id, None if reason is None else f"{session.name} gave up: {reason}")
+            case Fetch() as fetch:
+                self._fetch(fetch)
+            case FetchDone():
+                if not self._read:
+                    raise TransferError("a fetch is done that was not answered")
+                end_lease, num_bytes = self._read.popleft()
+                end_lease()
+                self._door.traffic.sent_bytes[self._inlet.transport] += num_bytes
+            case Abandon(number):
+                if (lane := session.lanes.get(number)) is not None and lane is not self:
+                    return self._abandon(lane)
+            case Expose(transfer_id, grant_id):
+                return self._expose(transfer_id, grant_id)
+            case Probe():
+                return self._discard(frame.payload_bytes, WriteAck())
+            case _:
+                raise AssertionError("the protocol's table lets nothing else through")
+        return None
+
+    async def _abandon(self, lane: "IncomingLane") -> None:
+        """Ends `lane`. Returns when nothing that came over it will be placed any more."""
+        lane.shut_down()
+        waiting: IncomingLane | None = lane
+        while waiting is not None:
+            if waiting is self:
+                raise TransferError("its lanes have abandoned each other")
+            waiting = waiting._awaited
+        self._awaited = lane
+        await lane.ended.wait()
+        self._awaited = None
+
+    async def _expose(self, transfer_id: int, grant_id: int) -> None:
+        if self._exposures is None:
+            raise TransferError("pages are to be opened on a connection without RDMA")
+        try:
+            async with asyncio.timeout(self._door.settings.ack_timeout_s):
+                self._session.ensure_open(transfer_id, grant_id)
+                pages, on_closed = self._door.target.expose(grant_id)
+                exposed = await self._exposures.expose(transfer_id, pages, on_closed)
+            if transfer_id not in self._session.grants:  # it has ended meanwhile
+                self.conceal(transfer_id)
+                raise TransferError("the transfer has ended")
+            answer = Exposed(transfer_id, exposed)
+        except (WriteRefused, TransferError) as error:
+            answer = Exposed(transfer_id, [], str(error))
+        self.post(encode_frame(answer))
+
+    # -- writes -----------------------------------------------------------------------------------
+
+    def _write(self, write: Write, payload_bytes: int) -> Coroutine[None, None, None] | None:
+        """Places one write, all of it or none."""
+        entries, layer_bytes = write.entries, self._layer_bytes
+        if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
+            raise TransferError(f"a write has {len(entries)} entries, allowed are 1 to {MAX_FRAME_ENTRIES}")
+        num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
+        if num_bytes > max(MAX_FRAME_BYTES, layer_bytes):
+            raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
+        placing = _Placing(self._door.target, write)
+        try:
+            try:
+                self._session.ensure_open(write.transfer_id, write.grant_id)
+                placing.begin(layer_bytes, is_on_wire=self._inlet.transport is Transport.TCP)
+            except WriteRefused as error:
+                placing.abandon()
+                return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, str(error)))
+            self._inlet.check(num_bytes, payload_bytes)
+            checksums = self._inlet.place_now(placing.entries, placing.views, layer_bytes)
+        except BaseException:
+            placing.abandon()
+            raise
+        if checksums is None:
+            return self._receive(placing, num_bytes)
+        self._placed(placing, checksums, num_bytes)
+        return None
+
+    async def _receive(self, placing: "_Placing", num_bytes: int) -> None:
+        try:
+            with self._watch:
+                checksums = await self._inlet.place(placing.entries, placing.views, self._layer_bytes)
+        except BaseException:
+            placing.abandon()
+            raise
+        self._placed(placing, checksums, num_bytes)
+
+    def _placed(self, placing: "_Placing", checksums: Sequence[bytes], num_bytes: int) -> None:
+        """Verifies what is there, and says so."""
+        write = placing.write
+        try:
+            for entry, actual in zip(placing.entries, checksums, strict=True):
+                if actual != entry.checksums:
+                    self._acknowledge(self._refuse_corrupt(write.transfer_id, entry), num_bytes)
+                    return
+            self._door.traffic.received_bytes[self._inlet.transport] += num_bytes
+            try:
+                if placing.complete():
+                    self._session.conceal(write.transfer_id)
+            except WriteRefused as error:
+                self._acknowledge(WriteAck(RefusalKind.STALE, str(error)), num_bytes)
+            else:
+                self._acknowledge(None, num_bytes)
+        finally:
+            placing.abandon()
+
+    async def _discard(self, payload_bytes: int, answer: WriteAck) -> None:
+        with self._watch:
+            await self._inlet.discard(payload_bytes)
+        self._acknowledge(answer, payload_bytes)
+
+    def _refuse_corrupt(self, transfer_id: int, entry: WriteEntry) -> WriteAck:
+        self._door.traffic.num_checksum_failures += 1
+        reason = f"checksum of page {entry.page} from {self._session.name} does not match its bytes"
+        log.warning("%s", reason)
+        self._session.close(transfer_id, reason)
+        return WriteAck(RefusalKind.CORRUPT, reason)
+
+    def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
+        """None: all is well. It leaves with those of the writes that have arrived already."""
+        self._acks.append(_ACK if answer is None else encode_frame(answer))
+        self._acknowledged_bytes += num_bytes
+        if self._acknowledged_bytes >= _ANSWERED_BYTES:
+            self._send_acks()
+
+    def _send_acks(self) -> None:
+        if self._acks:
+            self.post(b"".join(self._acks))
+            self._acks.clear()
+            self._acknowledged_bytes = 0
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Answers it, now or after those before it: their answers have no other name."""
+        if self._num_queued + len(self._read) >= MOST_FETCHES:
+            raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
+        if not self._num_queued and self._exposures is None:
+            try:
+                layers = self._check_fetch(fetch)
+                leased = self._door.reads.lease_now(fetch.keys, layers)
+            except MooncakeError as error:
+                self._refuse_fetch(error)
+                return
+            if leased is not None:
+                self._send_found(*leased)
+                return
+        self._num_queued += 1
+        self._fetches.put_nowait(self._answer(fetch))
+
+    async def _answer_fetches(self) -> None:
+        try:
+            while True:
+                await (await self._fetches.get())
+                self._num_queued -= 1
+        finally:
+            self.shut_down()  # nobody else would answer
+
+    async def _answer(self, fetch: Fetch) -> None:
+        try:
+            layers = self._check_fetch(fetch)
+            blocks, end_lease = await self._door.reads.lease(fetch.keys, layers)
+            if self._exposures is None:
+                self._send_found(blocks, end_lease)
+            else:
+                await self._open_found(self._exposures, blocks, end_lease)
+        except MooncakeError as error:
+            self._refuse_fetch(error)
+
+    def _check_fetch(self, fetch: Fetch) -> range:
+        """The layers that are wanted. Raises TransferError."""
+        layers = range(fetch.layer_begin, fetch.layer_end)
+        num_layers = self._door.identity.layout.num_layers
+        if not 0 <= layers.start < layers.stop <= num_layers:
+            raise TransferError(f"layers [{layers.start}, {layers.stop}) are no part of {num_layers}")
+        num_bytes = len(fetch.keys) * len(layers) * self._layer_bytes
+        if len(fetch.keys) > 1 and (num_bytes > MAX_FRAME_BYTES or len(fetch.keys) > MAX_FRAME_ENTRIES):
+            raise TransferError(
+                f"{num_bytes} bytes of {len(fetch.keys)} blocks in one fetch; ask for fewer blocks"
+            )
+        return layers
+
+    def _refuse_fetch(self, error: MooncakeError) -> None:
+        self._read.append((lambda: None, 0))
+        self.post(encode_frame(Found([], str(error))))
+
+    def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
+        """The blocks stay where they are until the reader is through."""
+        num_bytes = sum([len(block.view) for block in blocks])
+        self._read.append((end_lease, num_bytes))
+        found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
+        if self._inlet.transport is Transport.TCP:
+            self.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
+        else:
+            self.post(encode_frame(found))
+
+    async def _open_found(
+        self, exposures: Exposures, blocks: Sequence[Readable], end_lease: Callable[[], None]
+    ) -> None:
+        """The same over RDMA, by which the reader fetches them himself."""
+        places = [Range(block.source_offset, len(block.view)) for block in blocks]
+        try:
+            addresses, keys, close = await exposures.open_to_read(places)
+        except BaseException:
+            end_lease()
+            raise
+
+        def end() -> None:
+            close()
+            end_lease()
+
+        self._read.append((end, sum(len(block.view) for block in blocks)))
+        found = [
+            FoundBlock(block.index, block.checksums, block.source_offset, address, key)
+            for block, address, key in zip(blocks, addresses, keys, strict=True)
+        ]
+        self.post(encode_frame(Found(found)))
+
+
+class _Placing:
+    """One write on its way to its pages. `complete` or `abandon` it; after either, `abandon` does nothing."""
+
+    def __init__(self, target: WriteTarget, write: Write) -> None:
+        self.write = write
+        self.entries: list[WriteEntry] = []
+        """that are to be placed, each in its view"""
+        self.views: list[memoryview] = []
+        self._target = target
+        self._begun: list[WriteEntry] = []
+
+    def begin(self, layer_bytes: int, *, is_on_wire: bool) -> None:
+        """What is there already goes nowhere: it is only taken off the wire. Raises WriteRefused."""
+        for entry in self.write.entries:
+            if entry.num_layers < 1:
+                raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")
+            view = self._target.begin(self.write.grant_id, entry)
+            if view is not None:
+                self._begun.append(entry)
+            elif is_on_wire:
+                view = memoryview(bytearray(entry.num_layers * layer_bytes))
+            else:
+                continue
+            self.entries.append(entry)
+            self.views.append(view)
+
+    def complete(self) -> bool:
+        """Whether these were the last bytes of the grant. Raises WriteRefused."""
+        is_last = False
+        while self._begun:
+            is_last |= self._target.complete(self.write.grant_id, self._begun.pop())
+        return is_last
+
+    def abandon(self) -> None:
+        while self._begun:
+            self._target.abandon(self.write.grant_id, self._begun.pop())
