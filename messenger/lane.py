@@ -226,9 +226,8 @@ class Lane:
         if within_s and self._is_running:
             if self._later is None:
                 self._later = loop.call_later(within_s, self._pump)
-        elif not self._is_pumping_soon:
-            self._is_pumping_soon = True
-            loop.call_soon(self._pump)
+        else:
+            self._pump_soon()
 
     async def run(self) -> str:
         """Sends and receives until the connection is lost. Returns the reason."""
@@ -295,6 +294,14 @@ class Lane:
             except OSError:
                 self._stream.shut_down()  # the receiving side finds out, and says why
                 return
+            if num_bytes >= _SENT_BYTES:
+                self._pump_soon()  # others first
+                return
+
+    def _pump_soon(self) -> None:
+        if not self._is_pumping_soon:
+            self._is_pumping_soon = True
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _begin(self, request: Request) -> Sequence[bytes | memoryview]:
         """What is to be sent now for `request`, which is outstanding from now on."""

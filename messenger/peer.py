@@ -10,6 +10,7 @@ through is said by that request's `done`.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -39,11 +40,13 @@ MAX_QUEUED_REQUESTS = 16
 """of one class, under way or waiting: whoever comes then waits"""
 _BULK_WINDOW_BYTES = 8 << 20
 """of bulk requests under way on one lane"""
-_CAUTIOUS_BULK_WINDOW_BYTES = 2 << 20
+_CAUTIOUS_BULK_WINDOW_BYTES = 1 << 20
 """the same while others are in a hurry: they wait behind so much"""
+_BULK_WAITS_S = 0.01
+"""for those in a hurry, at most: then some of it is sent between them"""
 _HURRY_S = 1.0
 """after a latency request the next one is expected"""
-_CAUTIOUS_FRAME_BYTES = 1 << 20
+_CAUTIOUS_FRAME_BYTES = 512 << 10
 _LATENCY_WINDOW_BYTES = 8 << 20
 _MOST_LANES_LOST = 4
 """under one request: then it is no chance that they are lost"""
@@ -116,6 +119,9 @@ class Peer:
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
         self._hurry_until_s = 0.0
+        self._num_urgent = 0
+        """latency requests under way or waiting"""
+        self._bulk_sent_s = 0.0
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -199,34 +205,34 @@ class Peer:
         Everything in one answer: no more than `frame_bytes` should be asked for at once. Raises
         TransferError. Cancelled, it waits until nothing will be written to `views` any more.
         """
-        answered: asyncio.Future[tuple[list[int], str | None]] = asyncio.get_running_loop().create_future()
+        answer = _Answer()
         request = FetchRequest(
             Fetch(list(keys), layers.start, layers.stop),
             views,
             len(views[0]) // len(layers),
             urgency,
-            lambda indices, failure: answered.set_result((indices, failure)),
+            answer.give,
         )
         await self.submit(request)
         try:
-            indices, failure = await asyncio.shield(answered)
+            await answer.is_there.wait()
         except asyncio.CancelledError:
             if request in self._queues[urgency]:
                 self._queues[urgency].remove(request)
                 request.lost("cancelled")
-            await _settled(answered)
+            await answer.settled()
             raise
-        if failure is not None:
-            raise TransferError(failure)
-        return indices
+        if answer.failure is not None:
+            raise TransferError(answer.failure)
+        return answer.indices
 
     async def probe(self, payload: memoryview) -> None:
         """Sends bytes for nobody. Raises TransferError."""
-        answered: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        await self.submit(ProbeRequest(payload, Urgency.BULK, answered.set_result))
-        failure = await asyncio.shield(answered)
-        if failure is not None:
-            raise TransferError(failure)
+        answer = _Answer()
+        await self.submit(ProbeRequest(payload, Urgency.BULK, functools.partial(answer.give, [])))
+        await answer.is_there.wait()
+        if answer.failure is not None:
+            raise TransferError(answer.failure)
 
     async def submit(self, request: Request) -> None:
         """Queues a request, waiting while too many of its class are under way. It is `done` in any case."""
@@ -235,8 +241,6 @@ class Peer:
         except asyncio.CancelledError:
             request.lost("cancelled")
             raise
-        if request.urgency is Urgency.LATENCY:
-            self._hurry_until_s = self._now_s() + _HURRY_S
         self._track(request)
         if self.closed_reason is not None:
             request.lost(self.closed_reason)
@@ -248,8 +252,12 @@ class Peer:
 
     def _track(self, request: Request) -> None:
         """Gives its place back when it is done, and counts it as in flight until then."""
-        done, num_bytes = request.done, request.num_bytes
-        self.flow.begun(num_bytes, self._now_s())
+        done, num_bytes, is_urgent = request.done, request.num_bytes, request.urgency is Urgency.LATENCY
+        now_s = self._now_s()
+        self.flow.begun(num_bytes, now_s)
+        if is_urgent:
+            self._num_urgent += 1
+            self._hurry_until_s = now_s + _HURRY_S
 
         def finish(*result: Any) -> None:
             moved_bytes = 0
@@ -259,7 +267,12 @@ class Peer:
                 moved_bytes = num_bytes
             self.flow.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
             self._room[request.urgency].release()
+            if is_urgent:
+                self._num_urgent -= 1
             done(*result)
+            if is_urgent and self._queues[Urgency.BULK]:
+                # Whoever waited for this goes on first.
+                asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
         request.done = finish
 
@@ -333,6 +346,8 @@ class Peer:
         window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES if self._is_hurried else _BULK_WINDOW_BYTES
         if lane.outstanding_bytes >= window_bytes:
             return False
+        if self._num_urgent and self._now_s() < self._bulk_sent_s + _BULK_WAITS_S:
+            return False
         # Of several streams one is kept free of bulk: what has been sent cannot be overtaken any more.
         return len(self._lanes) == 1 or lane is not self._lanes[0]
 
@@ -342,6 +357,8 @@ class Peer:
         for urgency, queue in self._queues.items():
             if queue and self._takes(lane, urgency):
                 request = queue.popleft()
+                if urgency is Urgency.BULK:
+                    self._bulk_sent_s = self._now_s()
                 if not isinstance(request, WriteRequest):
                     return request
                 if request.is_wanted():
@@ -367,8 +384,20 @@ class Peer:
             transfer.fail(f"{self.name} ended the transfer: {reason}")
 
 
-async def _settled(future: "asyncio.Future[tuple[list[int], str | None]]") -> None:
-    """Waits for `future` however often the waiter is cancelled meanwhile."""
-    while not future.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(future)
+class _Answer:
+    """What became of a request, for whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.failure: str | None = None
+        self.is_there = asyncio.Event()
+
+    def give(self, indices: list[int], failure: str | None) -> None:
+        self.indices, self.failure = indices, failure
+        self.is_there.set()
+
+    async def settled(self) -> None:
+        """However often the waiter is cancelled meanwhile."""
+        while not self.is_there.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.is_there.wait()

@@ -15,7 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from messenger.tls import TlsSocket
 
@@ -68,10 +68,12 @@ class Stream:
     only be closed.
     """
 
+    _heard_last: "ClassVar[Stream | None]" = None
+
     def __init__(self, sock: "socket.socket | TlsSocket", *, answers: bool = False) -> None:
         """`shake_hands` must come before anything else.
 
-        A side that `answers` listens for a moment to whoever has just spoken: he has probably the next
+        A side that `answers` listens for a moment to whoever speaks twice in a row: he has probably the next
         request ready by then.
         """
         sock.setblocking(False)
@@ -84,7 +86,8 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         self._sock = sock
-        self._patience = Patience() if answers else None
+        self._answers = answers
+        self._patience = Patience()
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
@@ -111,6 +114,8 @@ class Stream:
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
+        if Stream._heard_last is self:
+            Stream._heard_last = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -173,7 +178,7 @@ class Stream:
         try:
             num_bytes = self._receive_ahead()
         except BlockingIOError:
-            if self._patience is None or not self._patience.listen(self.poll):
+            if not self._listens_to_the_same() or not self._patience.listen(self.poll):
                 # What TLS has decrypted ahead would wake nobody who waits for the socket.
                 self._is_waiting_ahead = self.is_plain
                 try:
@@ -182,6 +187,13 @@ class Stream:
                     self._is_waiting_ahead = False
         self.moved(num_bytes)
         await self.take_turns()
+
+    def _listens_to_the_same(self) -> bool:
+        """Whether this side answers, and nobody else has spoken since this stream was heard last."""
+        if not self._answers:
+            return False
+        last, Stream._heard_last = Stream._heard_last, self
+        return last is self
 
     @property
     def may_poll(self) -> bool:
@@ -288,7 +300,9 @@ class Stream:
         rest = list(buffers)
         with contextlib.suppress(BlockingIOError):
             while rest:
-                rest = _without(rest, self._sock.sendmsg(_piece(rest)))
+                num_bytes = self._sock.sendmsg(_piece(rest))
+                self.moved(num_bytes)
+                rest = _without(rest, num_bytes)
         return rest
 
 

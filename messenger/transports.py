@@ -26,7 +26,7 @@ from mooncake.mapping import MappedFile
 from mooncake.messages import MessengerAddress
 
 _DISCARD_BYTES = 1 << 18
-_COPYING_SPEED = 4
+_COPYING_SPEED = 2
 """by that of moving the same through a socket"""
 _PIECE_BYTES = 1 << 18
 """received and hashed at once, while it is still in the processor's cache"""

@@ -37,6 +37,10 @@ Start = Callable[[], AbstractContextManager[Engine]]
 """both processes are up and connected inside of it"""
 
 
+_NUM_FETCHES = 4
+"""of one call that are under way at the same time"""
+
+
 class MessengerEngine:
     """A messenger's sending half in this process, on an event loop that runs while a call waits."""
 
@@ -53,18 +57,21 @@ class MessengerEngine:
     def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
-        self._loop.run_until_complete(self._move(direction, pairs, block_bytes, is_latency))
+        self._loop.run_until_complete(self._move(direction, pairs, block_bytes, is_latency=is_latency))
 
     def submit(
-        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
-    ) -> "asyncio.Task[None]":
-        return self._loop.create_task(self._move(direction, pairs, block_bytes, is_latency))
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int
+    ) -> "list[asyncio.Task[None]]":
+        moves = [self._move(direction, [pair], block_bytes, is_latency=False) for pair in pairs]
+        tasks = [self._loop.create_task(move) for move in moves]
+        self._loop.run_until_complete(asyncio.sleep(0))  # they begin
+        return tasks
 
-    def wait(self, transfer: "asyncio.Task[None]") -> None:
-        self._loop.run_until_complete(transfer)
+    def wait(self, transfers: "Sequence[asyncio.Task[None]]") -> None:
+        self._loop.run_until_complete(_all(transfers))
 
     async def _move(
-        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, is_latency: bool
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
         slice_bytes = max(size for size in SLICE_BYTES if size <= block_bytes)
         urgency = Urgency.LATENCY if is_latency else Urgency.BULK
@@ -116,8 +123,14 @@ class MessengerEngine:
         ]
         if len(requests) == 1:
             await requests[0]
-        else:
-            await asyncio.gather(*requests)
+            return
+        left = iter(requests)
+
+        async def some_of_them() -> None:
+            for request in left:
+                await request
+
+        await asyncio.gather(*(some_of_them() for _ in range(min(len(requests), _NUM_FETCHES))))
 
     async def _fetch(
         self,
@@ -140,6 +153,11 @@ class MessengerEngine:
         if slice_bytes not in self._checksums:
             self._checksums[slice_bytes] = layer_checksums(self._buffer[:WORKING_SET_BYTES], slice_bytes)
         return self._checksums[slice_bytes]
+
+
+async def _all(transfers: "Sequence[asyncio.Task[None]]") -> None:
+    for transfer in transfers:
+        await transfer
 
 
 def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:

@@ -53,17 +53,18 @@ class MooncakeEngine:
         else:
             _expect_0(self._batch[direction](self._session, local, remote, [block_bytes] * len(pairs)))
 
-    def submit(
-        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
-    ) -> int:
-        local, remote = self._addresses(direction, pairs, block_bytes)
-        transfer: int = self._start[direction](self._session, local, remote, [block_bytes] * len(pairs))
-        if transfer == 0:
+    def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> list[int]:
+        transfers: list[int] = []
+        for pair in pairs:
+            local, remote = self._addresses(direction, [pair], block_bytes)
+            transfers.append(self._start[direction](self._session, local, remote, [block_bytes]))
+        if 0 in transfers:
             raise RuntimeError("the peer refused a transfer")
-        return transfer
+        return transfers
 
-    def wait(self, transfer: int) -> None:
-        _expect_0(self._await([transfer]))
+    def wait(self, transfers: Sequence[int]) -> None:
+        for transfer in transfers:
+            _expect_0(self._await([transfer]))
 
     def _addresses(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int

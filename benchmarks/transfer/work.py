@@ -41,13 +41,11 @@ class Engine(Protocol):
     ) -> None:
         """The blocks as one batch: all of them are under way at the same time."""
 
-    def submit(
-        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
-    ) -> Any:
-        """Starts the same and returns what `wait` takes. At least 64 can be under way."""
+    def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
+        """Starts one bulk transfer for each block, and returns them. At least 64 can be under way."""
 
-    def wait(self, transfer: Any) -> None:
-        """Once for every `submit`, in any order."""
+    def wait(self, transfers: Sequence[Any]) -> None:
+        """Until they are through. Once for each that was submitted, in any order."""
 
 
 class Transfers:
@@ -71,11 +69,7 @@ class Transfers:
         pairs, direction = _scattered(block_bytes), _direction(op)
 
         def move(indices: Sequence[int]) -> None:
-            under_way = [
-                self._engine.submit(direction, [pairs[i]], block_bytes, is_latency=False) for i in indices
-            ]
-            for transfer in under_way:
-                self._engine.wait(transfer)
+            self._engine.wait(self._engine.submit(direction, [pairs[i] for i in indices], block_bytes))
 
         return Ring(len(pairs)).time(move, num_transfers, budget_s)
 
@@ -94,18 +88,18 @@ class Transfers:
         begun_s = time.perf_counter()
         while not times_s or time.perf_counter() < begun_s + budget_s:
             while bulk and len(bulk) > num_bulk // 2:
-                self._engine.wait(bulk.popleft())
+                self._engine.wait([bulk.popleft()])
                 num_finished += 1
-            while len(bulk) < num_bulk:
-                pair = bulk_pairs[(num_finished + len(bulk)) % len(bulk_pairs)]
-                bulk.append(self._engine.submit(direction, [pair], BULK_BYTES, is_latency=False))
+            fresh = range(num_finished + len(bulk), num_finished + num_bulk)
+            bulk += self._engine.submit(
+                direction, [bulk_pairs[n % len(bulk_pairs)] for n in fresh], BULK_BYTES
+            )
             pair = latency_pairs[len(times_s) % len(latency_pairs)]
             started_s = time.perf_counter()
             self._engine.move(direction, [pair], LATENCY_BYTES, is_latency=True)
             times_s.append(time.perf_counter() - started_s)
         num_finished += len(bulk)
-        for transfer in bulk:
-            self._engine.wait(transfer)
+        self._engine.wait(bulk)
         return times_s, num_finished * BULK_BYTES / (time.perf_counter() - begun_s)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,43 @@ def test_pieces_of_any_size_give_the_same_checksums(
         for end in ends:
             pieces.advance(end)
         assert pieces.packed() == expected(block, layer_bytes)
+
+
+@pytest.mark.parametrize("layer_bytes", [1024, 5000, 300_000])
+def test_a_block_is_received_and_hashed_in_one_go(layer_bytes: int) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        data = os.urandom(4 * layer_bytes)
+        block = memoryview(bytearray(len(data)))
+        arriving = LayerChecksums(block, layer_bytes)
+        assert arriving.can_receive
+        sent, num_bytes = 0, 0
+        with pytest.raises(BlockingIOError):
+            arriving.receive(far.fileno(), len(block))
+        block[:7] = data[:7]
+        arriving.advance(7)
+        sent = num_bytes = 7
+        while num_bytes < len(block):
+            sent += near.send(data[sent : sent + 50_001])
+            wanted = min(sent, len(block))
+            num_bytes += arriving.receive(far.fileno(), wanted)
+            assert arriving.num_there == num_bytes == wanted
+        assert block == data
+        assert arriving.packed() == expected(data, layer_bytes)
+
+
+def test_receiving_says_how_the_stream_ended() -> None:
+    near, far = socket.socketpair()
+    block = memoryview(bytearray(4096))
+    with far:
+        near.send(b"123")
+        near.close()
+        arriving = LayerChecksums(block, 1024)
+        assert arriving.receive(far.fileno(), 4096) == 3, "what came before the end is there"
+        with pytest.raises(ConnectionResetError, match="closed by the peer"):
+            arriving.receive(far.fileno(), 4096)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        arriving.receive(far.fileno(), 4096)
 
 
 def test_code_is_compiled_once_and_an_error_in_it_is_shown(

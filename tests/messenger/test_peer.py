@@ -275,21 +275,31 @@ async def no_answer(request: object) -> None:
     """Comes."""
 
 
-def test_a_lane_takes_latency_first_whatever_came_first() -> None:
+def test_bulk_waits_for_those_in_a_hurry_but_not_for_ever() -> None:
     async def test() -> None:
         peer = Peer("receiver", Traffic())
         lane = cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(Transport.TCP, ("127.0.0.1", 1))))
         peer._lanes.append(lane)
         lane.wake = lambda: None  # type: ignore[method-assign]
         lane.linger = no_answer  # type: ignore[method-assign]
-        requests = [
-            ProbeRequest(memoryview(bytes([number])), urgency, lambda _: None)
-            for number, urgency in enumerate([Urgency.BULK] * 3 + [Urgency.LATENCY] * 2)
-        ]
-        for request in requests:
+        now_s = 100.0
+        peer._now_s = lambda: now_s
+        bulk, urgent = (
+            [ProbeRequest(memoryview(bytes([number])), urgency, lambda _: None) for number in range(3)]
+            for urgency in (Urgency.BULK, Urgency.LATENCY)
+        )
+        for request in [bulk[0], urgent[0], urgent[1]]:
             await peer.submit(request)
-        taken = [peer.next_request(lane) for _ in range(6)]
-        assert taken == [*requests[3:], *requests[:3], None]
+        # Nothing of it was sent for long.
+        assert [peer.next_request(lane) for _ in range(4)] == [urgent[0], urgent[1], bulk[0], None]
+        for request in [bulk[1], bulk[2]]:
+            await peer.submit(request)
+        assert peer.next_request(lane) is None
+        now_s += 0.02
+        assert [peer.next_request(lane) for _ in range(2)] == [bulk[1], None]
+        for request in urgent[:2]:
+            request.done(None)
+        assert peer.next_request(lane) == bulk[2]
 
     run(test())
 

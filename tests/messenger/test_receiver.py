@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import pytest
 
+from messenger import incoming, receiver
 from messenger.incoming import MOST_FETCHES, IncomingLane
 from messenger.protocol import (
     MAX_FRAME_BYTES,
@@ -437,6 +438,62 @@ def test_a_source_that_breaks_is_not_waited_for(tmp_path: Path, caplog: pytest.L
             with pytest.raises(TransferError, match="was lost"):
                 async with asyncio.timeout(2):
                     await node.fetch([0])
+            await node.assert_works()
+
+    run(test())
+
+
+def test_open_transfers_of_one_sender_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "MOST_TRANSFERS", 3)
+
+    async def test() -> None:
+        async with fabric(tmp_path, TINY) as node:
+            node.pages.grant(1, [0])
+            wire = await Wire.introduced(node)
+            for transfer_id in range(3):
+                await wire.say(Open(transfer_id, 1, "one of three"))
+            await wire.say(Close(0, None))
+            await wire.say(Open(3, 1, "there is room again"))
+            await wire.say(Open(4, 1, "one too many"))
+            await wire.assert_closed()
+            wire.close()
+            await node.assert_works()
+
+    run(test())
+
+
+def test_a_late_write_does_not_open_a_transfer_again_that_was_given_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, TINY) as node:
+            grant = node.pages.grant(1, [0, 1])
+            wire = await Wire.introduced(node)
+            await wire.say(Open(5, 1, "grant 1"))
+            await wire.say(Close(5, "cancelled"))
+            _, payload = write(node, node.entry(0))
+            await wire.say(Write(5, 1, [node.entry(0)]), payload)
+            ack = await wire.hear()
+            assert isinstance(ack, WriteAck)
+            assert ack.refusal is RefusalKind.STALE
+            assert grant.writers == []
+            wire.close()
+            await until(lambda: node.num_served == 0)
+
+    run(test())
+
+
+def test_strangers_at_once_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "MOST_UNKNOWN", 3)
+
+    async def test() -> None:
+        async with fabric(tmp_path, TINY) as node:
+            silent = [await Wire.connect(node) for _ in range(3)]
+            await until(lambda: node.num_served == 3)
+            one_too_many = await Wire.connect(node)
+            await one_too_many.assert_closed()
+            assert node.received.num_strangers == 1
+            for wire in [*silent, one_too_many]:
+                wire.close()
+            await until(lambda: node.num_served == 0)
             await node.assert_works()
 
     run(test())

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from messenger.stream import Outbox, Stream
+from messenger.stream import Outbox, Patience, Stream
 from tests.messenger.fabric import run, until
 from tests.messenger.proxy import listen
 
@@ -278,5 +278,121 @@ def test_others_have_their_turn_while_bytes_come_fast() -> None:
             counting.cancel()
             await asyncio.gather(counting, return_exceptions=True)
             assert num_turns >= 16
+
+    run(test())
+
+
+def test_what_is_ahead_is_taken_in_pieces_and_the_rest_follows() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            data = random.Random(4).randbytes(MIB)
+            sending = asyncio.create_task(near.send([data]))
+            await far.more(8)
+            assert far.ahead == data[: far.num_ahead]
+            far.take(3)
+            into = memoryview(bytearray(len(data) - 3))
+            await far.receive_into([into[:5], into[5:]])
+            await sending
+            assert into == data[3:]
+
+    run(test())
+
+
+def test_there_is_room_for_as_much_as_is_wanted() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            data = random.Random(5).randbytes(300_000)
+            sending = asyncio.create_task(near.send([data]))
+            await far.more(1)
+            far.take(1)
+            while far.num_ahead < len(data) - 1:
+                await far.more(len(data) - 1)
+            await sending
+            assert far.ahead == data[1:]
+            far.take(far.num_ahead)
+            await near.send([b"more"])
+            await far.more(4)
+            assert far.ahead == b"more"
+
+    run(test())
+
+
+def test_another_may_take_what_somebody_waits_for() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            assert not far.may_poll, "nobody waits"
+            waiting = asyncio.create_task(far.more(1))
+            await asyncio.sleep(0)
+            assert far.may_poll
+            assert not far.poll()
+            await near.send([b"12"])
+            assert far.poll()
+            assert far.ahead == b"12"
+            far.take(2)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not waiting.done(), "it still waits"
+            await near.send([b"3"])
+            await waiting
+            assert far.ahead == b"3"
+
+    run(test())
+
+
+def test_whoever_waits_can_be_told_to_look() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            waiting = asyncio.create_task(far.more(1))
+            await asyncio.sleep(0)
+            await near.send([b"1"])
+            assert far.poll()
+            far.notice()
+            await waiting
+            assert far.ahead == b"1"
+            far.notice()  # nobody waits
+
+    run(test())
+
+
+def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
+    patience, num_asked = Patience(), 0
+
+    def silence() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return False
+
+    asked = []
+    for _ in range(200):
+        before = num_asked
+        assert not patience.listen(silence)
+        asked.append(num_asked > before)
+    assert [number for number, was_asked in enumerate(asked) if was_asked] == [0, 2, 6, 14, 30, 62, 126, 191]
+    while not patience.listen(lambda: True):
+        pass
+    assert patience.listen(lambda: True)
+
+
+def test_sending_counts_as_a_turn() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+            num_turns = 0
+
+            async def count() -> None:
+                nonlocal num_turns
+                while True:
+                    num_turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.create_task(count())
+            into = memoryview(bytearray(100_000))
+            for _ in range(100):
+                rest = near.send_now([memoryview(bytes(100_000))])
+                await near.take_turns()
+                await near.send(rest)
+                await far.receive_into([into])
+            counting.cancel()
+            await asyncio.gather(counting, return_exceptions=True)
+            assert num_turns >= 100 * 100_000 // MIB
 
     run(test())
