@@ -1,7 +1,7 @@
 """The Conductor's metrics, read from its state at each scrape."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,10 +13,16 @@ from mooncake.messages import PoolStats, Role
 
 
 class ConductorMetrics(Collector):
-    """Instances, requests, and the instances' pools; registers itself."""
+    """Instances, requests, and the instances' pools; registers itself.
 
-    def __init__(self, conductor: Conductor, registry: CollectorRegistry) -> None:
+    `num_refused` counts connections to the Conductor that did not show the cluster's key.
+    """
+
+    def __init__(
+        self, conductor: Conductor, registry: CollectorRegistry, num_refused: Callable[[], int]
+    ) -> None:
         self._conductor = conductor
+        self._num_refused = num_refused
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -40,6 +46,12 @@ class ConductorMetrics(Collector):
         for instance in self._conductor.instances:
             assigned.add_metric([instance.name], instance.num_assigned_tokens)
         yield assigned
+
+        yield CounterMetricFamily(
+            "mooncake_conductor_strangers",
+            "connections that were closed because they did not show the cluster's key",
+            self._num_refused(),
+        )
         yield from self._reported()
 
     def _reported(self) -> Iterator[Metric]:

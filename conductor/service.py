@@ -78,7 +78,6 @@ async def serve(process: ConductorProcess) -> None:
         )
         registry = CollectorRegistry()
         conductor = Conductor(time.time_ns(), model.fingerprint, limits)
-        ConductorMetrics(conductor, registry)
         front = FrontConfig(
             host=config.http.host,
             port=config.http.port,
@@ -89,6 +88,7 @@ async def serve(process: ConductorProcess) -> None:
             cluster_key=process.cluster_key,
         )
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
+        ConductorMetrics(conductor, registry, lambda: router.num_refused)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(ConductorService(conductor, router).run())

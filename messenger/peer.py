@@ -283,7 +283,7 @@ class Peer:
         self._lanes.append(lane)
         self._lanes_changed()
         lane.wake()
-        reason = "the messenger stops"
+        reason = "ended by this side"
         try:
             reason = await lane.run()
         finally:

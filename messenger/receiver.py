@@ -103,7 +103,7 @@ class Sessions:
             lane.discard()
             return
         session.lanes[number] = lane
-        reason = "the messenger stops"
+        reason = "ended by this side"
         try:
             reason = await lane.run(session)
             log.info("connection from %s ended: %s", name, reason)

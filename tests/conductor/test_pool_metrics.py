@@ -4,7 +4,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.metrics import pool_metrics
+from conductor.metrics import ConductorMetrics, pool_metrics
+from conductor.policy import Conductor, Limits
 from mooncake.messages import PoolStats, Tier, TierStats
 
 STATS = PoolStats(
@@ -133,3 +134,9 @@ def test_instances_are_told_apart_and_one_without_ssd_has_no_such_tier() -> None
 def test_without_instances_there_are_names_but_no_samples() -> None:
     assert scraped() == {}
     assert len(list(pool_metrics({}))) == len({family.name for family in pool_metrics({})}) > 10
+
+
+def test_strangers_at_the_conductor_are_counted() -> None:
+    registry = CollectorRegistry()
+    ConductorMetrics(Conductor(1, "f" * 32, Limits()), registry, lambda: 7)
+    assert "mooncake_conductor_strangers_total 7.0" in generate_latest(registry).decode()
