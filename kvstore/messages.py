@@ -19,6 +19,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.messages import Grant, MessengerAddress, PoolStats, Tier
+from mooncake.proofs import NONCE_BYTES
 
 MAX_MESSAGE_BYTES = 384 * 1024
 """Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
@@ -27,7 +28,6 @@ MAX_MESSAGE_BYTES = 384 * 1024
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
 """Where a block is: `Located` names these by index."""
-NONCE_BYTES = 32
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 # -- before the first message, TCP only: see greeting -----------------------------------------------

@@ -1,19 +1,13 @@
-"""How two messengers show each other that they know the cluster's key, without sending it.
-
-Each proves it over both nonces, so that no answer of one connection is of use on another, and under a label
-of its own, so that none can be thrown back at whom it came from. Only then anything else is said.
+"""The greeting of two messengers: each shows that it knows the cluster's key, then they say who they are.
 
 Owns: the greeting on either side. Does not know: what is said after it.
 """
 
-import hmac
-import secrets
 from dataclasses import dataclass
 
 from messenger.frames import Frames
 from messenger.identity import Identity
 from messenger.protocol import (
-    NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
     Hello,
@@ -29,8 +23,9 @@ from messenger.rdma.endpoint import EndpointInfo
 from messenger.stream import Stream
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
+from mooncake.proofs import NONCE_BYTES, Doorkeeper, Labels, Visitor
 
-_SENDER, _RECEIVER = b"messenger sender", b"messenger receiver"
+_LABELS = Labels(visitor=b"messenger sender", host=b"messenger receiver")
 
 
 class StrangerError(TransferError):
@@ -65,14 +60,14 @@ async def introduce(
 ) -> Welcome:
     """The sender's part. Raises TransferError if the receiver refuses, StrangerError if it is one."""
     stream = frames.stream
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    await stream.send([encode_frame(Hello(PROTOCOL_VERSION, nonce))])
+    visitor = Visitor(key, _LABELS)
+    await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
     challenge = _accepted(await read_message(frames))
     assert isinstance(challenge, Challenge)
-    if not hmac.compare_digest(challenge.proof, key.proof(_RECEIVER, nonce, challenge.nonce)):
+    if not visitor.recognises(challenge.nonce, challenge.proof):
         raise StrangerError("the messenger there has another cluster key; give all nodes the same key file")
     introduction = Introduction(
-        key.proof(_SENDER, challenge.nonce, nonce),
+        visitor.proof(challenge.nonce),
         identity,
         session,
         lane,
@@ -95,8 +90,8 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
         check_version(hello.protocol_version)
         if len(hello.nonce) != NONCE_BYTES:
             raise StrangerError(f"a nonce of {len(hello.nonce)} bytes")
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        await stream.send([encode_frame(Challenge(nonce, key.proof(_RECEIVER, hello.nonce, nonce)))])
+        doorkeeper = Doorkeeper(key, _LABELS, hello.nonce)
+        await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof))])
         introduction = await read_message(frames)
         assert isinstance(introduction, Introduction)
     except MismatchError as error:
@@ -104,7 +99,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
         raise
     except (OSError, TransferError) as error:
         raise StrangerError(str(error)) from error
-    if not hmac.compare_digest(introduction.proof, key.proof(_SENDER, nonce, hello.nonce)):
+    if not doorkeeper.admits(introduction.proof):
         raise StrangerError("it has another cluster key")
     return introduction
 

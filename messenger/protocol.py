@@ -44,7 +44,6 @@ MAX_GREETING_BYTES = 4096
 MAX_FRAME_ENTRIES = 1024
 MAX_FRAME_BYTES = 4 << 20
 """Payload of one frame, unless a single layer is larger: bounds how long others wait behind it."""
-NONCE_BYTES = 32
 
 _HEADER = struct.Struct("<II")
 

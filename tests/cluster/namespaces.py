@@ -6,12 +6,11 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake.config import MessengerConfig, MessengerProcess
-from tests.kvstore.nodes import CLUSTER_KEY, ROOT, SEGMENT_PAGE_BYTES, Node
+from mooncake.config import MessengerConfig
+from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node
 
 LINKS = ("link0", "link1")
 _CLONE_NEWNET = 0x40000000
@@ -67,29 +66,13 @@ class HostNode(Node):
         super().__init__(folder, name, num_pages * SEGMENT_PAGE_BYTES + 3 * 4096, "tcp")
         self.host = host
 
+    @property
+    def settings(self) -> MessengerConfig:
+        return MessengerConfig(transport=self.transport, hosts=self.host.addresses)
+
     def start(self) -> None:
-        self.incarnation += 1
-        config = MessengerProcess(
-            cluster_key=CLUSTER_KEY,
-            settings=MessengerConfig(transport=self.transport, hosts=self.host.addresses),
-            kvcache=self.kvcache,
-            instance=self.name,
-            incarnation=self.incarnation,
-            worker_socket=self.socket_path,
-            peer_socket=self.peer_socket_path,
-            event_endpoints=self.event_endpoints,
-            segment_fd=self.segment_fd,
-        )
         with self.host.entered():
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.service"],
-                stdin=subprocess.PIPE,
-                pass_fds=[self.segment_fd],
-                cwd=ROOT,
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write(config.model_dump_json().encode() + b"\n")
-        self.process.stdin.flush()
+            super().start()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import xxhash
 
 from messenger.identity import Identity
 from messenger.protocol import (
-    NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
     Hello,
@@ -24,6 +23,7 @@ from messenger.protocol import (
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
 from mooncake.messages import Grant, MessengerAddress
+from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, block_bytes
 
 _DECODER = msgspec.msgpack.Decoder(Message)

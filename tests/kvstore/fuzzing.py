@@ -20,7 +20,6 @@ import xxhash
 
 from messenger.protocol import (
     MAX_FRAME_BYTES,
-    NONCE_BYTES,
     PROTOCOL_VERSION,
     Abandon,
     Challenge,
@@ -41,6 +40,7 @@ from messenger.protocol import (
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
 from mooncake.messages import Grant, GrantedPage, MessengerAddress
+from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.by_hand import IDENTITY
 from tests.kvstore.mutations import HEADER, Mutator
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, LAYOUT

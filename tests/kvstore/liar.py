@@ -9,7 +9,6 @@ import msgspec
 
 from messenger.identity import Identity
 from messenger.protocol import (
-    NONCE_BYTES,
     Challenge,
     Ended,
     Found,
@@ -23,6 +22,7 @@ from messenger.protocol import (
     WriteAck,
 )
 from mooncake.messages import MessengerAddress
+from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.mutations import HEADER, Mutator
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 

@@ -47,12 +47,16 @@ class Node:
         os.posix_fallocate(self.segment_fd, 0, segment_bytes)
         self.process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def settings(self) -> MessengerConfig:
+        return MessengerConfig(transport=self.transport, ack_timeout_s=self.ack_timeout_s)
+
     def start(self) -> None:
         """Starts a messenger in its next incarnation, on the same memory."""
         self.incarnation += 1
         config = MessengerProcess(
             cluster_key=self.cluster_key,
-            settings=MessengerConfig(transport=self.transport, ack_timeout_s=self.ack_timeout_s),
+            settings=self.settings,
             kvcache=self.kvcache,
             security=self.security,
             instance=self.name,

@@ -13,7 +13,6 @@ import pytest
 
 from messenger.protocol import (
     MAX_GREETING_BYTES,
-    NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
     FetchDone,
@@ -31,6 +30,7 @@ from messenger.transports import Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 from mooncake.keys import ClusterKey
+from mooncake.proofs import NONCE_BYTES
 from tests.messenger.fabric import TINY, Fabric, fabric, run, until
 from tests.messenger.proxy import listen
 from tests.messenger.wire import Wire

@@ -7,7 +7,6 @@ from messenger.identity import Identity
 from messenger.protocol import (
     EXPECTED,
     MAX_GREETING_BYTES,
-    NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
     Close,
@@ -31,6 +30,7 @@ from messenger.protocol import (
 )
 from mooncake.blocks import KVLayout
 from mooncake.errors import MismatchError, TransferError
+from mooncake.proofs import NONCE_BYTES
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
 IDENTITY = Identity("prefill-0", 3, "host", "fingerprint-a", LAYOUT)
