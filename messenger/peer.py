@@ -343,13 +343,13 @@ class Peer:
             return False  # it stands by
         if urgency is Urgency.LATENCY:
             return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES
-        window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES if self._is_hurried else _BULK_WINDOW_BYTES
-        if lane.outstanding_bytes >= window_bytes:
-            return False
+        if not self._is_hurried:
+            return lane.outstanding_bytes < _BULK_WINDOW_BYTES
         if self._num_urgent and self._now_s() < self._bulk_sent_s + _BULK_WAITS_S:
             return False
         # Of several streams one is kept free of bulk: what has been sent cannot be overtaken any more.
-        return len(self._lanes) == 1 or lane is not self._lanes[0]
+        is_for_bulk = len(self._lanes) == 1 or lane is not self._lanes[0]
+        return is_for_bulk and lane.outstanding_bytes < _CAUTIOUS_BULK_WINDOW_BYTES
 
     # -- what lanes say (lane.Owner) --------------------------------------------------------------
 

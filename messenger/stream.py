@@ -247,6 +247,7 @@ class Stream:
         """Waits until `receive` gets something from the socket, whose descriptor it is called with: how many
         bytes. It raises BlockingIOError if nothing is there. Nothing may be `ahead`, and `is_plain`."""
         attempt = functools.partial(receive, self._sock.fileno())
+        self._readable.rest()  # else the kernel tells of every packet
         try:
             num_bytes = attempt()
         except BlockingIOError:
@@ -415,7 +416,7 @@ class _Readiness:
 
     def end(self) -> None:
         """Before the socket is closed."""
-        self._unregister()
+        self.rest()
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))
 
@@ -424,14 +425,15 @@ class _Readiness:
         if self._result is not None and not self._result.done():
             self._result.set_result(result)
 
-    def _unregister(self) -> None:
+    def rest(self) -> None:
+        """Hears of no more events until somebody waits again."""
         if self._is_registered:
             self._remove(self._sock.fileno())
             self._is_registered = False
 
     def _on_event(self) -> None:
         if self._result is None or self._result.done():
-            self._unregister()
+            self.rest()
             return
         try:
             self._result.set_result(self._attempt())

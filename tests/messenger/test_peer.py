@@ -334,11 +334,29 @@ def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_stream_is_kept_free_of_bulk(tmp_path: Path) -> None:
+def test_bulk_takes_all_streams_while_nobody_is_in_a_hurry(tmp_path: Path) -> None:
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 24, streams=2) as node:
             proxy = node.proxy()
             peer = await node.peer(2)
+            proxy.black_hole()
+            node.pages.grant(1, range(18))
+            bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
+            await until(lambda: all(lane.num_outstanding for lane in peer.lanes))
+            proxy.heal()
+            await bulk
+            node.assert_written(range(18))
+
+    run(test())
+
+
+def test_a_stream_is_kept_free_of_bulk_once_somebody_was_in_a_hurry(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24, streams=2) as node:
+            proxy = node.proxy()
+            peer = await node.peer(2)
+            node.pages.grant(3, [19])
+            await node.write(3, [19], Urgency.LATENCY)
             proxy.black_hole()
             node.pages.grant(1, range(18))
             bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
@@ -350,7 +368,7 @@ def test_a_stream_is_kept_free_of_bulk(tmp_path: Path) -> None:
             await until(lambda: idle[0].num_outstanding == 1)
             proxy.heal()
             await asyncio.gather(bulk, urgent)
-            node.assert_written(range(19))
+            node.assert_written(range(20))
 
     run(test())
 
