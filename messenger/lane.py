@@ -208,8 +208,12 @@ class Lane:
 
     async def linger(self, request: Request) -> None:
         """Listens for the answer to `request` for a moment, if that can come at once."""
-        most_bytes = _LINGERED_BYTES[self.path.transport]
-        if request.num_bytes <= most_bytes and self.num_outstanding == 1 and self._stream.may_poll:
+        transport = self.path.transport
+        # Over shared memory nothing is moved before a fetch is answered.
+        is_short = request.num_bytes <= _LINGERED_BYTES[transport] or (
+            transport is Transport.SHM and isinstance(request, FetchRequest)
+        )
+        if is_short and self.num_outstanding == 1 and self._stream.may_poll:
             self._patience.listen(self._hear)
             self._stream.moved(request.num_bytes)
             await self._stream.take_turns()

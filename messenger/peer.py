@@ -40,13 +40,12 @@ MAX_QUEUED_REQUESTS = 16
 """of one class, under way or waiting: whoever comes then waits"""
 _BULK_WINDOW_BYTES = 8 << 20
 """of bulk requests under way on one lane"""
-_CAUTIOUS_BULK_WINDOW_BYTES = 1 << 20
-"""the same while others are in a hurry: they wait behind so much"""
+_CAUTIOUS_BULK_WINDOW_BYTES = {Transport.TCP: 1 << 20, Transport.RDMA: 1 << 20, Transport.SHM: 2 << 20}
+"""the same while others are in a hurry, two pieces: they wait behind so much"""
 _BULK_WAITS_S = 0.01
 """for those in a hurry, at most: then some of it is sent between them"""
 _HURRY_S = 1.0
 """after a latency request the next one is expected"""
-_CAUTIOUS_FRAME_BYTES = 512 << 10
 _LATENCY_WINDOW_BYTES = 8 << 20
 _MOST_LANES_LOST = 4
 """under one request: then it is no chance that they are lost"""
@@ -129,8 +128,9 @@ class Peer:
 
     def frame_bytes(self, urgency: Urgency) -> int:
         """How much should be asked for at once: of bulk little enough for those in a hurry to get past it."""
-        is_cautious = urgency is Urgency.BULK and self._is_hurried
-        return _CAUTIOUS_FRAME_BYTES if is_cautious else MAX_FRAME_BYTES
+        if urgency is Urgency.LATENCY or not self._is_hurried or not self._lanes:
+            return MAX_FRAME_BYTES
+        return min(_CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport] for lane in self._lanes) // 2
 
     @property
     def _is_hurried(self) -> bool:
@@ -349,7 +349,7 @@ class Peer:
             return False
         # Of several streams one is kept free of bulk: what has been sent cannot be overtaken any more.
         is_for_bulk = len(self._lanes) == 1 or lane is not self._lanes[0]
-        return is_for_bulk and lane.outstanding_bytes < _CAUTIOUS_BULK_WINDOW_BYTES
+        return is_for_bulk and lane.outstanding_bytes < _CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport]
 
     # -- what lanes say (lane.Owner) --------------------------------------------------------------
 

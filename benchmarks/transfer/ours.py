@@ -37,6 +37,8 @@ Start = Callable[[], AbstractContextManager[Engine]]
 """both processes are up and connected inside of it"""
 
 
+_NUM_TURNS = 3
+"""of the event loop, until all requests of a transfer have been submitted"""
 _NUM_FETCHES = 4
 """of one call that are under way at the same time"""
 
@@ -64,7 +66,7 @@ class MessengerEngine:
     ) -> "list[asyncio.Task[None]]":
         moves = [self._move(direction, [pair], block_bytes, is_latency=False) for pair in pairs]
         tasks = [self._loop.create_task(move) for move in moves]
-        self._loop.run_until_complete(asyncio.sleep(0))  # they begin
+        self._loop.run_until_complete(_turns(_NUM_TURNS))
         return tasks
 
     def wait(self, transfers: "Sequence[asyncio.Task[None]]") -> None:
@@ -153,6 +155,11 @@ class MessengerEngine:
         if slice_bytes not in self._checksums:
             self._checksums[slice_bytes] = layer_checksums(self._buffer[:WORKING_SET_BYTES], slice_bytes)
         return self._checksums[slice_bytes]
+
+
+async def _turns(num_turns: int) -> None:
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
 
 
 async def _all(transfers: "Sequence[asyncio.Task[None]]") -> None:
