@@ -29,6 +29,7 @@ from kvstore.session import Session, User, failed_call
 from kvstore.store import Store, open_store
 from messenger.checksums import prepare
 from messenger.identity import host_id
+from messenger.listening import listening_loop
 from messenger.receiver import turn_away
 from messenger.stream import Stream
 from messenger.tls import Tls
@@ -229,7 +230,7 @@ class Service:
         while True:
             sock = await _accept(listener)
             try:
-                stream = Stream(sock if tls is None else tls.accept(sock), answers=True)
+                stream = Stream(sock if tls is None else tls.accept(sock))
             except OSError as error:  # it has gone already
                 log.info("a connection ended as it was accepted: %s", error)
                 sock.close()
@@ -345,4 +346,4 @@ async def serve(config: MessengerProcess) -> None:
 
 
 if __name__ == "__main__":
-    child_main(MessengerProcess, serve)
+    child_main(MessengerProcess, serve, loop_factory=listening_loop)

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import NoReturn, Protocol
 
 from messenger.frames import Frames
+from messenger.listening import Patience
 from messenger.protocol import (
     Close,
     Ended,
@@ -31,7 +32,7 @@ from messenger.protocol import (
 )
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemotePages
-from messenger.stream import Outbox, Patience
+from messenger.stream import Outbox
 from messenger.transports import Inlet, Path, Transport
 from mooncake.errors import TransferError
 

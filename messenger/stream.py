@@ -12,10 +12,9 @@ import contextlib
 import functools
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from messenger.tls import TlsSocket
 
@@ -29,35 +28,9 @@ _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
 _AHEAD_BYTES = 72 * 1024
 """a small frame with its payload"""
-_LISTEN_S = 150e-6
-"""how long it is worth to listen for what is just being said, before waiting for it"""
-_MOST_SKIPPED = 64
 
 
 Result = TypeVar("Result")
-
-
-class Patience:
-    """Listening for some microseconds instead of falling asleep: waking up would take longer. Whenever that
-    was of no use, it is tried half as often."""
-
-    def __init__(self) -> None:
-        self._num_skipped = self._num_to_skip = 0
-
-    def listen(self, has_come: Callable[[], bool]) -> bool:
-        """Whether it has come."""
-        if self._num_skipped < self._num_to_skip:
-            self._num_skipped += 1
-            return False
-        self._num_skipped = 0
-        until_s = time.perf_counter() + _LISTEN_S
-        while time.perf_counter() < until_s:
-            if has_come():
-                self._num_to_skip = 0
-                return True
-            os.sched_yield()  # whoever is to say it may have been woken on this very core
-        self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
-        return False
 
 
 class Stream:
@@ -68,14 +41,8 @@ class Stream:
     only be closed.
     """
 
-    _heard_last: "ClassVar[Stream | None]" = None
-
-    def __init__(self, sock: "socket.socket | TlsSocket", *, answers: bool = False) -> None:
-        """`shake_hands` must come before anything else.
-
-        A side that `answers` listens for a moment to whoever speaks twice in a row: he has probably the next
-        request ready by then.
-        """
+    def __init__(self, sock: "socket.socket | TlsSocket") -> None:
+        """`shake_hands` must come before anything else."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,8 +53,6 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         self._sock = sock
-        self._answers = answers
-        self._patience = Patience()
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
@@ -114,8 +79,6 @@ class Stream:
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
-        if Stream._heard_last is self:
-            Stream._heard_last = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -178,22 +141,14 @@ class Stream:
         try:
             num_bytes = self._receive_ahead()
         except BlockingIOError:
-            if not self._listens_to_the_same() or not self._patience.listen(self.poll):
-                # What TLS has decrypted ahead would wake nobody who waits for the socket.
-                self._is_waiting_ahead = self.is_plain
-                try:
-                    num_bytes = await self._readable.first(self._receive_ahead)
-                finally:
-                    self._is_waiting_ahead = False
+            # What TLS has decrypted ahead would wake nobody who waits for the socket.
+            self._is_waiting_ahead = self.is_plain
+            try:
+                num_bytes = await self._readable.first(self._receive_ahead)
+            finally:
+                self._is_waiting_ahead = False
         self.moved(num_bytes)
         await self.take_turns()
-
-    def _listens_to_the_same(self) -> bool:
-        """Whether this side answers, and nobody else has spoken since this stream was heard last."""
-        if not self._answers:
-            return False
-        last, Stream._heard_last = Stream._heard_last, self
-        return last is self
 
     @property
     def may_poll(self) -> bool:

@@ -66,7 +66,11 @@ def report(status: Status) -> None:
         os.write(int(fd), msgspec.json.encode(status) + b"\n")
 
 
-def child_main(config_type: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
+def child_main(
+    config_type: type[Config],
+    serve: Callable[[Config], Awaitable[None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """Run `serve(config)` until it returns, SIGTERM or SIGINT arrives, or the supervisor is gone.
 
     `serve` is cancelled to stop it and cleans up in `finally`. An error that a restart would only repeat
@@ -78,7 +82,8 @@ def child_main(config_type: type[Config], serve: Callable[[Config], Awaitable[No
     _raise_descriptor_limit()
     config = config_type.model_validate_json(sys.stdin.readline())
     try:
-        asyncio.run(_run(serve(config)))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_run(serve(config)))
     except* (ConfigError, ModelError, MismatchError) as errors:
         message = _first_message(errors)
         report(Fatal(message))

@@ -22,6 +22,7 @@ from benchmarks.transfer.work import Direction, Engine, Pair
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums, prepare
 from messenger.identity import host_id
 from messenger.lane import Outcome, Urgency
+from messenger.listening import listening_loop
 from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.protocol import WriteEntry
@@ -201,7 +202,7 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
         fd, buffer = shared_memory(Memory.SIZE_BYTES)
         source = SourceSegment.of(fd, buffer)
         memory = Memory(np.frombuffer(buffer, np.uint8))
-        loop = stack.enter_context(asyncio.Runner()).get_loop()
+        loop = stack.enter_context(asyncio.Runner(loop_factory=listening_loop)).get_loop()
         opened: asyncio.Future[dict[int, Peer]] = loop.create_future()
 
         async def connect() -> None:

@@ -19,6 +19,7 @@ from benchmarks.store.workload import WORKING_SET_BYTES
 from messenger.checksums import CHECKSUM_BYTES, prepare
 from messenger.door import Door, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
+from messenger.listening import listening_loop
 from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
@@ -105,7 +106,7 @@ def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
 async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.TaskGroup) -> None:
     while True:
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        tasks.create_task(sessions.serve(Stream(sock, answers=True)))
+        tasks.create_task(sessions.serve(Stream(sock)))
 
 
 async def _serve(folder: str, key: ClusterKey) -> None:
@@ -144,4 +145,5 @@ async def _serve(folder: str, key: ClusterKey) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], ClusterKey.from_text(sys.argv[2])))
+    with asyncio.Runner(loop_factory=listening_loop) as runner:
+        runner.run(_serve(sys.argv[1], ClusterKey.from_text(sys.argv[2])))

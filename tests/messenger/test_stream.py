@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from messenger.stream import Outbox, Patience, Stream
+from messenger.stream import Outbox, Stream
 from tests.messenger.fabric import run, until
 from tests.messenger.proxy import listen
 
@@ -352,25 +352,6 @@ def test_whoever_waits_can_be_told_to_look() -> None:
             far.notice()  # nobody waits
 
     run(test())
-
-
-def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
-    patience, num_asked = Patience(), 0
-
-    def silence() -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        return False
-
-    asked = []
-    for _ in range(200):
-        before = num_asked
-        assert not patience.listen(silence)
-        asked.append(num_asked > before)
-    assert [number for number, was_asked in enumerate(asked) if was_asked] == [0, 2, 6, 14, 30, 62, 126, 191]
-    while not patience.listen(lambda: True):
-        pass
-    assert patience.listen(lambda: True)
 
 
 def test_sending_counts_as_a_turn() -> None:
