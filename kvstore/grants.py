@@ -108,26 +108,25 @@ class Grants:
             raise WriteRefused(
                 f"page {entry.page} has generation {block.generation}, the write names {entry.generation}"
             )
-        num_layers = self._segment.layout.num_layers
-        if not 0 <= entry.layer_begin < entry.layer_end <= num_layers:
-            raise WriteRefused(
-                f"layers [{entry.layer_begin}, {entry.layer_end}) are no part of {num_layers} layers"
-            )
+        try:
+            layers = self._positions(entry)
+        except ValueError as error:
+            raise WriteRefused(str(error)) from None
         if len(entry.checksums) != entry.num_layers * CHECKSUM_BYTES:
             raise WriteRefused(
                 f"{entry.num_layers} layers came with {len(entry.checksums)} bytes of checksums"
             )
-        layers = range(entry.layer_begin, entry.layer_end)
         if not layer_mask(layers) & ~block.arrived:
             if self._pool.table.checksums(entry.page, layers) == entry.checksums:
                 return None
             raise WriteRefused(
-                f"layers [{layers.start}, {layers.stop}) of page {entry.page} are there already, and differ"
+                f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} are there already,"
+                " and differ"
             )
         receiving = grant.incomplete[entry.page]
         if (receiving | block.arrived) & layer_mask(layers):
             raise WriteRefused(
-                f"layers [{layers.start}, {layers.stop}) of page {entry.page} were written before"
+                f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} were written before"
             )
         grant.incomplete[entry.page] = receiving | layer_mask(layers)
         self._pool.hold(entry.page)
@@ -152,7 +151,7 @@ class Grants:
         if grant is None:
             self._pool.unhold(entry.page)
             raise WriteRefused("the grant was revoked while this write was being received")
-        layers = range(entry.layer_begin, entry.layer_end)
+        layers = self._positions(entry)
         block = grant.reservation.by_page[entry.page]
         self._pool.arrived(grant.reservation, block, layers, entry.checksums)
         self._pool.unhold(entry.page)
@@ -165,7 +164,7 @@ class Grants:
     def abandon(self, grant_id: int, entry: WriteEntry) -> None:
         grant = self._open.get(grant_id)
         if grant is not None:
-            grant.incomplete[entry.page] &= ~layer_mask(range(entry.layer_begin, entry.layer_end))
+            grant.incomplete[entry.page] &= ~layer_mask(self._positions(entry))
         self._pool.unhold(entry.page)
 
     def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
@@ -179,6 +178,10 @@ class Grants:
             self._fail(grant, reason)
 
     # ---------------------------------------------------------------------------------------------
+
+    def _positions(self, entry: WriteEntry) -> range:
+        """Where its layers are in this pool's blocks. Raises ValueError."""
+        return self._segment.layout.positions(range(entry.layer_begin, entry.layer_end))
 
     def _find(self, grant_id: int) -> _OpenGrant:
         grant = self._open.get(grant_id)

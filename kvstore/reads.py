@@ -44,6 +44,7 @@ class Reads:
     def _lease(self, keys: Sequence[BlockKey], layers: range) -> tuple[list[Readable], Callable[[], None]]:
         lease = self._pool.lease(NOBODY, keys, self._now_s() + _LEASE_S)
         segment, table = self._segment, self._pool.table
+        layers = segment.layout.positions(layers)
         blocks = [
             Readable(
                 index,

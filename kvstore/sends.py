@@ -124,11 +124,12 @@ class Send:
 
     def _entry(self, r: _Range) -> WriteEntry:
         block, granted = r.target.block, r.target.page
+        first_layer = self._segment.layout.first_layer
         return WriteEntry(
             granted.page,
             granted.generation,
-            r.layers.start,
-            r.layers.stop,
+            first_layer + r.layers.start,
+            first_layer + r.layers.stop,
             self._pool.table.checksums(block.page, r.layers),
             self._segment.layers_offset(block.page, r.layers.start),
         )

@@ -23,6 +23,7 @@ from messenger.protocol import (
     Ended,
     Expose,
     Exposed,
+    ExposedPage,
     Fetch,
     FetchDone,
     Found,
@@ -261,7 +262,11 @@ class IncomingLane:
             async with asyncio.timeout(self._door.settings.ack_timeout_s):
                 self._session.ensure_open(transfer_id, grant_id)
                 pages, on_closed = self._door.target.expose(grant_id)
-                exposed = await self._exposures.expose(transfer_id, pages, on_closed)
+                opened = await self._exposures.expose(transfer_id, pages, on_closed)
+                skipped_bytes = self._door.identity.layout.first_layer * self._layer_bytes
+                exposed = [
+                    ExposedPage(page.page, page.address - skipped_bytes, page.remote_key) for page in opened
+                ]
             if transfer_id not in self._session.grants:  # it has ended meanwhile
                 self.conceal(transfer_id)
                 raise TransferError("the transfer has ended")
@@ -392,9 +397,10 @@ class IncomingLane:
     def _check_fetch(self, fetch: Fetch) -> range:
         """The layers that are wanted. Raises TransferError."""
         layers = range(fetch.layer_begin, fetch.layer_end)
-        num_layers = self._door.identity.layout.num_layers
-        if not 0 <= layers.start < layers.stop <= num_layers:
-            raise TransferError(f"layers [{layers.start}, {layers.stop}) are no part of {num_layers}")
+        try:
+            self._door.identity.layout.positions(layers)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
         num_bytes = len(fetch.keys) * len(layers) * self._layer_bytes
         if len(fetch.keys) > 1 and (num_bytes > MAX_FRAME_BYTES or len(fetch.keys) > MAX_FRAME_ENTRIES):
             raise TransferError(

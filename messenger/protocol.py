@@ -101,7 +101,7 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 
 
 class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Layers `[layer_begin, layer_end)` of one remote page, contiguous on both sides.
+    """Layers `[layer_begin, layer_end)` of the model in one remote page, contiguous on both sides.
 
     `checksums` holds one little-endian xxh3-64 per layer. `source_offset` is the byte offset in the
     sender's segment, from which the receiver copies when it maps that segment.
@@ -138,7 +138,7 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """Send layers `[layer_begin, layer_end)` of those of these blocks that are there."""
+    """Send layers `[layer_begin, layer_end)` of the model of those of these blocks that are there."""
 
     keys: list[bytes]
     layer_begin: int
@@ -175,7 +175,7 @@ class Expose(msgspec.Struct, tag=True, frozen=True):
 
 
 class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of `page` begin at `address` of the receiver."""
+    """Layer 0 of the model in `page` begins, or would begin, at `address` of the receiver."""
 
     page: int
     address: int
@@ -357,5 +357,5 @@ def check_identity(ours: Identity, theirs: Identity) -> None:
         raise MismatchError(
             "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"
         )
-    if theirs.layout != ours.layout:
+    if theirs.layout.of_layers(ours.layout.layers) != ours.layout:
         raise MismatchError("KV layout", ours.layout, theirs.layout, "use the same block size and dtype")

@@ -25,7 +25,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """The bytes of one block: `[layer][kv_head][K, V][token][head_dim]`, contiguous, in `dtype`.
 
     One layer of a block is one byte range (layer-wise streaming); adjacent heads of a layer are one
-    byte range (tensor-parallel resharding).
+    byte range (tensor-parallel resharding). A stage of a pipeline (Mooncake, section 5.1) has the shards of
+    blocks that hold its own layers, `num_layers` from `first_layer` of the model on.
     """
 
     num_layers: int
@@ -33,10 +34,32 @@ class KVLayout(msgspec.Struct, frozen=True):
     head_dim: int
     block_size: int
     dtype: KVDtype
+    first_layer: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size) < 1:
+        if (
+            min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size) < 1
+            or self.first_layer < 0
+        ):
             raise ValueError(f"no KV layout: each of its sizes must be at least 1, got {self}")
+
+    @property
+    def layers(self) -> range:
+        """Those of the model."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    def of_layers(self, layers: range) -> "KVLayout":
+        """The shard with these layers of the model. Raises ValueError if there are none of them."""
+        return msgspec.structs.replace(self, first_layer=layers.start, num_layers=len(layers))
+
+    def positions(self, layers: range) -> range:
+        """Where `layers` of the model are in this shard. Raises ValueError if they are not all there."""
+        if not (layers and layers.start in self.layers and layers[-1] in self.layers):
+            raise ValueError(
+                f"layers [{layers.start}, {layers.stop}) are no part of"
+                f" [{self.layers.start}, {self.layers.stop})"
+            )
+        return range(layers.start - self.first_layer, layers.stop - self.first_layer)
 
     @property
     def token_layer_bytes(self) -> int:

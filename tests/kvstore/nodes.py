@@ -141,12 +141,13 @@ def block_bytes(key: BlockKey | None, layer: int) -> bytes:
 async def write_layers(
     client: WorkerClient, reservation: Reservation, keys: Sequence[BlockKey | None], layers: range
 ) -> None:
-    """Writes and commits `layers` of every block that is not sealed, as a prefill does."""
+    """Writes and commits `layers` (of this segment) of every block that is not sealed, as a prefill does."""
     pages, checksums = [], []
+    first_layer = client.segment.layout.first_layer
     for key, block in zip(keys, reservation.blocks, strict=True):
         if not block.sealed:
             for layer in layers:
-                client.segment.layer_view(block.page, layer)[:] = block_bytes(key, layer)
+                client.segment.layer_view(block.page, layer)[:] = block_bytes(key, first_layer + layer)
             pages.append(block.page)
             checksums.append(
                 [xxhash.xxh3_64_intdigest(client.segment.layer_view(block.page, layer)) for layer in layers]

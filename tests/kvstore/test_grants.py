@@ -68,8 +68,8 @@ def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(start_node: St
         (lambda e: WriteEntry(e.page, e.generation + 1, 0, 1, e.checksums, 0), "has generation"),
         (lambda e: WriteEntry(e.page + 1, e.generation, 0, 1, e.checksums, 0), "is no part of grant"),
         (lambda e: WriteEntry(1 << 40, e.generation, 0, 1, e.checksums, 0), "is no part of grant"),
-        (lambda e: WriteEntry(e.page, e.generation, 4, 5, e.checksums, 0), "are no part of 4 layers"),
-        (lambda e: WriteEntry(e.page, e.generation, -1, 0, e.checksums, 0), "are no part of 4 layers"),
+        (lambda e: WriteEntry(e.page, e.generation, 4, 5, e.checksums, 0), "are no part of [0, 4)"),
+        (lambda e: WriteEntry(e.page, e.generation, -1, 0, e.checksums, 0), "are no part of [0, 4)"),
         (lambda e: WriteEntry(e.page, e.generation, 0, 1, b"", 0), "bytes of checksums"),
     ],
 )

@@ -124,6 +124,70 @@ def test_only_lacking_blocks_travel_and_sealed_ones_at_once(
     run(test())
 
 
+@both_transports
+def test_stages_fill_one_grant_each_with_its_own_layers(start_node: StartNode, transport: Transport) -> None:
+    async def test() -> None:
+        stages = []
+        for name, layers in (("stage-0", range(1)), ("stage-1", range(1, LAYOUT.num_layers))):
+            node = start_node(name, transport=transport.value)
+            stages.append(await node.connect(layout=LAYOUT.of_layers(layers)))
+        decode = await start_node("decode", transport=transport.value).connect()
+        keys = prompt_keys(3)
+        for wanted, sent in ((keys[:2], 2), (keys, 1)):  # the second time only what is lacking
+            to = await decode.reserve(wanted, 1)
+            grant = await decode.grant(to.reservation_id)
+            assert len(grant.pages) == sent + 1
+            sources = []
+            for stage in reversed(stages):
+                source = await stage.reserve(wanted, 1)
+                await stage.send(source.reservation_id, grant, "request 1")
+                own_layers = range(stage.segment.layout.num_layers)
+                await write_layers(stage, source, [*wanted, None], own_layers)
+                await stage.wait_sent(source.reservation_id)
+                sources.append(source)
+            await decode.wait_arrived(to.reservation_id)
+            assert_holds(decode, to, [*wanted, None])
+            await decode.release(to.reservation_id)
+            for stage, source in zip(reversed(stages), sources, strict=True):
+                await stage.release(source.reservation_id)
+        for client in (*stages, decode):
+            stats = await client.stats(check_integrity=True)
+            assert (stats.num_reserved, stats.num_quarantined) == (0, 0)
+            await client.close()
+
+    run(test())
+
+
+@both_transports
+def test_a_stage_that_is_lost_fails_the_grant_that_another_has_filled(
+    start_node: StartNode, transport: Transport
+) -> None:
+    async def test() -> None:
+        nodes = [start_node(name, transport=transport.value) for name in ("stage-0", "stage-1")]
+        stages = [
+            await node.connect(layout=LAYOUT.of_layers(layers))
+            for node, layers in zip(nodes, (range(1), range(1, LAYOUT.num_layers)), strict=True)
+        ]
+        decode = await start_node("decode", transport=transport.value).connect()
+        keys = prompt_keys(2)
+        to = await decode.reserve(keys, 0)
+        grant = await decode.grant(to.reservation_id)
+        for stage in stages:
+            source = await stage.reserve(keys, 0)
+            await stage.send(source.reservation_id, grant, "request 1")
+            await write_layers(stage, source, keys, range(1))
+        await until(decode, lambda s: s.received_bytes[transport] == 2 * 2 * LAYOUT.layer_bytes)
+        nodes[1].kill()
+        with pytest.raises(TransferError, match="connection from stage-1 was lost"):
+            await decode.wait_arrived(to.reservation_id)
+        await decode.release(to.reservation_id)
+        await until(decode, lambda s: s.num_reserved == 0 and s.num_quarantined == 0)
+        for client in (*stages, decode):
+            await client.close()
+
+    run(test())
+
+
 def test_auto_prefers_shared_memory_on_one_host_and_falls_back_to_tcp(start_node: StartNode) -> None:
     async def test() -> None:
         nodes = [start_node(name) for name in ("prefill", "decode")]

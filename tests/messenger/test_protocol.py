@@ -153,7 +153,9 @@ def test_mismatch_names_both_values(theirs: Identity, what: str) -> None:
         check_identity(IDENTITY, theirs)
 
 
-def test_peer_with_another_split_of_the_cluster_is_accepted() -> None:
-    check_identity(
-        IDENTITY, msgspec.structs.replace(IDENTITY, instance="decode-7", incarnation=1, host_id="elsewhere")
-    )
+@pytest.mark.parametrize("layers", [range(2), range(1), range(1, 2)])
+def test_peer_with_another_split_of_the_cluster_is_accepted(layers: range) -> None:
+    other = msgspec.structs.replace(IDENTITY, instance="decode-7", incarnation=1, host_id="elsewhere")
+    theirs = msgspec.structs.replace(other, layout=LAYOUT.of_layers(layers))
+    check_identity(IDENTITY, theirs)
+    check_identity(theirs, IDENTITY)

@@ -1,6 +1,7 @@
 import hashlib
 import struct
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from mooncake.blocks import KVLayout, block_keys, model_fingerprint, root_key
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70)
 ROOT = root_key("model")
+LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 
 
 @given(TOKENS, st.integers(1, 16))
@@ -32,10 +34,9 @@ def test_models_and_tenants_never_meet() -> None:
 
 
 def test_layout_arithmetic_of_smollm2() -> None:
-    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
-    assert layout.layer_bytes == 3 * 2 * 16 * 64 * 2
-    assert layout.block_bytes == 30 * layout.layer_bytes
-    assert [layout.num_blocks(tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
+    assert LAYOUT.layer_bytes == 3 * 2 * 16 * 64 * 2
+    assert LAYOUT.block_bytes == 30 * LAYOUT.layer_bytes
+    assert [LAYOUT.num_blocks(tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
 
 
 def test_fingerprint_covers_everything_that_changes_a_byte() -> None:
@@ -48,3 +49,16 @@ def test_fingerprint_covers_everything_that_changes_a_byte() -> None:
         model_fingerprint("a", "w", "float32", KVLayout(2, 1, 8, 32, "float32")),
     }
     assert len(variants) == 5
+
+
+def test_a_shard_knows_which_layers_of_the_model_it_has() -> None:
+    shard = LAYOUT.of_layers(range(2, 5))
+    assert (shard.first_layer, shard.num_layers, shard.layers) == (2, 3, range(2, 5))
+    assert shard.block_bytes == 3 * LAYOUT.layer_bytes
+    assert shard.positions(range(2, 5)) == range(3)
+    assert shard.positions(range(3, 4)) == range(1, 2)
+    for layers in (range(1, 3), range(4, 6), range(3, 3), range(5, 6), range(4, 2)):
+        with pytest.raises(ValueError, match=r"are no part of \[2, 5\)"):
+            shard.positions(layers)
+    with pytest.raises(ValueError, match="at least 1"):
+        LAYOUT.of_layers(range(0))
