@@ -2,8 +2,9 @@
 
     python -m mooncake.native FILE...       (compiles ahead)
 
-A library is kept in the user's cache under a name made of its source, the compiler and the processor, so it
-is compiled once a machine, and again after a change. The compiler is `$CXX`, else `c++`.
+A library is kept in the user's cache under a name made of its source, the headers beside it, the flags, the
+compiler and the processor, so it is compiled once a machine, and again after a change. The compiler is
+`$CXX`, else `c++`.
 
 Owns: compiling, the cache. Does not know: what is in the files.
 """
@@ -21,31 +22,36 @@ from pathlib import Path
 
 from mooncake.errors import ConfigError
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+THIS_PROCESSOR = ("-march=native",)
 ENV_CACHE = "XDG_CACHE_HOME"
 _TIMEOUT_S = 120.0
 
 
-class NoCompilerError(ConfigError):
+class NativeCodeError(ConfigError):
+    """A file cannot be compiled, kept or loaded on this machine."""
+
+
+class NoCompilerError(NativeCodeError):
     """There is no C++ compiler on this machine."""
 
 
 @functools.cache
-def load(source: Path) -> ctypes.CDLL:
-    """The library of `source`. Its calls release the GIL.
+def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
+    """The library of `source`, compiled with `FLAGS` and `flags`. Its calls release the GIL.
 
-    Raises NoCompilerError, or ConfigError if the file cannot be compiled, kept or loaded here.
+    Raises NoCompilerError, or NativeCodeError if the file cannot be compiled, kept or loaded here.
     """
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise NoCompilerError(f"no C++ compiler: {compiler} is not installed (Debian: apt install g++)")
     try:
-        library = _cache() / f"{source.stem}-{_digest(source, compiler)}.so"
+        library = _cache() / f"{source.stem}-{_digest(source, flags, compiler)}.so"
         if not library.exists():
-            _compile(compiler, source, library)
+            _compile(compiler, source, flags, library)
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise ConfigError(
+        raise NativeCodeError(
             f"cannot compile and load {source.name} in {ENV_CACHE} or ~/.cache: {error}"
         ) from error
 
@@ -57,11 +63,12 @@ def _cache() -> Path:
     return directory
 
 
-def _digest(source: Path, compiler: str) -> str:
+def _digest(source: Path, flags: tuple[str, ...], compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=False, timeout=_TIMEOUT_S
     ).stdout
-    parts = [source.read_bytes(), " ".join(FLAGS).encode(), version, _processor()]
+    headers = [path.read_bytes() for path in sorted(source.parent.glob("*.h"))]
+    parts = [source.read_bytes(), *headers, " ".join(FLAGS + flags).encode(), version, _processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -74,20 +81,20 @@ def _processor() -> bytes:
     return os.uname().machine.encode()
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def _compile(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:
     """Under another name first: whoever compiles at the same time gets the same, and nobody a half."""
     descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(descriptor)
     try:
         result = subprocess.run(
-            [compiler, *FLAGS, "-o", unfinished, str(source)],
+            [compiler, *FLAGS, *flags, "-o", unfinished, str(source)],
             capture_output=True,
             text=True,
             check=False,
             timeout=_TIMEOUT_S,
         )
         if result.returncode:
-            raise ConfigError(f"{compiler} cannot compile {source}: {result.stderr.strip()[:2000]}")
+            raise NativeCodeError(f"{compiler} cannot compile {source}: {result.stderr.strip()[:2000]}")
         os.rename(unfinished, library)
     finally:
         with contextlib.suppress(FileNotFoundError):

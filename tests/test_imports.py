@@ -13,7 +13,7 @@ ALLOWED = {
     "mooncake": set(),
     "messenger": {"mooncake"},
     "kvstore": {"messenger", "mooncake"},
-    "kernels": set(),
+    "kernels": {"mooncake.native"},
     "workers.engine": {"kernels"},
     "workers": {"workers.engine", "kvstore", "messenger", "kernels", "mooncake"},
     "conductor": {"mooncake"},

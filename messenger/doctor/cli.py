@@ -6,6 +6,7 @@ Owns: the command line, the order of checks, the report. Does not know: how anyt
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -79,6 +80,7 @@ def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path 
     here = [
         Check("python", partial(host.python, machine)),
         Check("native code", partial(host.native_code, native.load, sources), _COMPILING_S),
+        Check("cpu kernels", partial(host.cpu_kernels, _ask_for_kernels), _COMPILING_S),
         Check("memory", partial(host.memory, machine, config)),
         Check("open files", partial(host.open_files, machine, config)),
         Check("huge pages", partial(host.huge_pages, machine, config)),
@@ -143,6 +145,17 @@ def _peer_checks(
         Check("peer name", partial(peer.name, machine, other)),
         Check("peer", partial(peer.way, machine, other, open_probe), _MEASURING_S),
     ]
+
+
+def _ask_for_kernels() -> str:
+    """Asked in another process: this one has no need of torch."""
+    command = [sys.executable, "-m", "kernels.cpu.library"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILING_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"torch {error}"
+    last_line = (result.stdout if result.returncode == 0 else result.stderr).strip().rpartition("\n")[2]
+    return last_line if result.returncode == 0 else f"torch {last_line}"
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:

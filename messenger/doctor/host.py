@@ -58,6 +58,20 @@ def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator
     )
 
 
+def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
+    """What computes where a worker's device is the CPU.
+
+    `answer` gives the name of an instruction set, or `torch` and a reason.
+    """
+    name, _, reason = answer().partition(" ")
+    if name == "torch":
+        found = f"torch computes: {' '.join(reason.split())}"[:_LONGEST_REASON]
+        advice = "correct that if workers use the CPU: they are half as fast, or less"
+        yield Finding(Level.WARN, "cpu kernels", found, advice)
+    else:
+        yield Finding(Level.OK, "cpu kernels", f"compiled and loaded for {name}")
+
+
 def memory(machine: Machine, config: Config) -> Iterator[Finding]:
     """Whether the pools fit into the memory, the control group, and the file system that they are kept in."""
     wanted_bytes = num_instances(config) * int(config.kvcache.pool_bytes)

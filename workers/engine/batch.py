@@ -1,18 +1,22 @@
 """One forward pass: the chunks of several sequences, concatenated without padding.
 
 Owns: what all layers of a pass share (token ids, positions, pages to write, rotary factors, attention
-plans), computed once. Does not know: why the scheduler chose these chunks.
+plans), computed at most once. Does not know: why the scheduler chose these chunks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from kernels.attention import AttentionPlan, PageGeometry, plan_attention
+from kernels.cpu.attention import Heads, PagedAttention
+from kernels.cpu.elementwise import Slots
+from kernels.cpu.library import Library
 from workers.engine.kvcache import DeviceKVCache
-from workers.engine.rotary import cos_sin
+from workers.engine.rotary import cos_sin, rotation_factors
 
 
 @dataclass(slots=True)
@@ -28,24 +32,45 @@ class Chunk:
     pages: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """What the layers read, on the device of the cache. T tokens in all, S chunks."""
+    """What the layers read, on the device of the cache. T tokens in all, S chunks.
 
-    token_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    page_of_token: torch.Tensor  # int64 [T], where the token's KV is written
-    offset_of_token: torch.Tensor  # int64 [T]
-    last_rows: torch.Tensor  # int64 [S], the row of each chunk's last token
-    cos: torch.Tensor  # [T, 1, head_dim], in the cache's dtype
-    sin: torch.Tensor  # as cos, first half negated
-    query_lens: tuple[int, ...]  # new tokens of each chunk
-    kv_lens: tuple[int, ...]  # tokens of each sequence, the new ones included
-    plans: dict[int | None, AttentionPlan]  # by sliding window
+    What only one of the implementations of a layer wants is prepared when it first asks, and kept.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
+    def __init__(self, chunks: Sequence[Chunk], kv: DeviceKVCache) -> None:
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        kv_lens = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+        tables = [np.asarray(chunk.pages, dtype=np.int64) for chunk in chunks]
+        spans = [np.arange(c.start, end) for c, end in zip(chunks, kv_lens, strict=True)]
+        positions = np.concatenate(spans)
+        page_of_token = np.concatenate(
+            [table[span // kv.page_size] for span, table in zip(spans, tables, strict=True)]
+        )
+        token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
+        self.kv_shape = kv.layer_shape
+        self.dtype = kv.dtype
+        self.num_tokens = sum(query_lens)
+        self.query_lens = tuple(query_lens)
+        """new tokens of each chunk"""
+        self.kv_lens = tuple(kv_lens)
+        """tokens of each sequence, the new ones included"""
+        self.page_tables = tables
+        """int64, of each sequence, on the CPU"""
+        self.token_ids = torch.from_numpy(token_ids).to(kv.device)
+        """int64 [T]"""
+        self.positions = torch.from_numpy(positions).to(kv.device)
+        """int64 [T]"""
+        self.page_of_token = torch.from_numpy(page_of_token).to(kv.device)
+        """int64 [T], where the token's KV is written"""
+        self.offset_of_token = self.positions % kv.page_size
+        """int64 [T]"""
+        self.last_rows = torch.from_numpy(np.cumsum(query_lens) - 1).to(kv.device)
+        """int64 [S], the row of each chunk's last token"""
+        self._spec = kv.spec
+        self._plans: dict[int | None, AttentionPlan] = {}
+        self._workspace: torch.Tensor | None = None
+        self._attentions: dict[int | None, PagedAttention] = {}
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
@@ -57,34 +82,46 @@ class Batch:
             raise ValueError("a batch needs at least one chunk")
         for chunk in chunks:
             _check(chunk, kv)
-        query_lens = [len(chunk.token_ids) for chunk in chunks]
-        kv_lens = [chunk.start + len(chunk.token_ids) for chunk in chunks]
-        page_tables = [np.asarray(chunk.pages, dtype=np.int64) for chunk in chunks]
-        positions = np.concatenate([np.arange(c.start, end) for c, end in zip(chunks, kv_lens, strict=True)])
-        page_of_token = np.concatenate(
-            [
-                pages[np.arange(c.start, end) // kv.page_size]
-                for c, end, pages in zip(chunks, kv_lens, page_tables, strict=True)
-            ]
-        )
-        token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
-        device_positions = torch.from_numpy(positions).to(kv.device)
-        cos, sin = cos_sin(kv.spec, device_positions, kv.dtype)
-        tables = [torch.from_numpy(pages) for pages in page_tables]
-        geometry = PageGeometry(kv.spec.num_kv_heads, kv.page_size, kv.dtype, kv.device)
-        windows = {kv.spec.layer_sliding_window(layer) for layer in kv.layers}
-        return cls(
-            token_ids=torch.from_numpy(token_ids).to(kv.device),
-            positions=device_positions,
-            page_of_token=torch.from_numpy(page_of_token).to(kv.device),
-            offset_of_token=device_positions % kv.page_size,
-            last_rows=torch.from_numpy(np.cumsum(query_lens) - 1).to(kv.device),
-            cos=cos,
-            sin=sin,
-            query_lens=tuple(query_lens),
-            kv_lens=tuple(kv_lens),
-            plans={w: plan_attention(query_lens, kv_lens, tables, geometry, w) for w in windows},
-        )
+        return cls(chunks, kv)
+
+    @cached_property
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token's angles: two float32 tensors `[T, head_dim / 2]`."""
+        return cos_sin(self._spec, self.positions)
+
+    @cached_property
+    def rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of `rotate`: two tensors `[T, 1, head_dim]`, in the cache's dtype."""
+        return rotation_factors(*self.cos_sin, self.dtype)
+
+    def plan(self, sliding_window: int | None) -> AttentionPlan:
+        """What torch's attention gathers and masks, for layers with this window."""
+        if sliding_window not in self._plans:
+            tables = [torch.from_numpy(table) for table in self.page_tables]
+            _, num_kv_heads, _, page_size, _ = self.kv_shape
+            geometry = PageGeometry(num_kv_heads, page_size, self.dtype, self.positions.device)
+            plan = plan_attention(self.query_lens, self.kv_lens, tables, geometry, sliding_window)
+            self._plans[sliding_window] = plan
+        return self._plans[sliding_window]
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Angles and places of the tokens, for the CPU's kernels."""
+        return Slots(*self.cos_sin, self.page_of_token, self.offset_of_token)
+
+    def attention(self, library: Library, heads: Heads, sliding_window: int | None) -> PagedAttention:
+        """The CPU's attention, for layers with this window."""
+        if sliding_window not in self._attentions:
+            self._attentions[sliding_window] = PagedAttention(
+                library, self.query_lens, self.kv_lens, self.page_tables, self.kv_shape, heads, sliding_window
+            )
+        return self._attentions[sliding_window]
+
+    def workspace(self, num_elements: int) -> torch.Tensor:
+        """Memory for what lies between a layer's operations: `num_elements` a token, for all layers."""
+        if self._workspace is None:
+            self._workspace = torch.empty(self.num_tokens * num_elements, dtype=self.dtype)
+        return self._workspace
 
 
 def _check(chunk: Chunk, kv: DeviceKVCache) -> None:

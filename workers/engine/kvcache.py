@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from kernels.cpu.memory import huge_zeros
 from workers.engine.spec import ModelSpec
 
 
@@ -40,9 +41,12 @@ class DeviceKVCache:
         self.spec, self.layers = spec, layers
         self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self.device = dtype, torch.device(device)
-        shape = (num_pages, spec.num_kv_heads, 2, page_size, spec.head_dim)
+        self.layer_shape = (num_pages, spec.num_kv_heads, 2, page_size, spec.head_dim)
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
-        self._tensors = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in layers]
+        if self.device.type == "cpu":
+            self._tensors = [huge_zeros(self.layer_shape, dtype) for _ in layers]
+        else:
+            self._tensors = [torch.zeros(self.layer_shape, dtype=dtype, device=self.device) for _ in layers]
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = [True] * num_pages
 

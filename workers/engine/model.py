@@ -1,29 +1,49 @@
 """A decoder-only transformer over a paged KVCache, executed layer by layer.
 
-The arithmetic follows transformers' eager models step by step, in any dtype: token-for-token equality in
-float32 is the aim.
+Token-for-token equality with transformers' eager models in float32 is the aim.
 
 Owns: the forward pass of the layers `[a, b)` of one model; models of adjacent ranges form a pipeline (CPP,
-Mooncake section 5.1). Does not know: scheduling, transfers, sampling. Callers that load or store KVCache
-between layers (section 5.2) write the loop of `forward` themselves.
+Mooncake section 5.1); which of two implementations of a layer computes. Does not know: scheduling,
+transfers, sampling. Callers that load or store KVCache between layers (section 5.2) write the loop of
+`forward` themselves.
 """
 
+import logging
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
-from torch.nn.functional import embedding, linear, silu
 
-from kernels.attention import paged_attention
-from kernels.kv_copy import write_kv
+from kernels.cpu.library import Library, choose
 from workers.engine.batch import Batch
+from workers.engine.cpu_layers import CpuLayers, unsupported
 from workers.engine.kvcache import DeviceKVCache
-from workers.engine.rotary import rotate
 from workers.engine.spec import ModelSpec
+from workers.engine.torch_layers import TorchLayers
 from workers.engine.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+class Layers(Protocol):
+    """What an implementation computes: the methods of `DecoderModel` of the same names."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
+
+    def forward_layer(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor: ...
 
 
 class DecoderModel:
-    """Layers `[layers.start, layers.stop)` of a model; weights are undefined until loaded."""
+    """Layers `[layers.start, layers.stop)` of a model; nothing can be computed before weights are loaded.
+
+    On the CPU the project's own kernels compute, if they can compute this model and `allow_native` is set;
+    otherwise torch does. `computed_by` says which: "torch" or an instruction set; `fallback_reason` says why
+    it is torch on a CPU, and is empty otherwise.
+    """
 
     def __init__(
         self,
@@ -31,12 +51,27 @@ class DecoderModel:
         layers: range,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        allow_native: bool = True,
     ) -> None:
         if not 0 <= layers.start < layers.stop <= spec.num_layers or layers.step != 1:
             raise ValueError(f"layers must be a non-empty part of [0, {spec.num_layers}), got {layers}")
         self.spec, self.layers, self.dtype, self.device = spec, layers, dtype, torch.device(device)
-        self._weights = Weights(spec, layers, dtype, self.device)
-        self._scale = spec.head_dim**-0.5
+        self._library, self.fallback_reason = self._choose(allow_native)
+        self.computed_by = "torch" if self._library is None else self._library.isa.value
+        self._computed: Layers | None = None
+
+    def _choose(self, allow_native: bool) -> tuple[Library | None, str]:
+        if self.device.type != "cpu":
+            return None, ""
+        if not allow_native:
+            return None, "torch was asked for"
+        choice = choose()
+        reason = unsupported(self.spec, self.dtype)
+        if choice.library is not None and reason:
+            log.warning("torch computes this model, at about half the speed: %s", reason)
+            return None, reason
+        return choice.library, choice.reason
 
     @property
     def is_first_stage(self) -> bool:
@@ -52,19 +87,33 @@ class DecoderModel:
 
         Raises WeightsError for an unknown tensor, a wrong shape, or a tensor that never came.
         """
-        self._weights.load(tensors)
+        weights = Weights(self.spec, self.layers, self.dtype, self.device)
+        weights.load(tensors)
+        self._prepare(weights)
 
     @torch.inference_mode()
     def init_dummy_weights(self, seed: int = 0) -> None:
         """Random weights for tests and benchmarks; a stage gets the same as the whole model would."""
-        self._weights.init_dummy(seed)
+        weights = Weights(self.spec, self.layers, self.dtype, self.device)
+        weights.init_dummy(seed)
+        self._prepare(weights)
+
+    def _prepare(self, weights: Weights) -> None:
+        if self._library is None:
+            self._computed = TorchLayers(self.spec, weights)
+        else:
+            self._computed = CpuLayers(self._library, self.spec, weights)
+
+    @property
+    def _loaded(self) -> Layers:
+        assert self._computed is not None, "weights must be loaded first"
+        return self._computed
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the batch's tokens; first stage only."""
         assert self.is_first_stage, f"layers {self.layers} do not start with the embedding"
-        assert self._weights.embedding is not None
-        return embedding(batch.token_ids, self._weights.embedding)
+        return self._loaded.embed(batch.token_ids)
 
     @torch.inference_mode()
     def forward_layer(
@@ -74,34 +123,13 @@ class DecoderModel:
 
         Writes the batch's keys and values of this layer to their pages; earlier tokens' must be there.
         """
-        weights, spec = self._weights.layers[layer], self.spec
-        num_rotated = spec.num_heads + spec.num_kv_heads
-
-        normed = _rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
-        qkv = linear(normed, weights.qkv, weights.qkv_bias).view(batch.num_tokens, -1, spec.head_dim)
-        qk, values = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            queries, keys = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
-            queries = _rms_norm(queries, weights.q_norm, spec.rms_norm_eps)
-            qk = torch.cat((queries, _rms_norm(keys, weights.k_norm, spec.rms_norm_eps)), dim=1)
-        qk = rotate(qk, batch.cos, batch.sin)
-        kv_layer = kv.layer(layer)
-        write_kv(kv_layer, qk[:, spec.num_heads :], values, batch.page_of_token, batch.offset_of_token)
-        plan = batch.plans[spec.layer_sliding_window(layer)]
-        attended = paged_attention(qk[:, : spec.num_heads], kv_layer, plan, self._scale)
-        hidden = hidden + linear(attended.flatten(1), weights.o, weights.o_bias)
-
-        normed = _rms_norm(hidden, weights.post_norm, spec.rms_norm_eps)
-        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return hidden + linear(silu(gate) * up, weights.down, weights.down_bias)
+        return self._loaded.forward_layer(layer, hidden, batch, kv)
 
     @torch.inference_mode()
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """float32 logits `[S, vocab_size]` of `hidden_rows` [S, hidden_size]; last stage only."""
-        assert self._weights.final_norm is not None, f"layers {self.layers} do not end with the head"
-        assert self._weights.lm_head is not None
-        normed = _rms_norm(hidden_rows, self._weights.final_norm, self.spec.rms_norm_eps)
-        return linear(normed, self._weights.lm_head).float()
+        assert self.is_last_stage, f"layers {self.layers} do not end with the head"
+        return self._loaded.logits(hidden_rows)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
@@ -110,10 +138,3 @@ class DecoderModel:
         for layer in self.layers:
             hidden = self.forward_layer(layer, hidden, batch, kv)
         return self.logits(hidden[batch.last_rows])
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm over the last dimension: statistics in float32, the weight applied in x's dtype."""
-    wide = x.float()
-    variance = wide.pow(2).mean(-1, keepdim=True)
-    return (wide * torch.rsqrt(variance + eps)).to(x.dtype) * weight

@@ -36,20 +36,24 @@ def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Ten
     return torch.where(is_medium, smoothed, stretched)
 
 
-def cos_sin(
-    spec: ModelSpec, positions: torch.Tensor, dtype: torch.dtype
+def cos_sin(spec: ModelSpec, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the angles at int64 `positions` [T]: two float32 tensors `[T, head_dim / 2]`."""
+    angles = positions[:, None].to(torch.float32) * inverse_frequencies(spec).to(positions.device)
+    return angles.cos(), angles.sin()
+
+
+def rotation_factors(
+    cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of `rotate` for int64 `positions` [T]: two tensors `[T, 1, head_dim]` in `dtype`.
+    """Factors of `rotate` from `cos_sin`: two tensors `[T, 1, head_dim]` in `dtype`.
 
     The first half of the sines is negated, so that `rotate` needs no negation.
     """
-    frequencies = inverse_frequencies(spec).to(positions.device)
-    angles = positions[:, None].to(torch.float32) * frequencies
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = cos.to(dtype), sin.to(dtype)
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates `heads` [T, heads, head_dim] by `cos_sin`'s factors; pairs are (i, i + head_dim / 2)."""
+    """Rotates `heads` [T, heads, head_dim] by `rotation_factors`' result; pairs are (i, i + head_dim / 2)."""
     first, second = heads.chunk(2, dim=-1)
     return (heads * cos).add_(torch.cat((second, first), dim=-1).mul_(sin))

@@ -1,4 +1,4 @@
-"""Weights of the layers that a worker owns: their memory, and how a checkpoint fills it.
+"""Weights of the layers that a worker owns: their memory, and how a checkpoint fills it, once.
 
 Owns: tensors, Hugging Face names, shape checks, dummy values. Does not know: files, downloads, arithmetic.
 """
@@ -83,6 +83,7 @@ class Weights:
             raise WeightsError(
                 f"{len(missing)} of {len(self._slots)} tensors are missing, among them: {shapes}"
             )
+        self._slots.clear()  # whoever takes a layer now is its only owner
 
     def init_dummy(self, seed: int) -> None:
         """Small random weights. A tensor's values depend only on `seed` and its name, never on the stage."""
@@ -93,6 +94,7 @@ class Weights:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             slot.copy_(torch.empty(slot.shape).normal_(0.0, _DUMMY_STD, generator=generator))
+        self._slots.clear()
 
     def _check_foreign(self, name: str) -> None:
         """Passes what other stages load; refuses a tensor that no stage would."""

@@ -34,6 +34,18 @@ def test_native_code_names_what_was_built() -> None:
     assert "checksums.cpp" in only(host.native_code(str, [Path("checksums.cpp")])).found
 
 
+def test_cpu_kernels_name_the_instruction_set() -> None:
+    finding = only(host.cpu_kernels(lambda: "avx512"))
+    assert (finding.level, finding.found) == (Level.OK, "compiled and loaded for avx512")
+
+
+def test_torch_instead_of_the_cpu_kernels_is_slower_and_not_fatal() -> None:
+    finding = only(host.cpu_kernels(lambda: "torch no C++ compiler:\nc++ is not installed"))
+    assert finding.level is Level.WARN
+    assert finding.found == "torch computes: no C++ compiler: c++ is not installed"
+    assert "half as fast" in finding.advice
+
+
 def test_pools_larger_than_the_memory_fail(machine: FakeMachine) -> None:
     assert only(host.memory(machine, config(kvcache={"pool_bytes": 16 * GIB}))).level is Level.OK
     finding = only(host.memory(machine, config(kvcache={"pool_bytes": 17 * GIB})))  # two instances

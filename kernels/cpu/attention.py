@@ -1,0 +1,162 @@
+"""Causal grouped-query attention over a paged KVCache on the CPU (attention.h).
+
+Reference: `kernels.attention`, with the same semantics. Bytes moved: every page that a query sees is read
+where it lies, once for each tile of queries (TILES * COLUMNS pairs of query and head; decode: once); queries
+are read and results written once. Scores never leave the processor's caches.
+
+The result of a token does not depend on its batch, nor on how its sequence was cut into chunks, bit for bit.
+
+Owns: the checks, and the description of a batch that the C++ code reads. Does not know: layers, requests.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.cpu.library import DTYPES, Library
+
+HEAD_DIMS = (64, 96, 128)
+_UNLIMITED_WINDOW = 2**30
+_MOST_POSITIONS = 2**24
+"""positions are compared as float32"""
+
+
+class _Batch(ctypes.Structure):
+    """`struct Batch` of attention.h."""
+
+    _fields_ = (
+        ("pages", ctypes.c_void_p),
+        ("first_pages", ctypes.c_void_p),
+        ("query_lens", ctypes.c_void_p),
+        ("kv_lens", ctypes.c_void_p),
+        ("num_pages", ctypes.c_int64),
+        ("num_sequences", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of a layer; `num_heads` is a multiple of `num_kv_heads`. `scale` multiplies the scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+class PagedAttention:
+    """One forward pass over sequences whose queries are concatenated, for all layers that share a window.
+
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
+    its token t lies in page `page_tables[s][t // page_size]`. `kv_shape` is that of a layer's pages,
+    `[num_pages, num_kv_heads, 2, page_size, head_dim]`. Raises ValueError for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_tables: Sequence[np.ndarray],
+        kv_shape: Sequence[int],
+        heads: Heads,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.kv_shape = tuple(kv_shape)
+        self.heads = heads
+        self.num_tokens = sum(query_lens)
+        num_pages, num_kv_heads, _, page_size, head_dim = self.kv_shape
+        if (num_kv_heads, head_dim) != (heads.num_kv_heads, heads.head_dim):
+            raise ValueError(f"expected pages of {heads}, got pages of shape {list(kv_shape)}")
+        if heads.num_heads % num_kv_heads or head_dim not in HEAD_DIMS:
+            raise ValueError(f"expected heads that KV heads divide, of {HEAD_DIMS} dimensions, got {heads}")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"a query sees itself at least, got a sliding window of {sliding_window}")
+        if not len(query_lens) == len(kv_lens) == len(page_tables):
+            raise ValueError(
+                f"expected as many lengths as page tables, "
+                f"got {len(query_lens)}, {len(kv_lens)} and {len(page_tables)}"
+            )
+        used = [-(-kv_len // page_size) for kv_len in kv_lens]
+        for query_len, kv_len, table in zip(query_lens, kv_lens, page_tables, strict=True):
+            if not 1 <= query_len <= kv_len <= min(len(table) * page_size, _MOST_POSITIONS):
+                raise ValueError(
+                    f"expected 1 <= new tokens <= all tokens <= room in the pages, "
+                    f"got {query_len}, {kv_len} and {len(table)} pages of {page_size}"
+                )
+        pages = np.concatenate([table[:n] for table, n in zip(page_tables, used, strict=True)])
+        if pages.min() < 0 or pages.max() >= num_pages:
+            raise ValueError(f"expected pages in [0, {num_pages}), got {pages.min()} to {pages.max()}")
+        # The C++ code reads these arrays by address: they live as long as this object.
+        self._arrays = (
+            pages.astype(np.int32),
+            np.cumsum([0, *used[:-1]], dtype=np.int64),
+            np.array(query_lens, dtype=np.int32),
+            np.array(kv_lens, dtype=np.int32),
+        )
+        self._batch = _Batch(
+            *(array.ctypes.data for array in self._arrays),
+            num_pages,
+            len(query_lens),
+            heads.num_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            min(sliding_window or _UNLIMITED_WINDOW, _UNLIMITED_WINDOW),
+            torch.get_num_threads(),
+            heads.scale,
+        )
+        self.address = ctypes.addressof(self._batch)
+        """of the description, for C++ code that reads it"""
+        arguments = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
+        self._functions = {dtype: library.function("attention", dtype, *arguments) for dtype in DTYPES}
+
+    def __call__(
+        self, query: torch.Tensor, kv_layer: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of `query` [T, num_heads, head_dim] over the pages of one layer.
+
+        The result is contiguous. Tokens of `query` may lie apart (a part of a larger matrix), its heads may
+        not. `kv_layer` holds the new tokens already. Both are float32 or bfloat16 in the CPU's memory.
+        `lse`, float32 [T, num_heads], takes the natural logarithm of each softmax's denominator. Raises
+        ValueError.
+        """
+        heads = self.heads
+        shape = (self.num_tokens, heads.num_heads, heads.head_dim)
+        is_query = query.shape == shape and query.stride()[1:] == (heads.head_dim, 1)
+        if not is_query or kv_layer.shape != self.kv_shape or not kv_layer.is_contiguous():
+            raise ValueError(
+                f"expected queries {list(shape)} and pages {list(self.kv_shape)}, got {list(query.shape)} "
+                f"with strides {query.stride()} and {list(kv_layer.shape)} with strides {kv_layer.stride()}"
+            )
+        function = self._functions.get(query.dtype)
+        if function is None or kv_layer.dtype != query.dtype or not (query.is_cpu and kv_layer.is_cpu):
+            raise ValueError(
+                f"expected queries and pages of one type on the CPU, bfloat16 or float32, got {query.dtype} "
+                f"on {query.device} and {kv_layer.dtype} on {kv_layer.device}"
+            )
+        if lse is not None and not (
+            lse.shape == shape[:2] and lse.dtype is torch.float32 and lse.is_contiguous()
+        ):
+            raise ValueError(f"expected float32 {list(shape[:2])} for lse, got {lse.dtype} {list(lse.shape)}")
+        out = torch.empty(shape, dtype=query.dtype)
+        function(
+            query.data_ptr(),
+            query.stride(0),
+            kv_layer.data_ptr(),
+            out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            self.address,
+        )
+        return out

@@ -1,0 +1,116 @@
+// What both kinds of attention share: a batch, where the keys and values of its sequences lie, blocks of KEYS of them.
+//
+// Owns: the layout of pages. Does not know: in which order anything is computed.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int KEYS = 64;
+// So many queries (times heads) are one tile; TILES of them share the preparation of the values.
+constexpr int COLUMNS = TILE_VECTORS * WIDTH;
+constexpr int TILES = 4;
+// Finite, so that a row of which no key has been seen yet has no NaN.
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// All sequences of a batch and their pages, for layers that share a window. attention.py has the same structure.
+struct Batch {
+    const int32_t* pages;         // the page tables, one after the other
+    const int64_t* first_pages;   // where in `pages` each sequence's table begins
+    const int32_t* query_lens;    // new tokens of each sequence
+    const int32_t* kv_lens;       // all tokens of each sequence, the new ones included
+    int64_t num_pages;            // of a layer
+    int32_t num_sequences, num_heads, num_kv_heads, head_dim, page_size;
+    int32_t window;               // keys that a query sees, itself included
+    int32_t num_threads;
+    float scale;
+};
+
+template <class T>
+struct Attention {
+    const T* query;               // [tokens, num_heads, D], tokens `query_step` elements apart
+    int64_t query_step;
+    const T* kv;                  // [pages, num_kv_heads, 2, page_size, D]
+    T* out;                       // [tokens, num_heads, D]
+    float* lse;                   // [tokens, num_heads], or null
+};
+
+// The keys of one sequence and KV head; its values lie `to_values` elements behind them.
+template <class T, int D>
+struct Rows {
+    const T* first_page;          // this head's part of page 0
+    const int32_t* table;
+    int64_t page_step;
+    int page_size;
+
+    int64_t to_values() const { return int64_t(page_size) * D; }
+};
+
+// Where the keys [first, end), at most KEYS of them, lie.
+template <class T, int D>
+struct Block {
+    const T* keys[KEYS];
+    int64_t to_values;
+    int num_keys;
+
+    INLINE void find(const Rows<T, D>& rows, int first, int end, Block& block) {
+        block.to_values = rows.to_values();
+        block.num_keys = std::max(0, std::min(KEYS, end - first));
+        if (block.num_keys == 0) return;
+        int page = first / rows.page_size, offset = first % rows.page_size;
+        for (int i = 0; i < block.num_keys; i++) {
+            block.keys[i] = rows.first_page + rows.table[page] * rows.page_step + offset * D;
+            if (++offset == rows.page_size) offset = 0, page++;
+        }
+    }
+};
+
+template <class T, int D>
+INLINE void prefetch_row(const T* row) {
+    for (int byte = 0; byte < D * int(sizeof(T)); byte += 64) _mm_prefetch((const char*)row + byte, _MM_HINT_T0);
+}
+
+template <class T, int D>
+struct Sequence {
+    Rows<T, D> rows;
+    int group;                    // query heads of this KV head
+    int start;                    // position of the first query
+    int num_queries;
+    int window;
+    float scale_log2;             // the scale of scores, times log2(e)
+    const T* query;               // the first query's first head of the group
+    int64_t query_step;
+    T* out;
+    int64_t out_step;
+    float* lse;
+    int64_t lse_step;
+};
+
+// Words of a block's values, as `multiply` wants them: [KEYS / PER_WORD][D] words, unseen ones zero, so that what an
+// unfinished page holds behind its end does not matter. Fetches the values of `next`.
+template <class T, int D>
+INLINE void pack_values(const Block<T, D>& block, const Block<T, D>& next, word* packed) {
+    alignas(64) static const T none[D] = {};
+    for (int key = 0; key < block.num_keys; key += PER_WORD<T>) {
+        const T* a = block.keys[key] + block.to_values;
+        word* row = packed + key / PER_WORD<T> * D;
+        for (int i = key; i < std::min(key + PER_WORD<T>, next.num_keys); i++) prefetch_row<T, D>(next.keys[i] + next.to_values);
+        if constexpr (PER_WORD<T> == 1) {
+            UNROLL for (int d = 0; d < D; d += WIDTH) store_words(row + d, load_words(a + d));
+        } else {
+            const T* b = key + 1 < block.num_keys ? block.keys[key + 1] + block.to_values : none;
+            UNROLL for (int d = 0; d < D; d += 2 * WIDTH) {
+                Words low, high;
+                interleave(load_words(a + d), load_words(b + d), low, high);
+                store_words(row + d, low);
+                store_words(row + d + WIDTH, high);
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,210 @@
+// Attention for chunks of a prompt: COLUMNS pairs of query and head lie in the lanes of the vectors.
+//
+// Owns: a tile of queries on its way over the blocks of keys. Does not know: batches.
+#pragma once
+
+#include "attention_blocks.h"
+
+namespace {
+
+template <class T, int D>
+struct Tile {
+    alignas(64) word query[D / PER_WORD<T>][COLUMNS];
+    alignas(64) float out[D][COLUMNS];
+    alignas(64) float maximum[COLUMNS], total[COLUMNS];
+    alignas(64) float position[COLUMNS];  // of the query: exact up to 2^24
+    int first, last;                      // positions of its first and last query
+};
+
+template <class T, int D>
+struct PrefillMemory {
+    Tile<T, D> tiles[TILES];
+    alignas(64) word values[KEYS / PER_WORD<T>][D];
+    alignas(64) float scores[KEYS][COLUMNS];
+    alignas(64) word weights[KEYS / PER_WORD<T>][COLUMNS];
+    alignas(64) float corrections[COLUMNS];
+    alignas(64) T few_keys[TILE_ROWS][D];
+};
+
+// Column c of a sequence is head `c % group` of query `c / group`; those behind the last repeat it.
+template <class T, int D>
+ALONE void load_tile(const Sequence<T, D>& s, int column, Tile<T, D>& tile) {
+    const int num_columns = s.num_queries * s.group;
+    const T* source[COLUMNS];
+    for (int i = 0; i < COLUMNS; i++) {
+        int c = std::min(column + i, num_columns - 1);
+        source[i] = s.query + c / s.group * s.query_step + c % s.group * D;
+        tile.position[i] = float(s.start + c / s.group);
+    }
+    tile.first = s.start + column / s.group;
+    tile.last = s.start + (std::min(column + COLUMNS, num_columns) - 1) / s.group;
+    for (int v = 0; v < COLUMNS; v += WIDTH) {
+        for (int d = 0; d < D / PER_WORD<T>; d += WIDTH) {
+            Words r[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) r[i] = load_words(source[v + i] + d * PER_WORD<T>);
+            transpose(r);
+            UNROLL for (int i = 0; i < WIDTH; i++) store_words(&tile.query[d + i][v], r[i]);
+        }
+        store(&tile.maximum[v], set(LOWEST));
+        store(&tile.total[v], zero());
+    }
+    memset(tile.out, 0, sizeof tile.out);
+}
+
+template <class T, int D>
+ALONE void store_tile(const Sequence<T, D>& s, int column, const Tile<T, D>& tile) {
+    const int num_columns = s.num_queries * s.group;
+    for (int v = 0; v < COLUMNS; v += WIDTH) {
+        const Floats inverse = div(set(1.0f), load(&tile.total[v]));
+        for (int d = 0; d < D; d += WIDTH) {
+            Words r[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) r[i] = as_words(mul(load(&tile.out[d + i][v]), inverse));
+            transpose(r);
+            for (int i = 0; i < WIDTH && column + v + i < num_columns; i++) {
+                int c = column + v + i;
+                store_floats(s.out + c / s.group * s.out_step + c % s.group * D + d, as_floats(r[i]));
+            }
+        }
+    }
+    if (s.lse == nullptr) return;
+    for (int i = 0; i < COLUMNS && column + i < num_columns; i++) {
+        int c = column + i;
+        s.lse[c / s.group * s.lse_step + c % s.group] =
+            LN_2 * s.scale_log2 * tile.maximum[i] + logf(tile.total[i]);
+    }
+}
+
+// Scores of TILE_ROWS keys.
+template <class T, int D>
+ALONE void score_rows(const T* keys, const word* query, float* scores) {
+    Floats c[TILE_ROWS][TILE_VECTORS];
+    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
+    }
+    multiply<T>(c, keys, D / PER_WORD<T>, 1, query, COLUMNS, D / PER_WORD<T>);
+    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) store(scores + i * COLUMNS + j * WIDTH, c[i][j]);
+    }
+}
+
+// Corrects TILE_ROWS dimensions of the sums so far, and adds the weighted values.
+template <class T, int D>
+ALONE void add_values(const word* values, const word* weights, int num_words, const float* corrections, float* out) {
+    Floats c[TILE_ROWS][TILE_VECTORS];
+    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
+            c[i][j] = mul(load(out + i * COLUMNS + j * WIDTH), load(corrections + j * WIDTH));
+        }
+    }
+    multiply<T>(c, values, 1, D, weights, COLUMNS, num_words);
+    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) store(out + i * COLUMNS + j * WIDTH, c[i][j]);
+    }
+}
+
+// Scores of the first keys of a block; num_keys is a multiple of TILE_ROWS, keys behind the block's are anything.
+template <class T, int D>
+INLINE void score_tile(const Block<T, D>& block, int page_size, int num_keys, const Tile<T, D>& tile,
+                       PrefillMemory<T, D>& memory) {
+    const bool is_whole = page_size % TILE_ROWS == 0;
+    for (int k = 0; k < num_keys; k += TILE_ROWS) {
+        const T* rows = block.keys[k];
+        if (!is_whole) {
+            for (int i = 0; i < TILE_ROWS && k + i < block.num_keys; i++) {
+                memcpy(memory.few_keys[i], block.keys[k + i], sizeof memory.few_keys[i]);
+            }
+            rows = memory.few_keys[0];
+        }
+        score_rows<T, D>(rows, tile.query[0], memory.scores[k]);
+    }
+}
+
+// Hides from each query the keys behind its position and those that its window has left.
+template <class T, int D>
+INLINE void hide_keys(int window, int key, int num_keys, const Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
+    const int begin = key <= tile.last - window ? 0 : std::max(0, tile.first + 1 - key);
+    for (int v = 0; v < COLUMNS; v += WIDTH) {
+        const Floats last = load(&tile.position[v]), first = sub(last, set(float(window - 1)));
+        for (int k = begin; k < num_keys; k++) {
+            const Floats position = set(float(key + k)), hidden = set(-INFINITY);
+            Floats score = load(&memory.scores[k][v]);
+            score = if_less(position, first, hidden, if_less(last, position, hidden, score));
+            store(&memory.scores[k][v], score);
+        }
+    }
+}
+
+// From scores to weights of the values, and to what the sums so far must be multiplied with.
+// `num_keys` is a multiple of WIDTH.
+template <class T, int D>
+ALONE void soften(int v, int num_keys, float scale_log2, Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
+    Floats before = load(&tile.maximum[v]), maximum = before, other = before;
+    for (int k = 0; k < num_keys; k += 2) {
+        maximum = max(maximum, load(&memory.scores[k][v]));
+        other = max(other, load(&memory.scores[k + 1][v]));
+    }
+    maximum = max(maximum, other);
+    const Floats scale = set(scale_log2), shift = mul(maximum, set(-scale_log2));
+    Floats totals[SUMS];
+    UNROLL for (int i = 0; i < SUMS; i++) totals[i] = zero();
+    for (int k = 0; k < num_keys; k += SUMS) {
+        UNROLL for (int i = 0; i < SUMS; i += PER_WORD<T>) {
+            Floats a = exp2_of<T>(fma(load(&memory.scores[k + i][v]), scale, shift));
+            totals[i] = add(totals[i], a);
+            if constexpr (PER_WORD<T> == 1) {
+                store((float*)&memory.weights[k + i][v], a);
+            } else {
+                Floats b = exp2_of<T>(fma(load(&memory.scores[k + i + 1][v]), scale, shift));
+                totals[i + 1] = add(totals[i + 1], b);
+                store_words(&memory.weights[(k + i) / PER_WORD<T>][v], pair(a, b));
+            }
+        }
+    }
+    UNROLL for (int half = SUMS / 2; half > 0; half /= 2) {  // the order of `sum`
+        UNROLL for (int i = 0; i < half; i++) totals[i] = add(totals[i], totals[i + half]);
+    }
+    const Floats correction = exp2_of<T>(mul(sub(before, maximum), scale));
+    store(&memory.corrections[v], correction);
+    store(&tile.maximum[v], maximum);
+    store(&tile.total[v], fma(load(&tile.total[v]), correction, totals[0]));
+}
+
+template <class T, int D>
+INLINE void attend_tile(const Sequence<T, D>& s, const Block<T, D>& block, int key, Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
+    const int num_seen = std::min(KEYS, tile.last + 1 - key);
+    const int num_scored = (num_seen + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    const int num_keys = (num_seen + WIDTH - 1) / WIDTH * WIDTH;
+    score_tile(block, s.rows.page_size, num_scored, tile, memory);
+    if (key + num_keys - 1 > tile.first || key <= tile.last - s.window) {
+        hide_keys(s.window, key, num_keys, tile, memory);
+    }
+    for (int v = 0; v < COLUMNS; v += WIDTH) soften(v, num_keys, s.scale_log2, tile, memory);
+    for (int d = 0; d < D; d += TILE_ROWS) {
+        add_values<T, D>(&memory.values[0][d], memory.weights[0], (num_seen + PER_WORD<T> - 1) / PER_WORD<T>,
+                         memory.corrections, tile.out[d]);
+    }
+}
+
+// The columns [column, column + TILES * COLUMNS) of a sequence.
+template <class T, int D>
+ALONE void prefill(const Sequence<T, D>& s, int column) {
+    PrefillMemory<T, D> memory;
+    Block<T, D> block, none;
+    none.num_keys = 0;
+    const int num_columns = s.num_queries * s.group;
+    const int num_tiles = std::min(TILES, (num_columns - column + COLUMNS - 1) / COLUMNS);
+    for (int t = 0; t < num_tiles; t++) load_tile(s, column + t * COLUMNS, memory.tiles[t]);
+    const int end = memory.tiles[num_tiles - 1].last + 1;
+    const int first = std::max(0, memory.tiles[0].first - s.window + 1);
+    for (int key = first / KEYS * KEYS; key < end; key += KEYS) {
+        Block<T, D>::find(s.rows, key, s.start + s.num_queries, block);
+        pack_values(block, none, memory.values[0]);
+        for (int t = 0; t < num_tiles; t++) {
+            Tile<T, D>& tile = memory.tiles[t];
+            if (key <= tile.last && key + KEYS > tile.first - s.window + 1) attend_tile(s, block, key, tile, memory);
+        }
+    }
+    for (int t = 0; t < num_tiles; t++) store_tile(s, column + t * COLUMNS, memory.tiles[t]);
+}
+
+}  // namespace

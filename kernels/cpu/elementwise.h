@@ -1,0 +1,100 @@
+// What lies between the products of a decoder layer, each in one pass over memory: norm, rotation and
+// page write, and the gate, which the product before it applies.
+//
+// Owns: the arithmetic, in float32 inside. Does not know: layers; its caller has checked all sizes.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+// x / rms(x), times the weights, over n elements; n is a multiple of WIDTH.
+template <class T>
+INLINE void normalise(const T* x, const T* weight, long n, float eps, T* y) {
+    Floats squares[4] = {zero(), zero(), zero(), zero()};
+    for (long i = 0; i < n; i += WIDTH) {
+        Floats v = load_floats(x + i);
+        Floats& to = squares[i / WIDTH % 4];
+        to = fma(v, v, to);
+    }
+    __m256 totals = _mm256_setzero_ps();
+    add_eight(totals, add(add(squares[0], squares[1]), add(squares[2], squares[3])));
+    const float total = sum(totals);
+    const Floats scale = set(1.0f / sqrtf(total / float(n) + eps));
+    for (long i = 0; i < n; i += WIDTH) store_floats(y + i, mul(mul(load_floats(x + i), scale), load_floats(weight + i)));
+}
+
+template <class T>
+ALONE void normalise_rows(const T* x, long num_rows, long n, const T* weight, float eps, T* y, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (long row = 0; row < num_rows; row++) normalise(x + row * n, weight, n, eps, y + row * n);
+}
+
+template <class T>
+INLINE Floats silu_mul(Floats gate, Floats up) {
+    const Floats one = set(1.0f);
+    // exp(-|gate|), which cannot overflow
+    const Floats e = exp2_of<T>(mul(min(gate, sub(zero(), gate)), set(1.4426950408889634f)));
+    return mul(mul(gate, up), div(if_less(gate, zero(), e, one), add(one, e)));
+}
+
+// Pairs are (i, i + head_dim / 2); cos and sin are those of the first half.
+template <class T>
+INLINE void rotate(const T* x, const float* cos, const float* sin, int head_dim, T* y) {
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i += WIDTH) {
+        const Floats a = load_floats(x + i), b = load_floats(x + half + i), c = load(cos + i), s = load(sin + i);
+        store_floats(y + i, fma(a, c, mul(b, sub(zero(), s))));
+        store_floats(y + half + i, fma(b, c, mul(a, s)));
+    }
+}
+
+// Where the tokens of a batch stand. elementwise.py has the same structure.
+struct Slots {
+    const float *cos, *sin;          // [num_tokens, head_dim / 2]
+    const int64_t *pages, *offsets;  // [num_tokens]
+    int64_t num_tokens;
+};
+
+// Sizes of a layer's pages [num_pages, num_kv_heads, 2, page_size, head_dim] and its query heads.
+struct Pages {
+    int64_t num_pages;
+    int num_heads, num_kv_heads, head_dim, page_size;
+};
+
+// Weights [head_dim] of norms of each query and key, or null.
+template <class T>
+struct HeadNorms {
+    const T *query, *key;
+    float eps;
+};
+
+// `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]. False if a slot is outside of the pages.
+template <class T>
+ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size, const HeadNorms<T>& norms, int num_threads) {
+    for (long t = 0; t < slots.num_tokens; t++) {
+        const int64_t page = slots.pages[t], offset = slots.offsets[t];
+        if (page < 0 || page >= size.num_pages || offset < 0 || offset >= size.page_size) return false;
+    }
+    const int head_dim = size.head_dim;
+    const long row_elements = long(size.num_heads + 2 * size.num_kv_heads) * head_dim;
+    const long half_head = long(size.page_size) * head_dim;  // the keys, or the values, of a head in a page
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (long t = 0; t < slots.num_tokens; t++) {
+        const float *cos = slots.cos + t * (head_dim / 2), *sin = slots.sin + t * (head_dim / 2);
+        T* head = qkv + t * row_elements;
+        for (int h = 0; h < size.num_heads; h++, head += head_dim) {
+            if (norms.query != nullptr) normalise(head, norms.query, head_dim, norms.eps, head);
+            rotate(head, cos, sin, head_dim, head);
+        }
+        T* slot = kv + slots.pages[t] * size.num_kv_heads * 2 * half_head + slots.offsets[t] * head_dim;
+        for (int h = 0; h < size.num_kv_heads; h++, head += head_dim, slot += 2 * half_head) {
+            if (norms.key != nullptr) normalise(head, norms.key, head_dim, norms.eps, head);
+            rotate(head, cos, sin, head_dim, slot);
+            memcpy(slot + half_head, head + size.num_kv_heads * head_dim, head_dim * sizeof(T));
+        }
+    }
+    return true;
+}
+
+}  // namespace

@@ -1,0 +1,150 @@
+"""What lies between the products of a decoder layer on the CPU, each in one pass (elementwise.h).
+
+References: `torch.nn.functional.rms_norm`; `kernels.kv_copy.write_kv` for the pages. Bytes moved:
+each input is read once and each output written once. Values are rounded to the dtype once, at the end.
+
+Owns: the checks. Does not know: layers.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.library import Library
+
+MULTIPLE = 16
+"""norms go over multiples of so many elements, rotations over twice as many"""
+
+
+class _Slots(ctypes.Structure):
+    """`struct Slots` of elementwise.h."""
+
+    _fields_ = (
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("pages", c_void_p),
+        ("offsets", c_void_p),
+        ("num_tokens", c_int64),
+    )
+
+
+class _Pages(ctypes.Structure):
+    """`struct Pages` of elementwise.h."""
+
+    _fields_ = (
+        ("num_pages", c_int64),
+        ("num_heads", c_int),
+        ("num_kv_heads", c_int),
+        ("head_dim", c_int),
+        ("page_size", c_int),
+    )
+
+
+class Slots:
+    """Where T tokens stand: their angles, float32 `[T, head_dim / 2]`, and their places, int64 `[T]`.
+
+    Checked once, for all layers of a batch. Raises ValueError.
+    """
+
+    def __init__(
+        self, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        for name, angles in (("cos", cos), ("sin", sin)):
+            _check(name, angles, (len(pages), cos.shape[-1]), torch.float32)
+        for name, places in (("page numbers", pages), ("offsets", offsets)):
+            _check(name, places, (len(pages),), torch.int64)
+        self.cos, self.sin, self.pages, self.offsets = cos, sin, pages, offsets
+        self.head_dim = 2 * cos.shape[-1]
+        self._slots = _Slots(*(tensor.data_ptr() for tensor in (cos, sin, pages, offsets)), len(pages))
+        self.address = ctypes.addressof(self._slots)
+        """of the description, for C++ code that reads it"""
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights `[head_dim]` of the norms that some models apply to each query and key before rotation."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class Elementwise:
+    """The operations, for tensors of one dtype: bfloat16 or float32, contiguous, on the CPU.
+
+    Every method raises ValueError for anything else.
+    """
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._rms_norm = library.function(
+            "rms_norm", dtype, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int
+        )
+        self._rotate_and_write = library.function("rotate_and_write", dtype, *[c_void_p] * 6, c_float, c_int)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x` [T, n]; `weight` is [n]; n % 16 == 0."""
+        num_rows, n = x.shape
+        _check("x", x, x.shape, self._dtype)
+        _check("weights", weight, (n,), self._dtype)
+        if n % MULTIPLE:
+            raise ValueError(f"expected rows of a multiple of {MULTIPLE} elements, got {n}")
+        y = torch.empty_like(x)
+        self._rms_norm(
+            x.data_ptr(), num_rows, n, weight.data_ptr(), eps, y.data_ptr(), torch.get_num_threads()
+        )
+        return y
+
+    def rotate_and_write(
+        self, qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
+    ) -> None:
+        """Rotates the queries in place, writes rotated keys and values to their pages.
+
+        `qkv` [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; head_dim % 32 == 0.
+        `kv_layer` [num_pages, num_kv_heads, 2, page_size, head_dim]. Pairs are (i, i + head_dim / 2). The
+        keys in `qkv` are undefined afterwards.
+        """
+        num_pages, num_kv_heads, _, page_size, head_dim = kv_layer.shape
+        num_tokens, num_rows, _ = qkv.shape
+        _check("queries, keys and values", qkv, (num_tokens, num_rows, head_dim), self._dtype)
+        _check("pages", kv_layer, (num_pages, num_kv_heads, 2, page_size, head_dim), self._dtype)
+        if len(slots) != num_tokens or slots.head_dim != head_dim:
+            raise ValueError(
+                f"expected angles and places of {num_tokens} tokens for a head_dim of {head_dim}, "
+                f"got those of {len(slots)} for {slots.head_dim}"
+            )
+        if head_dim % (2 * MULTIPLE) or num_rows <= 2 * num_kv_heads:
+            raise ValueError(f"expected heads of a multiple of {2 * MULTIPLE}, got {list(qkv.shape)}")
+        if norms is not None:
+            _check("query norm", norms.query, (head_dim,), self._dtype)
+            _check("key norm", norms.key, (head_dim,), self._dtype)
+        pages = _Pages(num_pages, num_rows - 2 * num_kv_heads, num_kv_heads, head_dim, page_size)
+        is_written = self._rotate_and_write(
+            qkv.data_ptr(),
+            kv_layer.data_ptr(),
+            slots.address,
+            ctypes.addressof(pages),
+            None if norms is None else norms.query.data_ptr(),
+            None if norms is None else norms.key.data_ptr(),
+            0.0 if norms is None else norms.eps,
+            torch.get_num_threads(),
+        )
+        if not is_written:
+            raise ValueError(
+                f"expected slots in {num_pages} pages of {page_size} tokens, "
+                f"got pages {slots.pages.tolist()} and offsets {slots.offsets.tolist()}"
+            )
+
+
+def _check(what: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise ValueError(
+            f"expected {what} as contiguous {dtype} {list(shape)} on the CPU, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        )

@@ -1,0 +1,48 @@
+// What Python calls, for bfloat16 and float32. Sizes are checked there; `1` means success.
+
+#include "attention.h"
+#include "elementwise.h"
+#include "layer.h"
+#include "linear.h"
+
+#define EXPORT(NAME, T)                                                                                                       \
+    extern "C" void attention_##NAME(const T* query, int64_t query_step, const T* kv, T* out, float* lse, const Batch* batch) { \
+        attend_any(Attention<T>{query, query_step, kv, out, lse}, *batch);                                                    \
+    }                                                                                                                         \
+    extern "C" int64_t packed_words_##NAME(int64_t num_columns, int64_t depth) {                                              \
+        return count_words(num_columns, depth / PER_WORD<T>);                                                                 \
+    }                                                                                                                         \
+    extern "C" void pack_##NAME(const T* weights, int64_t num_columns, int64_t depth, word* packed) {                         \
+        pack(weights, num_columns, depth, packed);                                                                            \
+    }                                                                                                                         \
+    extern "C" void unpack_##NAME(const word* packed, int64_t depth, const int64_t* ids, int64_t num_ids, T* rows) {          \
+        unpack(packed, depth, ids, num_ids, rows);                                                                            \
+    }                                                                                                                         \
+    extern "C" void linear_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* packed, int64_t num_columns,       \
+                                  const T* bias, const T* residual, T* y, int num_threads) {                                  \
+        multiply_all(Linear<T>{x, depth / PER_WORD<T>, bias, residual, num_columns}, packed, num_rows, y, num_threads);       \
+    }                                                                                                                         \
+    extern "C" void linear_to_float32_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* packed,                 \
+                                             int64_t num_columns, const T* bias, const T* residual, float* y,                 \
+                                             int num_threads) {                                                               \
+        multiply_all(Linear<T>{x, depth / PER_WORD<T>, bias, residual, num_columns}, packed, num_rows, y, num_threads);       \
+    }                                                                                                                         \
+    extern "C" void rms_norm_##NAME(const T* x, int64_t num_rows, int64_t n, const T* weight, float eps, T* y,                \
+                                    int num_threads) {                                                                        \
+        normalise_rows(x, num_rows, n, weight, eps, y, num_threads);                                                          \
+    }                                                                                                                         \
+    extern "C" void gated_linear_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* gate, const word* up,          \
+                                        int64_t num_columns, const T* gate_bias, const T* up_bias, T* y, int num_threads) {      \
+        multiply_gated(Gated<T>{x, depth / PER_WORD<T>, gate, up, gate_bias, up_bias, num_columns}, num_rows, y, num_threads);   \
+    }                                                                                                                         \
+    extern "C" int rotate_and_write_##NAME(T* qkv, T* kv, const Slots* slots, const Pages* pages, const T* query_norm,        \
+                                           const T* key_norm, float eps, int num_threads) {                                   \
+        return rotate_and_write(qkv, kv, *slots, *pages, HeadNorms<T>{query_norm, key_norm, eps}, num_threads);               \
+    }                                                                                                                         \
+    extern "C" int layer_##NAME(const LayerWeights<T>* weights, const Batch* batch, const Slots* slots, const T* hidden,      \
+                                T* kv, T* out, T* workspace) {                                                                \
+        return run_layer(*weights, *batch, *slots, hidden, kv, out, workspace);                                               \
+    }
+
+EXPORT(bfloat16, bf16)
+EXPORT(float32, float)

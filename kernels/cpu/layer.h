@@ -1,0 +1,54 @@
+// A whole decoder layer: what the other headers have, in order, in one call, so that Python's part is small.
+//
+// Owns: the order, the use of the workspace. Does not know: which layer it is; its caller has checked all sizes.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+namespace {
+
+// layer.py has the same structure. Biases and norms of heads may be null.
+template <class T>
+struct LayerWeights {
+    const T* input_norm;
+    const word* qkv;
+    const T *qkv_bias, *query_norm, *key_norm;
+    const word* o;
+    const T *o_bias, *post_norm;
+    const word *gate, *up;
+    const T *gate_bias, *up_bias;
+    const word* down;
+    const T* down_bias;
+    int64_t hidden_size, intermediate_size;
+    float eps;
+};
+
+// `hidden` and `out` are [tokens, hidden_size]; false if a slot is outside of the pages. The workspace has room for
+// tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim + intermediate_size).
+template <class T>
+bool run_layer(const LayerWeights<T>& w, const Batch& batch, const Slots& slots, const T* hidden, T* kv, T* out, T* workspace) {
+    const long rows = slots.num_tokens, size = w.hidden_size, inner = w.intermediate_size;
+    const long query_size = long(batch.num_heads) * batch.head_dim;
+    const long qkv_size = query_size + 2 * long(batch.num_kv_heads) * batch.head_dim;
+    const int threads = batch.num_threads;
+    T *narrow = workspace, *qkv = narrow + rows * std::max(size, query_size);
+    T* gated = qkv + rows * qkv_size;
+    const auto words = [](long elements) { return elements / PER_WORD<T>; };
+
+    normalise_rows(hidden, rows, size, w.input_norm, w.eps, narrow, threads);
+    multiply_all(Linear<T>{narrow, words(size), w.qkv_bias, nullptr, qkv_size}, w.qkv, rows, qkv, threads);
+    const Pages pages = {batch.num_pages, batch.num_heads, batch.num_kv_heads, batch.head_dim, batch.page_size};
+    const HeadNorms<T> norms = {w.query_norm, w.key_norm, w.eps};
+    if (!rotate_and_write(qkv, kv, slots, pages, norms, threads)) return false;
+    attend_any(Attention<T>{qkv, qkv_size, kv, narrow, nullptr}, batch);
+    multiply_all(Linear<T>{narrow, words(query_size), w.o_bias, hidden, size}, w.o, rows, out, threads);
+
+    normalise_rows(out, rows, size, w.post_norm, w.eps, narrow, threads);
+    multiply_gated(Gated<T>{narrow, words(size), w.gate, w.up, w.gate_bias, w.up_bias, inner}, rows, gated, threads);
+    multiply_all(Linear<T>{gated, words(inner), w.down_bias, out, size}, w.down, rows, out, threads);
+    return true;
+}
+
+}  // namespace

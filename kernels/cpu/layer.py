@@ -1,0 +1,174 @@
+"""A decoder layer of the Llama family in one call on the CPU (layer.h).
+
+The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys
+and values, rotation and page write, attention, product, norm, gated products, product, with both residuals.
+One call, because thirty layers of nine calls each cost Python 1.4 ms a step, a fifth of a decode step of a
+small model.
+
+Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.attention import Heads, PagedAttention
+from kernels.cpu.elementwise import MULTIPLE, HeadNorms, Slots
+from kernels.cpu.library import Library
+from kernels.cpu.linear import GatedLinear, PackedLinear
+
+
+class _Weights(ctypes.Structure):
+    """`struct LayerWeights` of layer.h."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("o", c_void_p),
+        ("o_bias", c_void_p),
+        ("post_norm", c_void_p),
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("gate_bias", c_void_p),
+        ("up_bias", c_void_p),
+        ("down", c_void_p),
+        ("down_bias", c_void_p),
+        ("hidden_size", c_int64),
+        ("intermediate_size", c_int64),
+        ("eps", c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """`qkv` stacks queries, keys and values. Norms are `[hidden_size]`."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    head_norms: HeadNorms | None
+    o: PackedLinear
+    post_norm: torch.Tensor
+    gated: GatedLinear
+    down: PackedLinear
+    eps: float
+
+
+class Layer:
+    """One decoder layer. Raises ValueError for weights that do not fit together."""
+
+    def __init__(self, library: Library, weights: LayerWeights, heads: Heads) -> None:
+        hidden_size, inner = weights.o.out_features, weights.down.in_features
+        query_size = heads.num_heads * heads.head_dim
+        qkv_size = query_size + 2 * heads.num_kv_heads * heads.head_dim
+        expected: list[tuple[str, PackedLinear | GatedLinear, tuple[int, int]]] = [
+            ("qkv", weights.qkv, (qkv_size, hidden_size)),
+            ("o", weights.o, (hidden_size, query_size)),
+            ("gated", weights.gated, (inner, hidden_size)),
+            ("down", weights.down, (hidden_size, inner)),
+        ]
+        self.dtype = weights.qkv.dtype
+        for name, matrix, shape in expected:
+            if (matrix.out_features, matrix.in_features) != shape or matrix.dtype is not self.dtype:
+                raise ValueError(
+                    f"expected {name} of {self.dtype} {list(shape)}, "
+                    f"got {matrix.dtype} {[matrix.out_features, matrix.in_features]}"
+                )
+        vectors = [(hidden_size, weights.input_norm), (hidden_size, weights.post_norm)]
+        if weights.head_norms is not None:
+            vectors += [(heads.head_dim, norm) for norm in (weights.head_norms.query, weights.head_norms.key)]
+        for size, norm in vectors:
+            if (
+                norm.shape != (size,)
+                or norm.dtype is not self.dtype
+                or not norm.is_contiguous()
+                or not norm.is_cpu
+            ):
+                raise ValueError(
+                    f"expected a norm of {self.dtype} [{size}], got {norm.dtype} {list(norm.shape)}"
+                )
+        if hidden_size % MULTIPLE or inner % MULTIPLE:
+            raise ValueError(
+                f"expected sizes that are multiples of {MULTIPLE}, got {hidden_size} and {inner}"
+            )
+        self.hidden_size = hidden_size
+        self.heads = heads
+        self.workspace_elements = max(hidden_size, query_size) + qkv_size + inner
+        """of this dtype, for each token"""
+        self._weights = weights  # the C++ code reads them by address
+        norms = weights.head_norms
+        self._struct = _Weights(
+            weights.input_norm.data_ptr(),
+            weights.qkv.address,
+            weights.qkv.bias_address,
+            None if norms is None else norms.query.data_ptr(),
+            None if norms is None else norms.key.data_ptr(),
+            weights.o.address,
+            weights.o.bias_address,
+            weights.post_norm.data_ptr(),
+            weights.gated.gate.address,
+            weights.gated.up.address,
+            weights.gated.gate.bias_address,
+            weights.gated.up.bias_address,
+            weights.down.address,
+            weights.down.bias_address,
+            hidden_size,
+            inner,
+            weights.eps,
+        )
+        self._address = ctypes.addressof(self._struct)
+        self._layer = library.function("layer", self.dtype, *[c_void_p] * 7)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        kv_layer: torch.Tensor,
+        attention: PagedAttention,
+        slots: Slots,
+        workspace: torch.Tensor,
+    ) -> torch.Tensor:
+        """`hidden` [T, hidden_size] after this layer; writes the keys and values of its tokens to `kv_layer`.
+
+        `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError.
+        """
+        num_tokens = len(slots)
+        tensors = (
+            ("hidden states", hidden, (num_tokens, self.hidden_size)),
+            ("pages", kv_layer, attention.kv_shape),
+            ("workspace", workspace, (num_tokens * self.workspace_elements,)),
+        )
+        for name, tensor, shape in tensors:
+            is_right = tensor.shape == shape and tensor.dtype is self.dtype
+            if not is_right or not tensor.is_contiguous() or not tensor.is_cpu:
+                raise ValueError(
+                    f"expected {name} as contiguous {self.dtype} {list(shape)} on the CPU, "
+                    f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                )
+        if (
+            attention.num_tokens != num_tokens
+            or attention.heads != self.heads
+            or slots.head_dim != self.heads.head_dim
+        ):
+            raise ValueError(
+                f"expected attention and places of {num_tokens} tokens for {self.heads}, "
+                f"got {attention.num_tokens} for {attention.heads}, head_dim {slots.head_dim}"
+            )
+        out = torch.empty_like(hidden)
+        is_written = self._layer(
+            self._address,
+            attention.address,
+            slots.address,
+            hidden.data_ptr(),
+            kv_layer.data_ptr(),
+            out.data_ptr(),
+            workspace.data_ptr(),
+        )
+        if not is_written:
+            raise ValueError(
+                f"expected slots in pages {list(kv_layer.shape)}, got pages {slots.pages.tolist()}"
+            )
+        return out

@@ -1,0 +1,139 @@
+"""Which instruction set the CPU's kernels use, and their compiled libraries.
+
+    python -m kernels.cpu.library       (compiles, and says what will be used)
+
+The best instruction set of the processor is taken. The environment variable MOONCAKE_CPU_KERNELS forces a
+lower one (`avx512`, `avx2`), or `torch` for none of them.
+
+Owns: the choice, made once a process; the one warning that torch computes instead. Does not know: tensors.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mooncake.native import NativeCodeError, NoCompilerError, load
+
+log = logging.getLogger(__name__)
+
+ENV = "MOONCAKE_CPU_KERNELS"
+DTYPES = (torch.bfloat16, torch.float32)
+_TORCH = "torch"
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+# The same bits from code that is compiled in two places: no fused operation but those that are written out.
+_FLAGS = ("-ffp-contract=off",)
+_THREADS = "-fopenmp"
+
+
+class Isa(Enum):
+    """Instruction sets, the best first."""
+
+    AVX512_BF16 = "avx512_bf16"
+    AVX512 = "avx512"
+    AVX2 = "avx2"
+
+
+_ARCHITECTURE = {
+    Isa.AVX512_BF16: ("-march=x86-64-v4", "-mavx512bf16"),
+    Isa.AVX512: ("-march=x86-64-v4",),
+    Isa.AVX2: ("-march=x86-64-v3",),
+}
+_AVX2_FLAGS = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
+_AVX512_FLAGS = _AVX2_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_NEEDED_FLAGS = {
+    Isa.AVX512_BF16: _AVX512_FLAGS | {"avx512_bf16"},
+    Isa.AVX512: _AVX512_FLAGS,
+    Isa.AVX2: _AVX2_FLAGS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The compiled kernels of one instruction set."""
+
+    isa: Isa
+    code: ctypes.CDLL
+
+    @functools.cache  # noqa: B019  (libraries live as long as their process)
+    def function(self, name: str, dtype: torch.dtype, *argtypes: Any) -> Any:
+        """`name` for tensors of `dtype`, bfloat16 or float32. Returns an int, if anything."""
+        if dtype not in DTYPES:
+            raise ValueError(f"expected one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        function = self.code[f"{name}_{str(dtype).removeprefix('torch.')}"]
+        function.argtypes = argtypes
+        return function
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Without a `library` torch computes, and `reason` says why; empty otherwise."""
+
+    library: Library | None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The instruction set, or `torch`: for metrics and logs."""
+        return _TORCH if self.library is None else self.library.isa.value
+
+
+def supported_isas(cpuinfo: str) -> list[Isa]:
+    """What a processor with this /proc/cpuinfo can run, the best first."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = next((set(values.split()) for key, _, values in lines if key.strip() == "flags"), set())
+    return [isa for isa in Isa if flags >= _NEEDED_FLAGS[isa]]
+
+
+@functools.cache
+def load_library(isa: Isa) -> Library:
+    """Compiles, the first time for some seconds, and loads. Raises NativeCodeError."""
+    flags = (*_ARCHITECTURE[isa], *_FLAGS)
+    try:
+        return Library(isa, load(_SOURCE, (*flags, _THREADS)))
+    except NoCompilerError:
+        raise
+    except NativeCodeError as error:  # clang without libomp
+        library = Library(isa, load(_SOURCE, flags))
+        log.warning("the CPU's kernels use one thread: %s", error)
+        return library
+
+
+def choose() -> Choice:
+    """What computes on this machine's CPU. Warns, once a process, if torch must step in."""
+    return _choose(os.environ.get(ENV, "auto"))
+
+
+@functools.cache
+def _choose(wanted: str) -> Choice:
+    if wanted == _TORCH:
+        return Choice(None, f"{ENV}={wanted}")
+    try:
+        supported = supported_isas(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        supported = []
+    if wanted != "auto" and wanted not in [isa.value for isa in supported]:
+        known = ", ".join(["auto", *(isa.value for isa in supported), _TORCH])
+        raise ValueError(f"{ENV}: this processor has {known}, got {wanted!r}")
+    if not supported:
+        return _warned(f"this processor ({os.uname().machine}) has none of {', '.join(i.value for i in Isa)}")
+    try:
+        return Choice(load_library(supported[0] if wanted == "auto" else Isa(wanted)))
+    except NativeCodeError as error:
+        return _warned(str(error))
+
+
+def _warned(reason: str) -> Choice:
+    log.warning("torch computes on the CPU, at about half the speed: %s", reason)
+    return Choice(None, reason)
+
+
+if __name__ == "__main__":
+    choice = choose()
+    print(choice.name, " ".join(choice.reason.split()))

@@ -1,0 +1,207 @@
+// Products with a matrix of weights that was packed for it: y = x W^T, plus a bias, plus a residual.
+//
+// W [N, K] is packed as panels of PANEL of its rows, [N / PANEL][K][PANEL] words, so that the inner loop reads
+// memory in order; the last panel is filled up with zeros. A panel stays in the processor's cache while all
+// rows of x go over it. An element of y is the same whatever the number of rows.
+//
+// Owns: the arithmetic and the packed format. Does not know: layers; its caller has checked all sizes.
+#pragma once
+
+#include <algorithm>
+
+#include "elementwise.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int PANEL = TILE_VECTORS * WIDTH;
+constexpr int LINES = PANEL * int(sizeof(word)) / 64;  // cache lines of one step of a panel
+
+template <class T>
+struct Linear {
+    const T* x;         // [num_rows, K]
+    long num_words;     // K / PER_WORD
+    const T* bias;      // [N], or null
+    const T* residual;  // [num_rows, N], or null
+    long num_columns;   // N
+};
+
+// ROWS rows of x times one panel: [ROWS][PANEL] of y, its rows `step` elements apart like those of the residual.
+template <class T, class OUT, int ROWS, int LINES_AHEAD>
+ALONE void multiply_tile(const T* x, long num_words, const word* panel, const char* ahead, const T* bias, const T* residual, OUT* y,
+                         long step) {
+    Floats c[ROWS][TILE_VECTORS];
+    UNROLL for (int i = 0; i < ROWS; i++) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
+    }
+    multiply<T, LINES_AHEAD>(c, x, num_words, 1, panel, PANEL, num_words, ahead);
+    if (bias != nullptr) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
+            const Floats b = load_floats(bias + j * WIDTH);
+            UNROLL for (int i = 0; i < ROWS; i++) c[i][j] = add(c[i][j], b);
+        }
+    }
+    if (residual != nullptr) {
+        UNROLL for (int i = 0; i < ROWS; i++) {
+            UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
+                c[i][j] = add(c[i][j], load_floats(residual + i * step + j * WIDTH));
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < ROWS; i++) {
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) store_floats(y + i * step + j * WIDTH, c[i][j]);
+    }
+}
+
+// Where a tile reads and writes.
+template <class T, class OUT>
+struct Place {
+    const T *x, *bias, *residual;
+    OUT* y;
+    long step;
+};
+
+// Fewer rows than a tile has: with few sums it is memory that is waited for, so all of the next panel is fetched.
+template <class T, class OUT, int ROWS = TILE_ROWS - 1>
+INLINE void multiply_few(const Place<T, OUT>& at, long num_rows, long num_words, const word* panel, const char* next) {
+    if constexpr (ROWS > 0) {
+        if (num_rows == ROWS) {
+            multiply_tile<T, OUT, ROWS, LINES>(at.x, num_words, panel, next, at.bias, at.residual, at.y, at.step);
+        } else {
+            multiply_few<T, OUT, ROWS - 1>(at, num_rows, num_words, panel, next);
+        }
+    }
+}
+
+// Up to TILE_ROWS rows, the `tile`th of them, times one panel.
+template <class T, class OUT>
+INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, long tile, bool is_only, long num_words, const word* panel,
+                          const char* next) {
+    if (num_rows < TILE_ROWS) {
+        multiply_few(at, num_rows, num_words, panel, next);
+    } else if (is_only) {
+        multiply_tile<T, OUT, TILE_ROWS, LINES>(at.x, num_words, panel, next, at.bias, at.residual, at.y, at.step);
+    } else if (tile < LINES) {  // a line for each step, until the next panel has been fetched
+        multiply_tile<T, OUT, TILE_ROWS, 1>(at.x, num_words, panel, next + tile * num_words * 64, at.bias, at.residual, at.y, at.step);
+    } else {
+        multiply_tile<T, OUT, TILE_ROWS, 0>(at.x, num_words, panel, nullptr, at.bias, at.residual, at.y, at.step);
+    }
+}
+
+// The same for the last panel, if it is not full: what lies beside its columns is neither read nor written.
+template <class T, class OUT>
+ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_rows, long tile, long num_words, const word* panel) {
+    alignas(64) T bias[PANEL] = {}, residual[TILE_ROWS * PANEL] = {};
+    alignas(64) OUT y[TILE_ROWS * PANEL];
+    if (at.bias != nullptr) memcpy(bias, at.bias, num_columns * sizeof(T));
+    for (long i = 0; at.residual != nullptr && i < num_rows; i++) {
+        memcpy(residual + i * PANEL, at.residual + i * at.step, num_columns * sizeof(T));
+    }
+    const Place<T, OUT> copy = {at.x, at.bias == nullptr ? nullptr : bias, at.residual == nullptr ? nullptr : residual, y, PANEL};
+    multiply_rows(copy, num_rows, tile, false, num_words, panel, (const char*)panel);
+    for (long i = 0; i < num_rows; i++) memcpy(at.y + i * at.step, y + i * PANEL, num_columns * sizeof(OUT));
+}
+
+template <class T, class OUT>
+ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, OUT* y, int num_threads) {
+    const long panel_words = s.num_words * PANEL, num_panels = (s.num_columns + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (long p = 0; p < num_panels; p++) {
+        const word* panel = packed + p * panel_words;
+        const char* next = (const char*)(p + 1 < num_panels ? panel + panel_words : panel);
+        const long column = p * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
+        for (long row = 0; row < num_rows; row += TILE_ROWS) {
+            const long tile = row / TILE_ROWS, rows = std::min<long>(TILE_ROWS, num_rows - row);
+            const long first = row * s.num_columns + column;
+            const Place<T, OUT> at = {
+                s.x + row * s.num_words * PER_WORD<T>,
+                s.bias == nullptr ? nullptr : s.bias + column,
+                s.residual == nullptr ? nullptr : s.residual + first,
+                y + first,
+                s.num_columns,
+            };
+            if (num_columns == PANEL) {
+                multiply_rows(at, rows, tile, num_rows == TILE_ROWS, s.num_words, panel, next);
+            } else {
+                multiply_part(at, num_columns, rows, tile, s.num_words, panel);
+            }
+        }
+    }
+}
+
+// The two halves of a gated product: silu(x G^T) * (x U^T), with biases.
+template <class T>
+struct Gated {
+    const T* x;          // [num_rows, K]
+    long num_words;      // K / PER_WORD
+    const word *gate, *up;
+    const T *gate_bias, *up_bias;  // [N], or null
+    long num_columns;    // N
+};
+
+// Both products of a tile stay in the processor's cache until they are multiplied.
+template <class T>
+ALONE void multiply_gated(const Gated<T>& s, long num_rows, T* y, int num_threads) {
+    const long panel_words = s.num_words * PANEL, num_panels = (s.num_columns + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (long p = 0; p < num_panels; p++) {
+        alignas(64) float gates[TILE_ROWS * PANEL], ups[TILE_ROWS * PANEL];
+        alignas(64) T part[PANEL];
+        alignas(64) T gate_bias[PANEL] = {}, up_bias[PANEL] = {};
+        const long column = p * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
+        if (s.gate_bias != nullptr) memcpy(gate_bias, s.gate_bias + column, num_columns * sizeof(T));
+        if (s.up_bias != nullptr) memcpy(up_bias, s.up_bias + column, num_columns * sizeof(T));
+        const word *gate = s.gate + p * panel_words, *up = s.up + p * panel_words;
+        const long to_next = p + 1 < num_panels ? panel_words : 0;
+        for (long row = 0; row < num_rows; row += TILE_ROWS) {
+            const T* x = s.x + row * s.num_words * PER_WORD<T>;
+            const long rows = std::min<long>(TILE_ROWS, num_rows - row), tile = row / TILE_ROWS;
+            const bool is_only = num_rows == TILE_ROWS;
+            const Place<T, float> left = {x, s.gate_bias == nullptr ? nullptr : gate_bias, nullptr, gates, PANEL};
+            const Place<T, float> right = {x, s.up_bias == nullptr ? nullptr : up_bias, nullptr, ups, PANEL};
+            multiply_rows(left, rows, tile, is_only, s.num_words, gate, (const char*)(gate + to_next));
+            multiply_rows(right, rows, tile, is_only, s.num_words, up, (const char*)(up + to_next));
+            for (long i = 0; i < rows; i++) {
+                T* to = num_columns == PANEL ? y + (row + i) * s.num_columns + column : part;
+                UNROLL for (int j = 0; j < PANEL; j += WIDTH) {
+                    store_floats(to + j, silu_mul<T>(load(gates + i * PANEL + j), load(ups + i * PANEL + j)));
+                }
+                if (to == part) memcpy(y + (row + i) * s.num_columns + column, part, num_columns * sizeof(T));
+            }
+        }
+    }
+}
+
+template <class T>
+ALONE void pack(const T* weights, long num_columns, long depth, word* packed) {
+    const long num_words = depth / PER_WORD<T>, num_panels = (num_columns + PANEL - 1) / PANEL;
+    for (long p = 0; p < num_panels; p++) {
+        for (long k = 0; k < num_words; k++) {
+            for (long c = 0; c < PANEL; c++) {
+                const long column = p * PANEL + c;
+                word x = 0;
+                if (column < num_columns) memcpy(&x, weights + column * depth + k * PER_WORD<T>, sizeof x);
+                packed[(p * num_words + k) * PANEL + c] = x;
+            }
+        }
+    }
+}
+
+// The packed rows `ids` of W, in the order of W: what an embedding looks up.
+template <class T>
+ALONE void unpack(const word* packed, long depth, const int64_t* ids, long num_ids, T* rows) {
+    const long num_words = depth / PER_WORD<T>;
+    for (long i = 0; i < num_ids; i++) {
+        const word* source = packed + ids[i] / PANEL * num_words * PANEL + ids[i] % PANEL;
+        for (long k = 0; k < num_words; k++) {
+            memcpy(rows + i * depth + k * PER_WORD<T>, source + k * PANEL, sizeof(word));
+        }
+    }
+}
+
+// Words of a packed matrix.
+INLINE int64_t count_words(int64_t num_columns, int64_t num_words) {
+    return (num_columns + PANEL - 1) / PANEL * PANEL * num_words;
+}
+
+}  // namespace

@@ -1,0 +1,93 @@
+"""Decoder layers by the CPU's own kernels: packed weights, attention over pages without copies.
+
+A row of the result depends neither on the other rows nor on how its sequence was cut into chunks, bit for
+bit.
+
+Owns: the packed weights. Does not know: which layers there are, scheduling, transfers.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import embedding
+
+from kernels.cpu.attention import HEAD_DIMS, Heads
+from kernels.cpu.elementwise import MULTIPLE, Elementwise, HeadNorms
+from kernels.cpu.layer import Layer, LayerWeights
+from kernels.cpu.library import DTYPES, Library
+from kernels.cpu.linear import GatedLinear, PackedLinear
+from kernels.cpu.memory import HugeMemory
+from workers.engine import weights as plain
+from workers.engine.batch import Batch
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.spec import ModelSpec
+
+
+def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """Why these kernels cannot compute a model; empty if they can."""
+    if dtype not in DTYPES:
+        return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim {spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if spec.hidden_size % MULTIPLE or spec.intermediate_size % MULTIPLE:
+        return f"hidden or intermediate size is not a multiple of {MULTIPLE}"
+    return ""
+
+
+class CpuLayers:
+    """`workers.engine.model.Layers`; takes the weights out of `weights`, so that they are not held twice."""
+
+    def __init__(self, library: Library, spec: ModelSpec, weights: plain.Weights) -> None:
+        self._library, self._spec = library, spec
+        self._memory = HugeMemory()
+        self._heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
+        self._elementwise = Elementwise(library, weights.dtype)
+        self._layers = {layer: self._pack(weights.layers.pop(layer)) for layer in list(weights.layers)}
+        self._final_norm = weights.final_norm
+        self._head = None if weights.lm_head is None else self._linear(weights.lm_head, None)
+        is_tied = weights.embedding is weights.lm_head
+        self._embedding = None if is_tied else weights.embedding
+
+    def _pack(self, weights: plain.LayerWeights) -> Layer:
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = HeadNorms(weights.q_norm, weights.k_norm, self._spec.rms_norm_eps)
+        packed = LayerWeights(
+            weights.input_norm,
+            self._linear(weights.qkv, weights.qkv_bias),
+            norms,
+            self._linear(weights.o, weights.o_bias),
+            weights.post_norm,
+            GatedLinear(self._library, *self._halves(weights.gate_up, weights.gate_up_bias)),
+            self._linear(weights.down, weights.down_bias),
+            self._spec.rms_norm_eps,
+        )
+        return Layer(self._library, packed, self._heads)
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        return PackedLinear(self._library, weight, bias, self._memory)
+
+    def _halves(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[PackedLinear]:
+        biases = (None, None) if bias is None else bias.chunk(2)
+        for half, half_bias in zip(weight.chunk(2), biases, strict=True):
+            yield self._linear(half, half_bias)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._embedding is not None:
+            return embedding(token_ids, self._embedding)
+        assert self._head is not None, "these layers do not start with the embedding"
+        return self._head.rows(token_ids)
+
+    def forward_layer(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
+    ) -> torch.Tensor:
+        computed = self._layers[layer]
+        attention = batch.attention(self._library, self._heads, self._spec.layer_sliding_window(layer))
+        workspace = batch.workspace(computed.workspace_elements)
+        return computed(hidden, kv.layer(layer), attention, batch.slots, workspace)
+
+    def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        assert self._final_norm is not None, "these layers do not end with the head"
+        assert self._head is not None
+        normed = self._elementwise.rms_norm(hidden_rows, self._final_norm, self._spec.rms_norm_eps)
+        return self._head(normed, out_dtype=torch.float32)

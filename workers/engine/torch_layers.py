@@ -1,0 +1,66 @@
+"""Decoder layers in torch, on any device and in any dtype: the reference, and what CUDA runs.
+
+The arithmetic follows transformers' eager models step by step.
+
+Owns: the operations of a layer. Does not know: which layers there are, scheduling, transfers.
+"""
+
+import torch
+from torch.nn.functional import embedding, linear, silu
+
+from kernels.attention import paged_attention
+from kernels.kv_copy import write_kv
+from workers.engine.batch import Batch
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.rotary import rotate
+from workers.engine.spec import ModelSpec
+from workers.engine.weights import Weights
+
+
+class TorchLayers:
+    """`workers.engine.model.Layers`, over weights as they were loaded."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self._spec, self._weights = spec, weights
+        self._scale = spec.head_dim**-0.5
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self._weights.embedding is not None, "these layers do not start with the embedding"
+        return embedding(token_ids, self._weights.embedding)
+
+    def forward_layer(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
+    ) -> torch.Tensor:
+        weights, spec = self._weights.layers[layer], self._spec
+        num_rotated = spec.num_heads + spec.num_kv_heads
+
+        normed = _rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
+        qkv = linear(normed, weights.qkv, weights.qkv_bias).view(batch.num_tokens, -1, spec.head_dim)
+        qk, values = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            queries, keys = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+            queries = _rms_norm(queries, weights.q_norm, spec.rms_norm_eps)
+            qk = torch.cat((queries, _rms_norm(keys, weights.k_norm, spec.rms_norm_eps)), dim=1)
+        qk = rotate(qk, *batch.rotation)
+        kv_layer = kv.layer(layer)
+        write_kv(kv_layer, qk[:, spec.num_heads :], values, batch.page_of_token, batch.offset_of_token)
+        plan = batch.plan(spec.layer_sliding_window(layer))
+        attended = paged_attention(qk[:, : spec.num_heads], kv_layer, plan, self._scale)
+        hidden = hidden + linear(attended.flatten(1), weights.o, weights.o_bias)
+
+        normed = _rms_norm(hidden, weights.post_norm, spec.rms_norm_eps)
+        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        return hidden + linear(silu(gate) * up, weights.down, weights.down_bias)
+
+    def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        assert self._weights.final_norm is not None, "these layers do not end with the head"
+        assert self._weights.lm_head is not None
+        normed = _rms_norm(hidden_rows, self._weights.final_norm, self._spec.rms_norm_eps)
+        return linear(normed, self._weights.lm_head).float()
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm over the last dimension: statistics in float32, the weight applied in x's dtype."""
+    wide = x.float()
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return (wide * torch.rsqrt(variance + eps)).to(x.dtype) * weight
