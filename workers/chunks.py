@@ -1,0 +1,75 @@
+"""Where a prompt is cut into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section
+5.1).
+
+While a stage computes chunk c, the one before it computes chunk c + 1. All of them are busy only if chunks
+take equally long, and a token behind a long prefix takes longer than the first ones: its attention reads all
+keys before it. So chunks shrink as the prefix grows.
+
+Owns: that arithmetic. Does not know: requests, stages.
+"""
+
+import math
+from dataclasses import dataclass
+
+from workers.engine.spec import ModelSpec
+
+_CHUNKS_A_STAGE = 8
+"""With m equal chunks, X stages take (m + X - 1) / (m X) of the time of one: idle for less than 1/9 of it."""
+_LEAST_TOKENS = 128
+"""Shorter chunks are not worth a pass: the weights are read once for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a layer costs, in any unit: n tokens behind p others take `n * (token + pair * (p + n / 2))`."""
+
+    token: float
+    """for one token, whatever stands before it"""
+    pair: float
+    """for one pair of a token and one before it"""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "Costs":
+        """Floating-point operations: 2 for a weight and a token, 4 for a dimension of a head and a pair."""
+        heads_dim = spec.num_heads * spec.head_dim
+        num_weights = spec.hidden_size * (
+            2 * heads_dim + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size
+        )
+        return cls(token=2.0 * num_weights, pair=4.0 * heads_dim)
+
+    def of_tokens(self, start: int, num_tokens: float) -> float:
+        """Of tokens `[start, start + num_tokens)` of a prompt."""
+        return num_tokens * (self.token + self.pair * (start + num_tokens / 2))
+
+    def num_tokens(self, start: int, cost: float) -> float:
+        """How many tokens from `start` on cost so much: the inverse of `of_tokens`."""
+        first = self.token + self.pair * start
+        return 2 * cost / (first + math.sqrt(first * first + 2 * self.pair * cost))
+
+
+def plan_chunks(
+    start: int, end: int, *, costs: Costs, num_stages: int, most_tokens: int, multiple: int
+) -> list[range]:
+    """Chunks of the tokens `[start, end)` of a prompt that take equally long, up to rounding.
+
+    With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves
+    `of_tokens(start, x_i) = i / m * of_tokens(start, end - start)`. m is 8 a stage, more if a chunk would be
+    longer than `most_tokens`, fewer if there are not 128 tokens for each. Boundaries are multiples of
+    `multiple` (a block of the KVCache, so that every chunk fills the blocks that it stores), the last one
+    apart. One stage has no reason to cut more than `most_tokens` demands.
+    """
+    assert 0 <= start < end
+    num_tokens, cost = end - start, costs.of_tokens(start, end - start)
+    wanted = _CHUNKS_A_STAGE * num_stages if num_stages > 1 else 1
+    num_chunks = min(wanted, max(1, num_tokens // _LEAST_TOKENS))
+    # The first one is the longest.
+    num_chunks = max(num_chunks, math.ceil(cost / costs.of_tokens(start, most_tokens)))
+    bounds = [start]
+    for index in range(1, num_chunks):
+        bound = start + round(costs.num_tokens(start, cost * index / num_chunks))
+        bound = min((bound + multiple // 2) // multiple * multiple, bounds[-1] + most_tokens)
+        if bounds[-1] < bound < end:
+            bounds.append(bound)
+    while end - bounds[-1] > most_tokens:
+        bounds.append(bounds[-1] + most_tokens)
+    return [range(a, b) for a, b in zip(bounds, [*bounds[1:], end], strict=True)]
