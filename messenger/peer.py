@@ -121,6 +121,7 @@ class Peer:
         self._num_urgent = 0
         """latency requests under way or waiting"""
         self._bulk_sent_s = 0.0
+        self._bulk_timer: asyncio.TimerHandle | None = None
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -213,8 +214,8 @@ class Peer:
             urgency,
             answer.give,
         )
-        await self.submit(request)
         try:
+            await self.submit(request)
             await answer.is_there.wait()
         except asyncio.CancelledError:
             if request in self._queues[urgency]:
@@ -247,7 +248,9 @@ class Peer:
             return
         self._queues[request.urgency].append(request)
         lane = self._wake_one(request.urgency)
-        if lane is not None and request.urgency is Urgency.LATENCY:
+        if request.urgency is Urgency.BULK:
+            self._look_after_bulk()
+        elif lane is not None:
             await lane.linger(request)
 
     def _track(self, request: Request) -> None:
@@ -337,6 +340,16 @@ class Peer:
         if chosen is not None:
             chosen.wake()
         return chosen
+
+    def _look_after_bulk(self) -> None:
+        """What waits for others only is sent in time, whatever becomes of those."""
+        if self._queues[Urgency.BULK] and self._bulk_timer is None:
+            self._bulk_timer = asyncio.get_running_loop().call_later(_BULK_WAITS_S, self._wake_bulk)
+
+    def _wake_bulk(self) -> None:
+        self._bulk_timer = None
+        self._wake_one(Urgency.BULK)
+        self._look_after_bulk()
 
     def _takes(self, lane: Lane, urgency: Urgency) -> bool:
         if self._has_rdma and lane.path.transport is Transport.TCP:

@@ -304,6 +304,48 @@ def test_bulk_waits_for_those_in_a_hurry_but_not_for_ever() -> None:
     run(test())
 
 
+def test_bulk_does_not_wait_for_a_latency_request_that_takes_long(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, SMALL, 16) as node:
+            node.publish([15])
+            peer = await node.peer()
+            node.pages.grant(1, [0, 1])
+            node.pages.may_read.clear()  # it is on SSD
+            urgent = asyncio.create_task(node.fetch([15], peer))
+            await until(lambda: peer.flow.in_flight_bytes)
+            await node.write(1, [0, 1], Urgency.BULK)
+            assert not urgent.done()
+            node.pages.may_read.set()
+            await urgent
+
+    run(test())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_nothing_is_written_for_a_fetch_that_was_cancelled(tmp_path: Path, transport: str) -> None:
+    """At whatever moment: while it is submitted, listens for the answer, waits."""
+
+    async def test() -> None:
+        layout = LARGE if transport == "shm" else SMALL  # listened for, and long enough for others' turns
+        async with fabric(tmp_path, layout, 4, transport=transport) as node:
+            node.publish([0, 1])
+            peer = await node.peer()
+            view = node.sender_memory.page(0)
+            for num_turns in range(60):
+                view[:] = bytes(len(view))
+                task = asyncio.create_task(node.fetch([0], peer))
+                for _ in range(num_turns % 6):
+                    await asyncio.sleep(0)
+                task.cancel()
+                (outcome,) = await asyncio.gather(task, return_exceptions=True)
+                assert outcome == [0] or isinstance(outcome, asyncio.CancelledError)
+                view[:] = bytes(len(view))  # it belongs to somebody else now
+                assert await node.fetch([1], peer) == [0]
+                assert view == bytes(len(view))
+
+    run(test())
+
+
 def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None:
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 24, streams=1) as node:
