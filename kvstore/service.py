@@ -30,6 +30,7 @@ from kvstore.store import Store, open_store
 from messenger.checksums import prepare
 from messenger.identity import host_id
 from messenger.listening import listening_loop
+from messenger.rdma.cards import Cards, open_cards
 from messenger.receiver import turn_away
 from messenger.stream import Stream
 from messenger.tls import Tls
@@ -54,12 +55,17 @@ class Service:
     """Listens for its worker, for clients and for other messengers, and connects them to the store."""
 
     def __init__(
-        self, config: MessengerProcess, tasks: asyncio.TaskGroup, tcp_endpoints: Sequence[tuple[str, int]]
+        self,
+        config: MessengerProcess,
+        tasks: asyncio.TaskGroup,
+        tcp_endpoints: Sequence[tuple[str, int]],
+        cards: Cards,
     ) -> None:
         self._config = config
         self._tasks = tasks
         self._traffic = Traffic()
         self._tls = Tls.of(config.security)
+        self._cards = cards
         self._owners = itertools.count(1)
         self.store: Store | None = None
         self._worker: tuple[int, Connection[ToPool]] | None = None
@@ -206,7 +212,14 @@ class Service:
 
     def _open(self, segment: Segment) -> None:
         self.store = open_store(
-            self._config, segment, self.address, self._traffic, self._events, self._tls, self._tasks
+            self._config,
+            segment,
+            self.address,
+            self._traffic,
+            self._events,
+            self._tls,
+            self._cards,
+            self._tasks,
         )
 
     # -- other hosts ------------------------------------------------------------------------------
@@ -320,6 +333,7 @@ def listen_clients(address: str) -> Iterator[socket.socket]:
 async def serve(config: MessengerProcess) -> None:
     """Serves one instance until cancelled."""
     prepare()
+    cards = open_cards(config.settings)
     async with contextlib.AsyncExitStack() as stack:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))
         peer_listener = stack.enter_context(listen_unix(config.peer_socket, socket.SOCK_STREAM))
@@ -328,7 +342,7 @@ async def serve(config: MessengerProcess) -> None:
         ]
         endpoints = [listener.getsockname() for listener in tcp_listeners]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        service = Service(config, tasks, endpoints)
+        service = Service(config, tasks, endpoints, cards)
         for listener in (peer_listener, *tcp_listeners):
             tasks.create_task(service.accept_peers(listener))
         detail = ", ".join(f"{host}:{port}" for host, port in endpoints)

@@ -22,7 +22,7 @@ from kvstore.ssd import SsdTier
 from messenger.door import Door
 from messenger.identity import Identity
 from messenger.peers import Peers
-from messenger.rdma.cards import open_cards
+from messenger.rdma.cards import Cards
 from messenger.receiver import Sessions
 from messenger.tls import Tls
 from messenger.transports import SourceSegment, Traffic
@@ -52,6 +52,7 @@ class Store:
     peers: Peers
     sessions: Sessions
     traffic: Traffic
+    cards: Cards
     events: EventLog
     space: asyncio.Event
     """set whenever a page becomes free or evictable"""
@@ -113,9 +114,11 @@ class Store:
                 checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
 
     async def settle(self) -> None:
-        """Moves the segment into huge pages and locks it in memory, as far as the kernel lets us.
+        """Moves the segment into huge pages and locks it in memory, as far as the kernel lets us. Then RDMA
+        may use it: what is registered cannot be moved any more, and huge pages are registered fast.
 
-        At half speed and beside the requests: in a large segment it takes minutes.
+        Beside the requests, and at half speed unless RDMA waits for it: in a large segment it takes minutes.
+        Raises ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = True
@@ -124,9 +127,11 @@ class Store:
             is_huge = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
             if not is_huge:
                 break
-            await asyncio.sleep(loop.time() - started_s)
+            if not self.cards.names:
+                await asyncio.sleep(loop.time() - started_s)
         is_locked = await loop.run_in_executor(None, self.segment.lock)
         log.info("segment: huge pages %s, locked in memory %s", is_huge, is_locked)
+        await self.cards.register(self.segment.buffer)
 
     def check(self) -> None:
         """Looks at every page of both tiers."""
@@ -174,6 +179,7 @@ def open_store(
     traffic: Traffic,
     events: EventLog,
     tls: Tls | None,
+    cards: Cards,
     tasks: asyncio.TaskGroup,
 ) -> Store:
     """Adopts what segment and slabs hold, and starts what works on them.
@@ -210,7 +216,6 @@ def open_store(
         ssd.on_health = pool.room_changed
     grants = Grants(pool, segment, address)
     source = SourceSegment.of(config.segment_fd, segment.buffer)
-    cards = open_cards(settings, segment.buffer)
     peers = Peers(
         tasks,
         source,
@@ -224,7 +229,20 @@ def open_store(
     reads = Reads(pool, mover, segment, asyncio.get_running_loop().time)
     sessions = Sessions(Door(identity, config.cluster_key, grants, reads, source, traffic, settings, cards))
     store = Store(
-        kvcache, identity, address, segment, pool, ssd, mover, grants, peers, sessions, traffic, events, space
+        kvcache,
+        identity,
+        address,
+        segment,
+        pool,
+        ssd,
+        mover,
+        grants,
+        peers,
+        sessions,
+        traffic,
+        cards,
+        events,
+        space,
     )
     log.info(
         "pool of %d pages: %d blocks adopted in DRAM, %d of %d slots on SSD",

@@ -19,7 +19,7 @@ from messenger.protocol import (
     check_version,
     encode_frame,
 )
-from messenger.rdma.endpoint import EndpointInfo
+from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.stream import Stream
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
@@ -110,6 +110,7 @@ async def welcome(
     introduction: Introduction,
     segment: Segment | None = None,
     endpoint: EndpointInfo | None = None,
+    scratch: Scratch | None = None,
 ) -> None:
     """Raises MismatchError, which the sender is told, if bytes must not be exchanged."""
     if introduction.identity is not None:
@@ -120,7 +121,7 @@ async def welcome(
             raise
     fd = None if segment is None else segment.read_only_fd
     num_bytes = None if segment is None else segment.num_bytes
-    await stream.send([encode_frame(Welcome(ours, num_bytes, endpoint))], fd=fd)
+    await stream.send([encode_frame(Welcome(ours, num_bytes, endpoint, scratch))], fd=fd)
 
 
 async def refuse(stream: Stream, reason: str) -> None:

@@ -92,7 +92,16 @@ class Session:
             raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
 
     def close(self, transfer_id: int, reason: str | None) -> None:
+        """The sender is through: nothing of it is on its way any more."""
         self.conceal(transfer_id)
+        self._end(transfer_id, reason)
+
+    def fail(self, transfer_id: int, reason: str) -> None:
+        """The sender is about to hear of it, and closes the transfer when it has stopped to write."""
+        self._conceal_in_time(transfer_id)
+        self._end(transfer_id, reason)
+
+    def _end(self, transfer_id: int, reason: str | None) -> None:
         grant_id = self.grants.pop(transfer_id, None)
         if reason is not None:
             self.given_up[transfer_id] = None
@@ -106,11 +115,15 @@ class Session:
         for lane in self.lanes.values():
             lane.conceal(transfer_id)
 
+    def _conceal_in_time(self, transfer_id: int) -> None:
+        for lane in self.lanes.values():
+            lane.conceal_in_time(transfer_id)
+
     def revoke(self, grant_id: int, reason: str) -> None:
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
-            self.conceal(transfer_id)
             del self.grants[transfer_id]
             self.post(Ended(transfer_id, reason))
+            self._conceal_in_time(transfer_id)
 
     def post(self, message: Message) -> None:
         """To the sender, over any lane."""
@@ -180,6 +193,10 @@ class IncomingLane:
     def conceal(self, transfer_id: int) -> None:
         if self._exposures is not None:
             self._exposures.conceal(transfer_id)
+
+    def conceal_in_time(self, transfer_id: int) -> None:
+        if self._exposures is not None:
+            self._exposures.conceal_within(transfer_id, self._door.settings.ack_timeout_s)
 
     async def run(self, session: Session) -> str:
         """Serves the connection until it is lost. Returns the reason."""
@@ -256,24 +273,24 @@ class IncomingLane:
         self._awaited = None
 
     async def _expose(self, transfer_id: int, grant_id: int) -> None:
+        """If the device cannot, the connection ends: others may carry what the sender wants to write."""
         if self._exposures is None:
             raise TransferError("pages are to be opened on a connection without RDMA")
         try:
-            async with asyncio.timeout(self._door.settings.ack_timeout_s):
-                self._session.ensure_open(transfer_id, grant_id)
-                pages, on_closed = self._door.target.expose(grant_id)
-                opened = await self._exposures.expose(transfer_id, pages, on_closed)
-                skipped_bytes = self._door.identity.layout.first_layer * self._layer_bytes
-                exposed = [
-                    ExposedPage(page.page, page.address - skipped_bytes, page.remote_key) for page in opened
-                ]
-            if transfer_id not in self._session.grants:  # it has ended meanwhile
-                self.conceal(transfer_id)
-                raise TransferError("the transfer has ended")
-            answer = Exposed(transfer_id, exposed)
-        except (WriteRefused, TransferError) as error:
-            answer = Exposed(transfer_id, [], str(error))
-        self.post(encode_frame(answer))
+            self._session.ensure_open(transfer_id, grant_id)
+            pages, on_closed = self._door.target.expose(grant_id)
+        except WriteRefused as error:
+            self.post(encode_frame(Exposed(transfer_id, [], str(error))))
+            return
+        async with asyncio.timeout(self._door.settings.ack_timeout_s):
+            opened = await self._exposures.expose(transfer_id, pages, on_closed)
+        skipped_bytes = self._door.identity.layout.first_layer * self._layer_bytes
+        exposed = [ExposedPage(page.page, page.address - skipped_bytes, page.remote_key) for page in opened]
+        if transfer_id in self._session.grants:
+            self.post(encode_frame(Exposed(transfer_id, exposed)))
+        else:
+            self.conceal(transfer_id)
+            self.post(encode_frame(Exposed(transfer_id, [], "the transfer has ended")))
 
     # -- writes -----------------------------------------------------------------------------------
 
@@ -340,7 +357,7 @@ class IncomingLane:
         self._door.traffic.num_checksum_failures += 1
         reason = f"checksum of page {entry.page} from {self._session.name} does not match its bytes"
         log.warning("%s", reason)
-        self._session.close(transfer_id, reason)
+        self._session.fail(transfer_id, reason)
         return WriteAck(RefusalKind.CORRUPT, reason)
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:

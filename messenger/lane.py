@@ -7,6 +7,8 @@ Owns: one connection's outstanding requests and their deadline. Does not know: o
 """
 
 import asyncio
+import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from messenger.protocol import (
     encode_frame,
 )
 from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.stream import Outbox
 from messenger.transports import Inlet, Path, Transport
@@ -148,6 +151,9 @@ class Owner(Protocol):
     def ended(self, transfer_id: int, reason: str) -> None:
         """The receiver gave a transfer up."""
 
+    def written(self, transfer_id: int) -> None:
+        """A write of this transfer is no longer on its way by RDMA."""
+
 
 class Lane:
     """A connection after its handshake. `run` it; it ends when the connection does."""
@@ -193,11 +199,20 @@ class Lane:
         self._watch: asyncio.TimerHandle | None = None
         self._given_up: str | None = None
         self._is_running = True
+        self.remedy: Remedy | None = None
+        """once it has ended: what may help, if it was its queue pair that failed"""
+        self.refused: Request | None = None
+        """what RDMA cannot do, and would not if it were tried again"""
 
     @property
     def has_answered(self) -> bool:
         """Whether it was of any use."""
         return self._num_answered > 0
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether it could have been."""
+        return self._num_begun > 0
 
     @property
     def num_outstanding(self) -> int:
@@ -239,10 +254,14 @@ class Lane:
         try:
             await self._receive()
         except (OSError, TransferError) as error:
+            if self._fetching:
+                self._blame(self._fetching[0], error)
             return self._given_up or str(error)
         finally:
             self._is_running = False
             if self._remote is not None:
+                if self._remote.failure is not None:
+                    self.remedy = self._remote.failure.remedy
                 self._remote.close()
                 await asyncio.gather(*self._placing.values(), return_exceptions=True)
             for timer in (self._watch, self._later):
@@ -251,10 +270,22 @@ class Lane:
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
             await self._outbox.close()
 
+    def send(self, request: Request) -> None:
+        """Sends `request` now, whatever waits."""
+        with contextlib.suppress(OSError):  # the receiving side finds out, and says why
+            self._outbox.post(*self._begin(request))
+
     def forget(self, transfer_id: int) -> None:
-        """The transfer has ended."""
+        """The transfer has ended: no more of it is written by RDMA than the device has got already."""
         if self._remote is not None:
             self._remote.forget(transfer_id)
+            for request, placing in self._placing.items():
+                if request.write.transfer_id == transfer_id:
+                    placing.cancel()
+
+    def is_writing(self, transfer_id: int) -> bool:
+        """Whether bytes of this transfer are on their way by RDMA: its pages must stay open for them."""
+        return any(request.write.transfer_id == transfer_id for request in self._placing)
 
     def take_outstanding(self) -> list[Request]:
         """What was under way when the lane was lost, oldest first."""
@@ -317,7 +348,9 @@ class Lane:
             if len(self._fetching) == 1:
                 self._fetch_due_s = self._new_deadline()
         elif isinstance(request, WriteRequest) and self._remote is not None:
-            self._placing[request] = asyncio.create_task(self._place(request, self._remote))
+            placing = asyncio.create_task(self._place(request, self._remote))
+            placing.add_done_callback(functools.partial(self._placed, request))
+            self._placing[request] = placing
         else:
             self._outstanding.append(request)
             if len(self._outstanding) == 1:
@@ -342,29 +375,40 @@ class Lane:
         ]
 
     async def _place(self, request: WriteRequest, remote: RemotePages) -> None:
-        """Writes to the peer's memory, and says so when it is there."""
-        try:
-            async with asyncio.timeout(self._answer_timeout_s):
-                await remote.write(request.write, request.layer_bytes)
-        except TimeoutError:
+        async with asyncio.timeout(self._answer_timeout_s):
+            await remote.write(request.write, request.layer_bytes)
+
+    def _placed(self, request: WriteRequest, placing: asyncio.Task[None]) -> None:
+        """The bytes are in the peer's memory, who is told so; or none of them moves any more."""
+        if not self._is_running:
+            return  # somebody takes the request over
+        error = TransferError("the transfer has ended") if placing.cancelled() else placing.exception()
+        if isinstance(error, TimeoutError):
+            self.remedy = Remedy.OTHER_PATH
             self.give_up(f"no answer within {self._answer_timeout_s:g} s")
-        except TransferError as error:
-            if not self._is_running:
-                return  # somebody takes it over
-            if remote.is_broken:
-                self.give_up(str(error))
-                return
-            del self._placing[request]
-            self.outstanding_bytes -= request.num_bytes
-            self._num_begun -= 1
-            self._pump()
-            request.done(Outcome.FAILED, str(error))
-        else:
-            del self._placing[request]
+            return
+        if self._remote is not None and self._remote.failure is not None:
+            self._blame(request, error)
+            self.give_up(str(self._remote.failure))
+            return
+        del self._placing[request]
+        if error is None:
             self._outstanding.append(request)
             if len(self._outstanding) == 1:
                 self._due_s = self._new_deadline()
             self.post(request.write)
+        else:
+            self.outstanding_bytes -= request.num_bytes
+            self._num_begun -= 1
+            self._pump()
+            request.done(Outcome.FAILED, str(error))
+        self._owner.written(request.write.transfer_id)
+        if error is not None and not isinstance(error, TransferError):
+            raise error  # one of ours: the loop's handler says so
+
+    def _blame(self, request: Request, error: BaseException | None) -> None:
+        if isinstance(error, RdmaError) and error.remedy is Remedy.GIVE_UP:
+            self.refused = request
 
     # -- in ---------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from messenger.lane import (
     WriteRequest,
 )
 from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry
-from messenger.transports import Traffic, Transport
+from messenger.transports import Path, Traffic, Transport
 from mooncake.errors import TransferError
 
 log = logging.getLogger(__name__)
@@ -110,9 +110,13 @@ class Peer:
         self._traffic = traffic
         self._lanes: list[Lane] = []
         self._has_rdma = False
+        self._kept_free: Lane | None = None
+        """of several, of bulk while others are in a hurry: what has been sent cannot be overtaken any more"""
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
         self._room = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
+        self._unsaid: dict[int, Close] = {}
+        """of transfers that have ended, but of which bytes are still on their way by RDMA"""
         self._announcement: asyncio.TimerHandle | None = None
         """when the peer hears of transfers that have not written yet"""
         self._transfer_ids = itertools.count(1)
@@ -180,8 +184,15 @@ class Peer:
                 lane.forget(opening.transfer_id)
             if self._lanes and (transfer.is_known or reason is not None):
                 self._announce_one(transfer)
-                within_s = NOT_URGENT_S if reason is None else 0.0
-                self._lanes[0].post(Close(opening.transfer_id, reason), within_s=within_s)
+                self._say(Close(opening.transfer_id, reason))
+
+    def _say(self, close: Close) -> None:
+        """When nothing of the transfer is on its way by RDMA: the peer closes its pages then, and a write to
+        pages that are closed breaks the queue pair for all transfers."""
+        if self._has_rdma and any(lane.is_writing(close.transfer_id) for lane in self._lanes):
+            self._unsaid[close.transfer_id] = close
+        elif self._lanes:
+            self._lanes[0].post(close, within_s=NOT_URGENT_S if close.reason is None else 0.0)
 
     def _announce(self) -> None:
         """From now on our loss is the failure of these transfers' grants. A write says the same."""
@@ -297,6 +308,11 @@ class Peer:
 
     def _lanes_changed(self) -> None:
         self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in self._lanes)
+        used = [lane for lane in self._lanes if not self._stands_by(lane)]
+        self._kept_free = used[0] if len(used) > 1 else None
+
+    def _stands_by(self, lane: Lane) -> bool:
+        return self._has_rdma and lane.path.transport is Transport.TCP
 
     def _hand_over(self, lane: Lane, reason: str) -> None:
         """Gives what a lost lane had under way to the others, or ends the session."""
@@ -310,17 +326,36 @@ class Peer:
             self._lanes[0].post(transfer.opening)
         for close in lane.take_closes():
             self._lanes[0].post(close)
+        for transfer_id in list(self._unsaid):
+            self.written(transfer_id)
         for request in reversed(unanswered):
             request.num_lanes_lost += 1
-            if request.num_lanes_lost < _MOST_LANES_LOST:
+            if request.num_lanes_lost < _MOST_LANES_LOST and request is not lane.refused:
                 self._queues[request.urgency].appendleft(request)
             else:  # it may be what they died of
-                request.lost(reason)
+                self._detour(request, lane, reason)
         for other in self._lanes:
             other.wake()
 
+    def _detour(self, request: Request, lost: Lane, reason: str) -> None:
+        """What RDMA cannot do TCP may: that is tried before the request fails."""
+        others = [lane for lane in self._lanes if lane.path.transport is Transport.TCP]
+        is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
+        if lost.path.transport is Transport.RDMA and others and is_wanted:
+            min(others, key=lambda lane: lane.outstanding_bytes).send(request)
+        else:
+            request.lost(reason)
+
+    def give_up_path(self, path: Path, reason: str) -> None:
+        """Ends its lanes, if there are others: what they have under way goes to those."""
+        its_lanes = [lane for lane in self._lanes if lane.path == path]
+        if len(its_lanes) < len(self._lanes):
+            for lane in its_lanes:
+                lane.give_up(reason)
+
     def _close(self, reason: str, unanswered: list[Request]) -> None:
         self.closed_reason = reason
+        self._unsaid.clear()
         for transfer in list(self._transfers.values()):
             transfer.fail(reason)
         for queue in self._queues.values():
@@ -352,17 +387,16 @@ class Peer:
         self._look_after_bulk()
 
     def _takes(self, lane: Lane, urgency: Urgency) -> bool:
-        if self._has_rdma and lane.path.transport is Transport.TCP:
-            return False  # it stands by
+        if self._stands_by(lane):
+            return False
         if urgency is Urgency.LATENCY:
             return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES
         if not self._is_hurried:
             return lane.outstanding_bytes < _BULK_WINDOW_BYTES
         if self._num_urgent and self._now_s() < self._bulk_sent_s + _BULK_WAITS_S:
             return False
-        # Of several streams one is kept free of bulk: what has been sent cannot be overtaken any more.
-        is_for_bulk = len(self._lanes) == 1 or lane is not self._lanes[0]
-        return is_for_bulk and lane.outstanding_bytes < _CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport]
+        window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport]
+        return lane is not self._kept_free and lane.outstanding_bytes < window_bytes
 
     # -- what lanes say (lane.Owner) --------------------------------------------------------------
 
@@ -395,6 +429,11 @@ class Peer:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.fail(f"{self.name} ended the transfer: {reason}")
+
+    def written(self, transfer_id: int) -> None:
+        close = self._unsaid.pop(transfer_id, None)
+        if close is not None:
+            self._say(close)
 
 
 class _Answer:

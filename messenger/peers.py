@@ -23,10 +23,11 @@ from messenger.identity import Identity
 from messenger.lane import Lane
 from messenger.peer import Peer
 from messenger.protocol import Side
-from messenger.rdma.cards import Cards
+from messenger.rdma.cards import Card, Cards
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemoteReads
 from messenger.sieve import Sieve
+from messenger.standing import Standing
 from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import (
@@ -136,8 +137,9 @@ class Peers:
         keeping = _Keeping(Peer(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
+            standing = Standing() if path.transport is Transport.RDMA else None
             for _ in range(self._settings.streams):
-                keep = self._keep(keeping, path, address, numbers)
+                keep = self._keep(keeping, path, standing, address, numbers)
                 keeping.tasks.append(self._tasks.create_task(keep))
         try:
             while keeping.may_come_up:
@@ -151,9 +153,15 @@ class Peers:
         return keeping
 
     async def _keep(
-        self, keeping: _Keeping, path: Path, address: MessengerAddress, numbers: "itertools.count[int]"
+        self,
+        keeping: _Keeping,
+        path: Path,
+        standing: Standing | None,
+        address: MessengerAddress,
+        numbers: "itertools.count[int]",
     ) -> None:
-        """Keeps one lane up until the session ends."""
+        """Keeps one lane up until the session ends, and while its path is not benched. TCP never is: it
+        stands by where others fail."""
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
         while True:
@@ -164,6 +172,10 @@ class Peers:
                     keeping.failures.append(f"{path}: {error}")
                     keeping.changed.set()
                     was_tried = True
+                if standing is not None:
+                    standing.failed(loop.time())
+                    await asyncio.sleep(standing.pause_s(loop.time()))
+                    continue
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
@@ -180,7 +192,11 @@ class Peers:
                     keeping.stop()
             if peer.closed_reason is not None:
                 return
-            if lane.has_answered and loop.time() - began_s > pause_s:
+            held_s = loop.time() - began_s
+            if standing is not None:
+                _judge(standing, lane, held_s, peer, reason)
+                await asyncio.sleep(standing.pause_s(loop.time()))
+            if lane.has_answered and held_s > pause_s:
                 pause_s = _FIRST_PAUSE_S
             else:  # it does not hold
                 await asyncio.sleep(pause_s)
@@ -194,11 +210,12 @@ class Peers:
                 async with asyncio.timeout(timeout_s):
                     stream = await connect(path, self._tls)
                     on_failure.callback(stream.close)
-                    endpoint = None
+                    card = endpoint = None
                     if path.nic is not None:
-                        endpoint = self._cards.card(path.nic).endpoint(peer.name)
+                        card = await self._cards.card(path.nic)
+                        endpoint = card.endpoint(peer.name)
                         on_failure.callback(endpoint.close)
-                    lane = await self._greet(stream, endpoint, peer, path, address, number)
+                    lane = await self._greet(stream, card, endpoint, peer, path, address, number)
             except TimeoutError:
                 raise TransferError(f"no answer within {timeout_s:g} s") from None
             on_failure.pop_all()
@@ -207,6 +224,7 @@ class Peers:
     async def _greet(
         self,
         stream: Stream,
+        card: Card | None,
         endpoint: Endpoint | None,
         peer: Peer,
         path: Path,
@@ -229,14 +247,23 @@ class Peers:
         inlet: Inlet = TcpInlet(stream)
         if is_shm:
             inlet = ShmInlet(stream, stream.take_fd(), welcome.segment_bytes)
-        elif endpoint is not None:
-            if welcome.endpoint is None:
+        elif card is not None and endpoint is not None:
+            if welcome.endpoint is None or welcome.scratch is None:
                 raise TransferError(f"{address.instance} does not answer by RDMA")
             endpoint.connect(welcome.endpoint)
-            assert path.nic is not None
-            inlet = RemoteReads(endpoint, self._cards.card(path.nic).memory)
+            await card.write_scratch(endpoint, welcome.scratch)
+            inlet = RemoteReads(endpoint, card.memory)
         timeout_s = self._settings.ack_timeout_s
         return Lane(number, path, frames, inlet, source.buffer, peer, timeout_s, endpoint)
+
+
+def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:
+    """What the loss of `lane` means for the others on its path."""
+    now_s = asyncio.get_running_loop().time()
+    facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
+    if standing.lost(now_s, held_s, lane.remedy, **facts):
+        log.warning("%s to %s is left alone for a while: %s", lane.path, peer.name, reason)
+        peer.give_up_path(lane.path, f"another connection over it failed: {reason}")
 
 
 def _check_who(met: Identity, address: MessengerAddress) -> None:

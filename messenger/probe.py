@@ -7,16 +7,19 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from messenger.frames import Frames
 from messenger.handshake import introduce
 from messenger.lane import Lane
 from messenger.peer import SESSION_BYTES, Peer
-from messenger.protocol import Side
+from messenger.protocol import Side, Welcome
+from messenger.rdma.cards import Cards
+from messenger.rdma.info import EndpointInfo
 from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import Path, TcpInlet, Traffic, Transport, connect
+from mooncake.errors import TransferError
 from mooncake.keys import ClusterKey
 
 _TIMEOUT_S = 5.0
@@ -24,23 +27,27 @@ _PIECE_BYTES = 2 << 20
 
 
 class Probe:
-    """One messenger's port. Every call connects anew; raises OSError or TransferError."""
+    """One messenger's port, and the devices of this side. Every call connects anew; raises OSError or
+    TransferError."""
 
-    def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None) -> None:
+    def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None, cards: Cards) -> None:
         self._path = Path(Transport.TCP, (host, port))
         self._key = key
         self._tls = tls
+        self._cards = cards
 
     async def handshake(self) -> str:
         """Who answers there, after both sides have shown that they have the cluster's key."""
-        async with self._lane(Peer(str(self._path), Traffic())) as (_, name):
-            return name
+        async with self._connected() as (_, welcome):
+            return welcome.identity.instance
 
     async def bandwidth(self, num_bytes: int) -> float:
         """Bytes per second of a stream of `num_bytes`."""
         peer = Peer(str(self._path), Traffic())
         payload = memoryview(bytearray(_PIECE_BYTES))
-        async with self._lane(peer) as (lane, _):
+        async with self._connected() as (frames, _):
+            inlet, nothing = TcpInlet(frames.stream), memoryview(b"")
+            lane = Lane(0, self._path, frames, inlet, nothing, peer, _TIMEOUT_S)
             running = asyncio.create_task(peer.run_lane(lane))
             await asyncio.sleep(0)  # it begins
             started_s = time.perf_counter()
@@ -53,21 +60,32 @@ class Probe:
                 await asyncio.gather(running, return_exceptions=True)
             return num_bytes / (time.perf_counter() - started_s)
 
+    @property
+    def nics(self) -> Sequence[str]:
+        """RDMA devices of this side."""
+        return self._cards.names
+
+    async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
+        """Bytes per second of `num_bytes` written by RDMA, into memory that the other side never reads."""
+        card = await self._cards.card(nic)
+        with contextlib.closing(card.endpoint(str(self._path))) as endpoint:
+            async with self._connected(endpoint.local_info()) as (_, welcome):
+                if welcome.endpoint is None or welcome.scratch is None:
+                    raise TransferError("the other side does not answer by RDMA")
+                endpoint.connect(welcome.endpoint)
+                started_s = time.perf_counter()
+                await card.write_scratch(endpoint, welcome.scratch, num_bytes)
+                return num_bytes / (time.perf_counter() - started_s)
+
     @contextlib.asynccontextmanager
-    async def _lane(self, peer: Peer) -> AsyncIterator[tuple[Lane, str]]:
+    async def _connected(self, endpoint: EndpointInfo | None = None) -> AsyncIterator[tuple[Frames, Welcome]]:
         stream: Stream | None = None
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 stream = await connect(self._path, self._tls)
-                frames = Frames(stream, Side.SENDER)
-                welcome = await introduce(
-                    frames, self._key, None, session=secrets.token_bytes(SESSION_BYTES), lane=0
-                )
-            inlet, nothing = TcpInlet(stream), memoryview(b"")
-            yield (
-                Lane(0, self._path, frames, inlet, nothing, peer, _TIMEOUT_S),
-                welcome.identity.instance,
-            )
+                frames, session = Frames(stream, Side.SENDER), secrets.token_bytes(SESSION_BYTES)
+                welcome = await introduce(frames, self._key, None, session=session, lane=0, endpoint=endpoint)
+            yield frames, welcome
         finally:
             if stream is not None:
                 stream.close()

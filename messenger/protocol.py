@@ -11,8 +11,8 @@ they are one *session*, and a transfer may use all of them.
     Open(transfer, grant)          ->                     from now on my loss is that grant's failure
     Write(transfer, entries)       ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
-    Close(transfer, reason)        ->                     done, or given up
-                                   <-     Ended           the receiver gave the transfer up
+    Close(transfer, reason)        ->                     done, or given up: it has stopped to write
+                                   <-     Ended           the receiver gave it up, and waits for Close
     Fetch(keys, layers)            ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
     FetchDone                      ->                     the oldest Found has been read: let go of it
@@ -34,7 +34,7 @@ from enum import Enum, auto
 import msgspec
 
 from messenger.identity import Identity
-from messenger.rdma.endpoint import EndpointInfo
+from messenger.rdma.info import EndpointInfo, Scratch
 from mooncake.errors import MismatchError, TransferError
 
 PROTOCOL_VERSION = 2
@@ -84,6 +84,8 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     identity: Identity
     segment_bytes: int | None = None
     endpoint: EndpointInfo | None = None
+    scratch: Scratch | None = None
+    """where the sender can see whether its queue pair carries anything"""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -73,23 +73,24 @@ class Sessions:
         """Raises TransferError, MismatchError, OSError."""
         stream, door = frames.stream, self._door
         inlet, exposures = cast(Inlet, TcpInlet(stream)), None
-        segment = endpoint = None
+        segment = endpoint = scratch = None
         with contextlib.ExitStack() as on_failure:
             if introduction.segment_bytes is not None:
                 inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
                 segment = handshake.Segment(len(door.source.buffer), door.source.read_only_fd)
             elif introduction.endpoint is not None:
                 try:
-                    card = door.cards.next()
+                    card = await door.cards.answering(introduction.endpoint)
                 except TransferError as error:
                     await handshake.refuse(stream, str(error))
                     raise
                 endpoint = card.endpoint("a sender")
                 on_failure.callback(endpoint.close)
                 endpoint.connect(introduction.endpoint)
+                scratch = await card.open_scratch(endpoint)
                 inlet, exposures = InPlace(), Exposures(endpoint, card.memory)
             local_info = endpoint.local_info() if endpoint is not None else None
-            await welcome(stream, door.identity, introduction, segment, local_info)
+            await welcome(stream, door.identity, introduction, segment, local_info, scratch)
             on_failure.pop_all()
         may_only_probe = introduction.identity is None
         return IncomingLane(door, frames, inlet, exposures, may_only_probe=may_only_probe)

@@ -118,10 +118,6 @@ class Topology:
         """What to try for `location`, the best first, without those that have failed."""
         return [nic for nic in _all(self.nics(location)) if nic not in failed]
 
-    def to_json(self) -> str:
-        """The form that `parse` reads."""
-        return json.dumps(self.matrix)
-
 
 def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
     """Those that could carry something now, by name.

@@ -122,9 +122,6 @@ class SourceSegment:
     def of(cls, fd: int, buffer: memoryview) -> "SourceSegment":
         return cls(buffer, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 
-    def close(self) -> None:
-        os.close(self.read_only_fd)
-
 
 class Source(Protocol):
     """What the other side says about some layers of a block: `WriteEntry` or `FoundBlock`."""

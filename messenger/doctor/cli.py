@@ -5,6 +5,7 @@ Owns: the command line, the order of checks, the report. Does not know: how anyt
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -23,9 +24,10 @@ from messenger.doctor.findings import Check, Finding, Level
 from messenger.doctor.machine import Machine
 from messenger.doctor.peer import Peer
 from messenger.probe import Probe
+from messenger.rdma.cards import Cards, open_cards
 from messenger.tls import Tls
 from mooncake import native
-from mooncake.config import LARGEST_PORT, Config, SecurityConfig, load_config
+from mooncake.config import LARGEST_PORT, Config, MessengerConfig, load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 
@@ -100,7 +102,7 @@ def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path 
         Check("addresses", partial(network.addresses, machine, config)),
         Check("ports", partial(network.ports, machine, config)),
     ]
-    return here + (_peer_checks(machine, other, key_file, config.security) if other is not None else [])
+    return here + (_peer_checks(machine, other, key_file, config) if other is not None else [])
 
 
 def look(all_checks: Iterable[Check]) -> list[Finding]:
@@ -133,13 +135,12 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"{counts}. Begin with: {begin}." if num_failed + num_warnings > 1 else f"{counts}."
 
 
-def _peer_checks(
-    machine: Machine, other: Peer, key_file: Path | None, security: SecurityConfig
-) -> list[Check]:
+def _peer_checks(machine: Machine, other: Peer, key_file: Path | None, config: Config) -> list[Check]:
     async def open_probe() -> peer.PeerProbe:
         if key_file is None:
             raise ConfigError("without the cluster's key nothing is measured; name it with --key-file")
-        return Probe(*other, ClusterKey.load(key_file), Tls.of(security))
+        key = ClusterKey.load(key_file)
+        return Probe(*other, key, Tls.of(config.security), await _rdma_cards(config.messenger))
 
     return [
         Check("peer name", partial(peer.name, machine, other)),
@@ -156,6 +157,16 @@ def _ask_for_kernels() -> str:
         return f"torch {error}"
     last_line = (result.stdout if result.returncode == 0 else result.stderr).strip().rpartition("\n")[2]
     return last_line if result.returncode == 0 else f"torch {last_line}"
+
+
+async def _rdma_cards(settings: MessengerConfig) -> Cards:
+    """What a messenger would use; none if that cannot work, for which other checks give the reason."""
+    try:
+        cards = open_cards(settings)
+        await cards.register(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
+    except ConfigError:
+        return Cards([])
+    return cards
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:

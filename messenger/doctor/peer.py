@@ -7,7 +7,8 @@ import asyncio
 import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from messenger.doctor.findings import Finding, Level, as_size
@@ -48,6 +49,13 @@ class PeerProbe(Protocol):
 
     async def bandwidth(self, num_bytes: int) -> float:
         """Bytes per second of one transfer of `num_bytes` over TCP."""
+
+    @property
+    def nics(self) -> Sequence[str]:
+        """RDMA devices of this side that may be used."""
+
+    async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
+        """The same by RDMA, from one of them."""
 
 
 OpenProbe = Callable[[], Awaitable[PeerProbe]]
@@ -95,7 +103,7 @@ def connection(machine: Machine, peer: Peer) -> Iterator[Finding]:
 
 
 def data_plane(open_it: OpenProbe) -> list[Finding]:
-    """Who answers, and how fast bytes travel over TCP; the metrics of real transfers tell that of RDMA."""
+    """Who answers, and how fast bytes travel over TCP, and by each RDMA device of this side."""
     return asyncio.run(_probe(open_it))
 
 
@@ -170,7 +178,7 @@ async def _probe(open_it: OpenProbe) -> list[Finding]:
         return [Finding(Level.FAIL, "handshake", found, advice)]
     findings = [Finding(Level.OK, "handshake", f"{who} answers")]
     try:
-        bytes_per_s = await _measure(probe)
+        bytes_per_s = await _measure(probe.bandwidth)
     except (MooncakeError, OSError) as error:
         found = f"tcp carries nothing: {_reason(error)}"
         findings.append(
@@ -178,17 +186,29 @@ async def _probe(open_it: OpenProbe) -> list[Finding]:
         )
     else:
         findings.append(Finding(Level.OK, "bandwidth", f"tcp {as_size(int(bytes_per_s))}/s"))
-    return findings
+    return findings + [await _rdma_bandwidth(probe, nic) for nic in probe.nics]
 
 
-async def _measure(probe: PeerProbe) -> float:
+async def _rdma_bandwidth(probe: PeerProbe, nic: str) -> Finding:
+    try:
+        bytes_per_s = await _measure(partial(probe.rdma_bandwidth, nic))
+    except (MooncakeError, OSError) as error:
+        found = f"rdma from {nic} carries nothing: {_reason(error)}"
+        advice = (
+            "if the other side has RDMA, run mooncake-doctor there too, and look at MTUs and RoCE on the way"
+        )
+        return Finding(Level.WARN, "rdma bandwidth", found, advice)
+    return Finding(Level.OK, "rdma bandwidth", f"from {nic} {as_size(int(bytes_per_s))}/s")
+
+
+async def _measure(bandwidth: Callable[[int], Awaitable[float]]) -> float:
     """Bytes per second. A little first, then so much that it takes about half a second."""
     async with asyncio.timeout(BANDWIDTH_TIMEOUT_S):
-        bytes_per_s = await probe.bandwidth(FIRST_BYTES)
+        bytes_per_s = await bandwidth(FIRST_BYTES)
         num_bytes = int(bytes_per_s * _MEASURED_S) // FIRST_BYTES * FIRST_BYTES
         if num_bytes <= FIRST_BYTES:
             return bytes_per_s
-        return await probe.bandwidth(min(num_bytes, MOST_BYTES))
+        return await bandwidth(min(num_bytes, MOST_BYTES))
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,6 @@ from messenger.rdma.devices import RdmaDevice
 from messenger.rdma.errors import RdmaUnavailableError
 from messenger.rdma.memory import (
     LOCAL_WRITE,
-    OPEN,
     WINDOW_BIND,
     RdmaMemory,
     register_dmabuf,
@@ -43,21 +42,21 @@ class Adapter:
         self.max_reads_out: int = attributes.max_qp_init_rd_atom
         self.max_reads_in: int = attributes.max_qp_rd_atom
         self._chains = {opcode: Chain(opcode) for opcode in (RDMA_WRITE, RDMA_READ)}
-        self._ranges: dict[tuple[int, int, bool], RdmaMemory] = {}
-        """by address, size and openness"""
+        self._ranges: dict[tuple[int, int], RdmaMemory] = {}
+        """by address and size"""
         self._dmabufs: list[RdmaMemory] = []
 
-    def register(self, buffer: memoryview, *, is_open: bool = False) -> RdmaMemory:
-        """Opens writable memory to the device, and to peers if it `is_open`: else its remote key opens
-        nothing, and they reach it by grants only (`windows`). The same range is registered once.
+    def register(self, buffer: memoryview) -> RdmaMemory:
+        """Opens writable memory to the device. Its remote key opens nothing: peers reach it by grants only
+        (`windows`). The same range is registered once.
 
         The buffer cannot be unmapped before `close`. Raises RdmaUnavailableError.
         """
         pin = c_char.from_buffer(buffer)
-        place = addressof(pin), buffer.nbytes, is_open
+        place = addressof(pin), buffer.nbytes
         memory = self._ranges.get(place)
         if memory is None:
-            rights = (OPEN if is_open else LOCAL_WRITE) | (WINDOW_BIND if self.can_bind else 0)
+            rights = LOCAL_WRITE | (WINDOW_BIND if self.can_bind else 0)
             memory = register_range(self.domain, str(self.device), pin, buffer.nbytes, rights)
             self._ranges[place] = memory
         return memory

@@ -1,99 +1,166 @@
 """The RDMA devices that a messenger uses, with its segment registered on each of them.
 
+Devices are opened when the process starts, so that one that is demanded and not there is known then. The
+segment is registered later, when it lies where it is to stay.
+
 Owns: opening and choosing devices. Does not know: peers, transfers.
 """
 
-import itertools
+import asyncio
 import logging
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaUnavailableError
+from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.rdma.memory import RdmaMemory
+from messenger.rdma.windows import Range, grant
 from messenger.topology import Topology
 from mooncake.config import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
 
+SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"
+_TRIED_BYTES: Final = 64 << 10
+"""many packets of any size: small ones may pass where large ones are lost"""
+_REGISTERED_WITHIN_S = 2.0
+"""or whoever wants to connect has to come again"""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device and the segment on it, which is opened to a peer by grants only."""
+    """A device, with the segment, which is opened to a peer by grants only, and memory for nobody's bytes."""
 
     adapter: Adapter
     memory: RdmaMemory
+    scratch: RdmaMemory
+
+    @classmethod
+    def of(cls, adapter: Adapter, segment: memoryview) -> "Card":
+        """Registers its memory: blocking, and with all of Python, because pyverbs keeps the interpreter
+        meanwhile. Raises RdmaUnavailableError."""
+        scratch = adapter.register(memoryview(mmap.mmap(-1, SCRATCH_BYTES)))
+        return cls(adapter, adapter.register(segment), scratch)
 
     def endpoint(self, peer: str) -> Endpoint:
         """A queue pair that is not connected yet. Raises RdmaUnavailableError."""
         return Endpoint(self.adapter, self.memory, peer)
 
+    async def open_scratch(self, endpoint: Endpoint) -> Scratch:
+        """Where the peer of a connected endpoint may write bytes for nobody, as long as that lives. Raises
+        RdmaError."""
+        opened = await grant(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
+        return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
+
+    async def write_scratch(self, endpoint: Endpoint, theirs: Scratch, num_bytes: int = _TRIED_BYTES) -> None:
+        """Writes bytes for nobody to the peer, some of them again and again if they are many: whether a path
+        carries anything is not known before. Raises RdmaError."""
+        piece_bytes = max(1, min(num_bytes, theirs.num_bytes, self.scratch.size_bytes))
+        slices = [(0, theirs.address, piece_bytes)] * (num_bytes // piece_bytes)
+        await endpoint.write(slices, theirs.remote_key, memory=self.scratch)
+
 
 class Cards:
-    """All of them, the preferred ones first; empty where there is no RDMA. Close them after all endpoints."""
+    """All of them, the preferred ones first; none where there is no RDMA."""
 
-    def __init__(self, cards: Sequence[Card]) -> None:
-        self._by_name = {card.adapter.device.name: card for card in cards}
-        self._turns = itertools.cycle(cards)
-
-    @classmethod
-    def open(cls, segment: memoryview, topology: Topology, location: str, gid_index: int | None) -> "Cards":
-        """The devices near `location`, or all that work where none of those does. Says once in the log why
-        there are none."""
-        choice = topology.nics(location)
-        for names in (choice.preferred, choice.secondary):
-            cards = _open(segment, names, gid_index) if names else []
-            if cards:
-                log.info("RDMA devices: %s", ", ".join(str(card.adapter.device) for card in cards))
-                return cls(cards)
-        if not choice.preferred and not choice.secondary:
-            log.info("no RDMA: %s", "; ".join(find_devices().reasons) or "no device is near the memory")
-        return cls([])
+    def __init__(self, adapters: Sequence[Adapter], *, is_demanded: bool = False) -> None:
+        self._adapters = {str(adapter.device): adapter for adapter in adapters}
+        """by device and port"""
+        self._is_demanded = is_demanded
+        self._cards: dict[str, Card] = {}
+        self._registered = asyncio.Event()
+        self._num_answered = 0
 
     @property
     def names(self) -> list[str]:
-        return list(self._by_name)
+        """Device and port of each."""
+        return list(self._adapters)
 
-    def card(self, name: str) -> Card:
-        return self._by_name[name]
+    async def register(self, segment: memoryview) -> None:
+        """Lets all devices use the segment, from now on for good. One that cannot is not used.
 
-    def next(self) -> Card:
-        """In turn, for those who come. Raises TransferError if there is none."""
-        if not self._by_name:
+        Raises ConfigError if RDMA is demanded and none of them can.
+        """
+        loop, reasons = asyncio.get_running_loop(), []
+        for name, adapter in list(self._adapters.items()):
+            try:
+                self._cards[name] = await loop.run_in_executor(None, Card.of, adapter, segment)
+            except RdmaUnavailableError as error:
+                log.error("%s is not used: %s", name, error)
+                reasons.append(str(error))
+                del self._adapters[name]
+        self._registered.set()
+        if reasons and not self._cards and self._is_demanded:
+            raise ConfigError(f"messenger.transport: rdma, but {'; '.join(reasons)}")
+
+    async def card(self, name: str) -> Card:
+        """Raises TransferError if the segment is not registered with it."""
+        await self._until_registered()
+        if name not in self._cards:
+            raise TransferError(f"RDMA device {name} is not in use here")
+        return self._cards[name]
+
+    async def answering(self, remote: EndpointInfo) -> Card:
+        """For somebody else's queue pair: on its network if one is, else in turn. Raises TransferError."""
+        await self._until_registered()
+        cards = list(self._cards.values())
+        if not cards:
             raise TransferError("there is no RDMA device in use here")
-        return next(self._turns)
+        near = [card for card in cards if card.adapter.device.is_on_network_of(remote.gid)] or cards
+        self._num_answered += 1
+        return near[self._num_answered % len(near)]
 
-    def close(self) -> None:
-        for card in self._by_name.values():
-            card.adapter.close()
+    async def _until_registered(self) -> None:
+        if not self._adapters:
+            return
+        try:
+            async with asyncio.timeout(_REGISTERED_WITHIN_S):
+                await self._registered.wait()
+        except TimeoutError:
+            raise TransferError("the segment is not registered for RDMA yet") from None
 
 
-def open_cards(settings: MessengerConfig, segment: memoryview) -> Cards:
-    """As configured. Raises ConfigError for a topology that is none, or if RDMA is demanded and not there."""
+def open_cards(settings: MessengerConfig) -> Cards:
+    """The devices near the segment, or all that work where none of those does. Says once in the log why there
+    are none.
+
+    Raises ConfigError for a topology that is none, or if RDMA is demanded and not there.
+    """
     if settings.transport in ("shm", "tcp"):
         return Cards([])
     topology = Topology.discover() if settings.topology is None else Topology.parse(settings.topology)
-    cards = Cards.open(segment, topology, _SEGMENT_LOCATION, settings.rdma_gid_index)
-    if settings.transport == "rdma" and not cards.names:
-        raise ConfigError(
-            "messenger.transport: rdma, but no RDMA device works here; mooncake-doctor says why"
-        )
-    return cards
+    is_demanded = settings.transport == "rdma"
+    choice = topology.nics(_SEGMENT_LOCATION)
+    reasons: list[str] = []
+    for names in filter(None, (choice.preferred, choice.secondary)):
+        adapters = _open(names, settings.rdma_gid_index, reasons)
+        if adapters:
+            log.info("RDMA devices: %s", ", ".join(str(adapter.device) for adapter in adapters))
+            return Cards(adapters, is_demanded=is_demanded)
+    reason = "; ".join(reasons or find_devices().reasons) or "no device is near the memory"
+    if is_demanded:
+        raise ConfigError(f"messenger.transport: rdma, but there is no device to use: {reason}")
+    (log.warning if reasons else log.info)("no RDMA: %s", reason)
+    return Cards([])
 
 
-def _open(segment: memoryview, names: Sequence[str], gid_index: int | None) -> list[Card]:
+def _open(names: Sequence[str], gid_index: int | None, reasons: list[str]) -> list[Adapter]:
+    """Adds to `reasons` why others are not used."""
     found = find_devices(names, gid_index)
-    for reason in found.reasons:
-        log.warning("%s", reason)
-    cards = []
+    reasons += found.reasons
+    adapters = []
     for device in found.devices:
         try:
-            adapter = Adapter(device)
-            cards.append(Card(adapter, adapter.register(segment)))
+            adapters.append(Adapter(device))
         except RdmaUnavailableError as error:
-            log.error("%s is not used: %s", device, error)
-    return cards
+            reasons.append(str(error))
+    if adapters:
+        for reason in reasons:
+            log.warning("%s", reason)
+    return adapters

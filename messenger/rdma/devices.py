@@ -4,26 +4,21 @@ Owns: discovery, choice of the GID. Does not know: memory, connections.
 """
 
 import ipaddress
+import socket
 from collections.abc import Collection, Sequence
-from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from messenger.rdma.errors import RdmaUnavailableError
+from messenger.rdma.info import LinkLayer
+from messenger.rdma.networks import network_of
 from messenger.rdma.verbs import load_verbs
 
 _MTU_BYTES: Final = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}  # enum ibv_mtu
 _PORT_ACTIVE: Final = 4
 _ROCE_V2: Final = 2  # enum ibv_gid_type
 _MAX_GIDS: Final = 1024  # rows of 32 bytes in an answer of at most 64 KiB
-
-
-class LinkLayer(StrEnum):
-    """What a port's packets travel on."""
-
-    INFINIBAND = "infiniband"
-    ETHERNET = "ethernet"
 
 
 _LINK_LAYERS: Final = {1: LinkLayer.INFINIBAND, 2: LinkLayer.ETHERNET}
@@ -36,6 +31,8 @@ class GidEntry(NamedTuple):
     gid: ipaddress.IPv6Address
     kind: int
     """enum ibv_gid_type"""
+    interface: str | None
+    """of Ethernet"""
 
 
 class RdmaDevice(msgspec.Struct, frozen=True):
@@ -49,6 +46,17 @@ class RdmaDevice(msgspec.Struct, frozen=True):
     gid: str
     gid_index: int
     max_message_bytes: int
+    network: str | None
+    """of `gid`, if the kernel tells"""
+
+    def is_on_network_of(self, gid: str) -> bool:
+        """Whether another port's address is on the same network."""
+        try:
+            return self.network is not None and ipaddress.IPv6Address(gid) in ipaddress.IPv6Network(
+                self.network
+            )
+        except ValueError:  # what somebody sends may be no address
+            return False
 
     def __str__(self) -> str:
         return f"{self.name}/{self.port}"
@@ -109,7 +117,9 @@ def _ports(name: str, gid_index: int | None) -> FoundDevices:
     try:
         entries: dict[int, list[GidEntry]] = {}
         for row in context.query_gid_table(_MAX_GIDS):
-            entry = GidEntry(row.gid_index, ipaddress.IPv6Address(row.gid_str()), row.gid_type)
+            entry = GidEntry(
+                row.gid_index, ipaddress.IPv6Address(row.gid_str()), row.gid_type, _interface(row)
+            )
             entries.setdefault(row.port_num, []).append(entry)
         devices, reasons = [], []
         for port in range(1, context.query_device().phys_port_cnt + 1):
@@ -137,6 +147,7 @@ def _port(
     if chosen is None:
         what = "RoCEv2 address" if gid_index is None else f"address at GID index {gid_index}"
         return f"RDMA port {name}/{port} has no {what}; give its network interface an IP address"
+    network = network_of(chosen.gid, link_layer, chosen.interface)
     return RdmaDevice(
         name=name,
         port=port,
@@ -146,4 +157,12 @@ def _port(
         gid=chosen.gid.exploded,
         gid_index=chosen.gid_index,
         max_message_bytes=attributes.max_msg_sz,
+        network=None if network is None else str(network),
     )
+
+
+def _interface(row: Any) -> str | None:
+    try:
+        return socket.if_indextoname(row.ndev_ifindex)
+    except OSError:  # of another network namespace, or none
+        return None

@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import msgspec
-
 from messenger.rdma.adapter import Adapter
-from messenger.rdma.devices import LinkLayer
 from messenger.rdma.errors import SUCCESS, RdmaError, RdmaUnavailableError, Remedy, completion_error
+from messenger.rdma.info import EndpointInfo, LinkLayer
 from messenger.rdma.memory import LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE, RdmaMemory
 from messenger.rdma.verbs import load_verbs
 from messenger.rdma.work import MAX_PIECE_BYTES, RDMA_READ, RDMA_WRITE, Keys, Pieces, Slices, cut
@@ -43,19 +41,6 @@ _RNR_DELAY_CODE: Final = 12  # 0.64 ms
 _HOP_LIMIT: Final = 64
 _MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # enum ibv_mtu
 _RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
-
-
-class EndpointInfo(msgspec.Struct, frozen=True):
-    """What the other side needs to connect to this queue pair."""
-
-    qp_num: int
-    psn: int
-    gid: str
-    lid: int
-    link_layer: LinkLayer
-    mtu_bytes: int
-    max_message_bytes: int
-    max_reads_in: int
 
 
 class Operation(Protocol):
@@ -204,13 +189,8 @@ class Endpoint:
     def check_usable(self) -> None:
         """Raises the failure, if there is one."""
         if self.failure is not None:
-            raise RdmaError(str(self.failure), self.failure.remedy)
+            raise _of_others(self.failure)
         assert self._is_connected, "connect first"
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is under way and nothing is open to the peer."""
-        return not self._waiting and not self._chains and not self.openings
 
     def revoke(self, reason: str = "revoked") -> None:
         """At once: afterwards no write of the peer's lands through this queue pair, and all calls on it have
@@ -306,7 +286,7 @@ class Endpoint:
         if self.failure is not None:
             return
         if status != SUCCESS:
-            self._fail(completion_error(status, self.peer))
+            self._fail(completion_error(status, self.peer), self._chains[0][0] if self._chains else None)
             return
         call, num_requests, num_bytes = self._chains.popleft()
         self._num_free += num_requests
@@ -325,7 +305,8 @@ class Endpoint:
         if not call.num_chains:
             call.done.set_result(None)
 
-    def _fail(self, error: RdmaError) -> None:
+    def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
+        """Ends all calls. What was refused of one of them, the `cause`, may be good of the others."""
         if self.failure is not None:
             return
         self.failure = error
@@ -340,9 +321,15 @@ class Endpoint:
         calls = (*self._waiting, *(call for call, _num_requests, _num_bytes in self._chains))
         for call in calls:
             if not call.done.done():
-                call.done.set_result(error)
+                call.done.set_result(error if call is cause else _of_others(error))
         self._waiting.clear()
         self._chains.clear()
+
+
+def _of_others(failure: RdmaError) -> RdmaError:
+    """What a failure means for calls that have not caused it."""
+    is_refusal = failure.remedy is Remedy.GIVE_UP
+    return RdmaError(str(failure), Remedy.RETRY if is_refusal else failure.remedy)
 
 
 def _timeout_code(dead_peer_s: float) -> int:

@@ -17,7 +17,7 @@ class Remedy(Enum):
     OTHER_PATH = "other path"
     """another device or transport: the peer did not answer on this one, or the device is in trouble"""
     GIVE_UP = "give up"
-    """nothing: the request itself was refused and would be again"""
+    """nothing by RDMA: the request itself was refused and would be again"""
 
 
 class RdmaError(TransferError):

@@ -2,16 +2,28 @@
 found blocks to be read.
 
 A page that is open to be written must not be given to anybody else: its owner is told when it is closed.
+Closing it under a write breaks the queue pair for all transfers: a peer that is told to stop is given time.
 
 Owns: the openings of one lane. Does not know: the connection beside the queue pair.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from messenger.protocol import ExposedPage
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.windows import Access, Grant, Range, grant, revoke
+
+
+@dataclass(slots=True)
+class _Opened:
+    """Pages of one transfer."""
+
+    grant: Grant
+    on_closed: Callable[[], None]
+    deadline: asyncio.TimerHandle | None = None
 
 
 class Exposures:
@@ -20,7 +32,7 @@ class Exposures:
     def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
         self._endpoint = endpoint
         self._memory = memory
-        self._by_transfer: dict[int, tuple[Grant, Callable[[], None]]] = {}
+        self._by_transfer: dict[int, _Opened] = {}
 
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
@@ -35,7 +47,7 @@ class Exposures:
             on_closed()
             raise
         self.conceal(transfer_id)
-        self._by_transfer[transfer_id] = opened, on_closed
+        self._by_transfer[transfer_id] = _Opened(opened, on_closed)
         return [
             ExposedPage(page, self._memory.address + place.offset, key)
             for (page, place), key in zip(pages, opened.remote_keys, strict=True)
@@ -43,10 +55,19 @@ class Exposures:
 
     def conceal(self, transfer_id: int) -> None:
         """At once. Idempotent."""
-        opened, on_closed = self._by_transfer.pop(transfer_id, (None, None))
-        if opened is not None and on_closed is not None:
-            revoke(self._endpoint, opened)
-            on_closed()
+        opened = self._by_transfer.pop(transfer_id, None)
+        if opened is not None:
+            if opened.deadline is not None:
+                opened.deadline.cancel()
+            revoke(self._endpoint, opened.grant)
+            opened.on_closed()
+
+    def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
+        """The same if the peer, who has been told to stop, has not said by then that it has."""
+        opened = self._by_transfer.get(transfer_id)
+        if opened is not None and opened.deadline is None:
+            loop = asyncio.get_running_loop()
+            opened.deadline = loop.call_later(timeout_s, self.conceal, transfer_id)
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
         """Addresses and keys of these ranges, and what closes them again. Raises RdmaError."""

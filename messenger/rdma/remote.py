@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from messenger.checksums import address_of, layer_checksums
 from messenger.protocol import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
 from messenger.transports import Source, Transport, expect_payload
 from mooncake.errors import TransferError
@@ -26,9 +27,9 @@ class RemotePages:
         """by transfer"""
 
     @property
-    def is_broken(self) -> bool:
-        """Whether nothing can be written any more."""
-        return self._endpoint.failure is not None
+    def failure(self) -> RdmaError | None:
+        """Why nothing can be written any more."""
+        return self._endpoint.failure
 
     def close(self) -> None:
         """What is being written fails; nothing of it moves after that."""

@@ -45,6 +45,7 @@ from kvstore.service import Service
 from kvstore.session import Session
 from kvstore.streamed import StreamedConnection
 from messenger.checksums import layer_checksums
+from messenger.rdma.cards import Cards
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess
 from mooncake.errors import PoolError, PoolFullError
@@ -393,7 +394,7 @@ def with_little_patience(
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
             async with asyncio.timeout(2 * DEADLINE_S), asyncio.TaskGroup() as tasks:
-                service = Service(config, tasks, ())
+                service = Service(config, tasks, (), Cards([]))
                 store = service.store_for(FINGERPRINT, LARGE)
                 serving = tasks.create_task(service.accept_clients(listener))
                 loop = asyncio.get_running_loop()

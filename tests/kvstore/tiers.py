@@ -25,6 +25,7 @@ from kvstore.ssd import SsdTier
 from kvstore.store import Store
 from messenger.checksums import layer_checksums
 from messenger.identity import Identity
+from messenger.rdma.cards import Cards
 from messenger.transports import Traffic
 from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
 from mooncake.config import EvictionPolicy, KVCacheConfig
@@ -270,6 +271,7 @@ async def running(
             peers=SimpleNamespace(all=[]),  # type: ignore[arg-type]  # nothing is sent
             sessions=None,  # type: ignore[arg-type]
             traffic=Traffic(),
+            cards=Cards([]),
             events=events,
             space=space,
         )

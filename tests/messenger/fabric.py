@@ -91,8 +91,11 @@ class Fabric:
         num_pages: int,
         config: MessengerConfig,
         tls: Tls | None,
+        cards: tuple[Cards, Cards],
     ) -> None:
         self.tls = tls
+        self.cards = cards
+        """the sender's and the receiver's"""
         self.layout = layout
         self.key = KEY
         self.sender_memory, self.receiver_memory = Memory(layout, num_pages), Memory(layout, num_pages)
@@ -112,7 +115,7 @@ class Fabric:
             self.receiver_memory.source,
             self.received,
             config,
-            Cards([]),
+            cards[1],
         )
         self.sessions = Sessions(door)
         self.unix_path = str(folder / "receiver.sock")
@@ -137,7 +140,7 @@ class Fabric:
             key=key,
             tls=self.tls,
             settings=self.config,
-            cards=Cards([]),
+            cards=self.cards[0],
         )
 
     def proxy(self) -> Proxy:
@@ -243,7 +246,13 @@ class Fabric:
 
 @contextlib.asynccontextmanager
 async def fabric(
-    folder: Path, layout: KVLayout = SMALL, num_pages: int = 16, *, tls: Tls | None = None, **changed: object
+    folder: Path,
+    layout: KVLayout = SMALL,
+    num_pages: int = 16,
+    *,
+    tls: Tls | None = None,
+    cards: tuple[Cards, Cards] | None = None,
+    **changed: object,
 ) -> AsyncIterator[Fabric]:
     """With `settings(**changed)`. At the end both messengers stop and nothing may be held."""
     nodes: list[Fabric] = []
@@ -251,7 +260,11 @@ async def fabric(
 
     async def live() -> None:
         async with asyncio.TaskGroup() as tasks:
-            nodes.append(Fabric(tasks, folder, layout, num_pages, settings(**changed), tls))
+            both_cards = cards or (Cards([]), Cards([]))
+            node = Fabric(tasks, folder, layout, num_pages, settings(**changed), tls, both_cards)
+            await both_cards[0].register(node.sender_memory.view)
+            await both_cards[1].register(node.receiver_memory.view)
+            nodes.append(node)
             ready.set()
             await leave.wait()
             raise _Over

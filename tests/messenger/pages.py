@@ -45,7 +45,7 @@ class Memory:
         return layer_checksums(self.layers(page, layers), self.layout.layer_bytes)
 
     def close(self) -> None:
-        self.source.close()
+        os.close(self.source.read_only_fd)
         os.close(self.fd)
 
 
@@ -72,6 +72,8 @@ class Pages:
         self.violations: list[str] = []
         self.num_leases = 0
         self.num_begun = 0
+        self.num_exposed = 0
+        """grants whose pages are open to somebody's device; after that nothing lands there any more"""
         self.read_failure: MooncakeError | None = None
         self.may_read = asyncio.Event()
         self.may_read.set()
@@ -129,7 +131,20 @@ class Pages:
         return self.memory.layers(entry.page, range(entry.layer_begin, entry.layer_end))
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
-        raise WriteRefused("there is no RDMA here")
+        grant = self._usable(grant_id)
+        pages = [] if grant.is_complete else list(grant.pages)
+        self.num_exposed += 1
+
+        def on_closed() -> None:
+            self.num_exposed -= 1
+            all_layers = range(self.memory.layout.num_layers)
+            for slot in {(page, layer) for page in pages for layer in all_layers} - set(grant.arrived):
+                self.memory.layers(slot[0], range(slot[1], slot[1] + 1))[:] = bytes(
+                    self.memory.layout.layer_bytes
+                )
+
+        block_bytes = self.memory.layout.block_bytes
+        return [(page, Range(self.memory.offset(page, 0), block_bytes)) for page in pages], on_closed
 
     def complete(self, grant_id: int, entry: WriteEntry) -> bool:
         grant = self._end(grant_id, entry)
@@ -208,6 +223,7 @@ class Pages:
         assert self.violations == []
         assert self.num_begun == 0
         assert self.num_leases == 0
+        assert self.num_exposed == 0
         assert set(self._opened.values()) <= {0}
         written = {slot for grant in self.grants.values() for slot in grant.arrived}
         read = set(self.blocks.values())

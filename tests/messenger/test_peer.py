@@ -271,6 +271,32 @@ def test_a_probe_moves_bytes_for_nobody(tmp_path: Path) -> None:
     run(test())
 
 
+def test_the_only_lane_that_does_not_stand_by_takes_bulk_too() -> None:
+    async def test() -> None:
+        peer = Peer("receiver", Traffic())
+        lanes = [
+            cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(transport, ("127.0.0.1", 1))))
+            for transport in (Transport.RDMA, Transport.TCP)
+        ]
+        for lane in lanes:
+            lane.wake = lambda: None  # type: ignore[method-assign]
+            lane.linger = no_answer  # type: ignore[method-assign]
+            peer._lanes.append(lane)
+        peer._lanes_changed()
+        urgent, bulk = (
+            ProbeRequest(memoryview(b"1"), urgency, lambda _: None)
+            for urgency in (Urgency.LATENCY, Urgency.BULK)
+        )
+        await peer.submit(urgent)
+        assert peer.next_request(lanes[0]) == urgent
+        urgent.done(None)
+        await peer.submit(bulk)
+        assert peer.next_request(lanes[1]) is None
+        assert peer.next_request(lanes[0]) == bulk
+
+    run(test())
+
+
 async def no_answer(request: object) -> None:
     """Comes."""
 

@@ -6,14 +6,15 @@ import sys
 import pytest
 
 from messenger.rdma import verbs
-from messenger.rdma.devices import GidEntry, LinkLayer, choose_gid, find_devices
+from messenger.rdma.devices import GidEntry, choose_gid, find_devices
+from messenger.rdma.info import LinkLayer
 
 INFINIBAND, ROCE_V1, ROCE_V2 = 0, 1, 2
 LINK_LOCAL, GLOBAL, MAPPED = "fe80::1", "2001:db8::1", "::ffff:10.0.0.1"
 
 
 def entry(gid_index: int, gid: str, kind: int) -> GidEntry:
-    return GidEntry(gid_index, ipaddress.IPv6Address(gid), kind)
+    return GidEntry(gid_index, ipaddress.IPv6Address(gid), kind, None)
 
 
 @pytest.mark.parametrize(

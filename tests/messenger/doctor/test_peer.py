@@ -15,8 +15,9 @@ from tests.messenger.doctor.machines import GIB, FakeMachine, only
 class FakeProbe:
     """A peer that moves `rate` bytes per second, or raises it."""
 
-    def __init__(self, rate: float | Exception = 1e6) -> None:
+    def __init__(self, rate: float | Exception = 1e6, **nics: float | Exception) -> None:
         self.rate = rate
+        self.rates_by_nic = nics
         self.asked: list[int] = []
 
     async def handshake(self) -> str:
@@ -27,6 +28,16 @@ class FakeProbe:
         if isinstance(self.rate, Exception):
             raise self.rate
         return self.rate
+
+    @property
+    def nics(self) -> list[str]:
+        return list(self.rates_by_nic)
+
+    async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
+        rate = self.rates_by_nic[nic]
+        if isinstance(rate, Exception):
+            raise rate
+        return rate
 
 
 def opening(probe: peer.PeerProbe) -> peer.OpenProbe:
@@ -45,6 +56,16 @@ def test_bandwidth_is_measured_for_about_half_a_second(machine: FakeMachine) -> 
     assert handshake.found == "decode-0, incarnation 3 answers"
     assert (bandwidth.level, bandwidth.found) == (Level.OK, "tcp 2 GiB/s")
     assert probe.asked == [peer.FIRST_BYTES, GIB]
+
+
+def test_bandwidth_of_every_rdma_device_is_told_or_why_there_is_none(machine: FakeMachine) -> None:
+    probe = FakeProbe(2.0 * GIB, mlx5_0=20.0 * GIB, mlx5_1=TransferError("no answer from the peer"))
+    *_, first, second = peer.data_plane(opening(probe))
+    assert (first.level, first.found) == (Level.OK, "from mlx5_0 20 GiB/s")
+    assert (second.level, second.found) == (
+        Level.WARN,
+        "rdma from mlx5_1 carries nothing: no answer from the peer",
+    )
 
 
 def test_a_very_fast_path_is_not_asked_for_ever_more(machine: FakeMachine) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from ctypes import c_char
 from typing import Any, ParamSpec
 
 import msgspec
@@ -16,7 +17,9 @@ import xxhash
 
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.devices import find_devices
-from messenger.rdma.endpoint import Endpoint, EndpointInfo
+from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.info import EndpointInfo
+from messenger.rdma.memory import OPEN, WINDOW_BIND, RdmaMemory, register_range
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -46,7 +49,16 @@ class Node:
         self.adapter = Adapter(device)
         self.buffer = memoryview(mmap.mmap(-1, size_bytes))
         self.bytes = np.frombuffer(self.buffer, np.uint8)
-        self.memory = self.adapter.register(self.buffer, is_open=is_open)
+        self.memory = self._register_open() if is_open else self.adapter.register(self.buffer)
+
+    def _register_open(self) -> RdmaMemory:
+        """With a remote key that opens all of it to every peer: what nothing but a test does."""
+        pin, rights = c_char.from_buffer(self.buffer), OPEN | (WINDOW_BIND if self.adapter.can_bind else 0)
+        return register_range(self.adapter.domain, "the device", pin, len(self.buffer), rights)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.adapter.close()
 
     def endpoint(self, peer: str = "the other side") -> Endpoint:
         return Endpoint(self.adapter, self.memory, peer)
@@ -58,13 +70,18 @@ class Node:
         return xxhash.xxh3_64_intdigest(self.buffer[offset : offset + num_bytes])
 
 
+def is_idle(endpoint: Endpoint) -> bool:
+    """Whether no call is under way and nothing is open to the peer."""
+    return not endpoint._waiting and not endpoint._chains and not endpoint.openings
+
+
 @contextmanager
 def node(device_name: str, size_bytes: int = MIB, *, is_open: bool = True) -> Iterator[Node]:
     made = Node(device_name, size_bytes, is_open=is_open)
     try:
         yield made
     finally:
-        made.adapter.close()
+        made.close()
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from messenger.rdma import windows
-from messenger.rdma.endpoint import Endpoint, EndpointInfo
+from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
+from messenger.rdma.info import EndpointInfo
 from tests.rdma.guest.nodes import Node, Place
 
 

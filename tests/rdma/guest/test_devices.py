@@ -1,8 +1,11 @@
 """Discovery on a machine that has two devices."""
 
+import ipaddress
 import subprocess
 
-from messenger.rdma.devices import LinkLayer, find_devices
+from messenger.rdma.devices import find_devices
+from messenger.rdma.info import LinkLayer
+from messenger.rdma.networks import network_of
 
 
 def test_both_devices_are_found_with_their_ipv4_address() -> None:
@@ -12,6 +15,20 @@ def test_both_devices_are_found_with_their_ipv4_address() -> None:
     assert first.gid == "0000:0000:0000:0000:0000:ffff:0a4d:0001"
     assert first.link_layer is LinkLayer.ETHERNET
     assert first.mtu_bytes == 4096
+    assert first.network == "::ffff:a4d:1/128"
+    assert not first.is_on_network_of(second.gid)
+
+
+def test_network_of_an_address_is_that_of_its_interface() -> None:
+    add = ["ip", "addr", "add", "10.99.1.1/24", "dev", "rdma0"]
+    subprocess.run(add, check=True)
+    try:
+        network = network_of(ipaddress.IPv6Address("::ffff:10.99.1.1"), LinkLayer.ETHERNET, "rdma0")
+        assert network == ipaddress.IPv6Network("::ffff:10.99.1.0/120")
+    finally:
+        subprocess.run(["ip", "addr", "del", *add[3:]], check=True)
+    (device,), _reasons = find_devices(["rxe0"], gid_index=0)
+    assert device.network == "fe80::/64"
 
 
 def test_devices_can_be_restricted_by_name() -> None:

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from messenger.rdma.devices import LinkLayer
-from messenger.rdma.endpoint import Endpoint, EndpointInfo
+from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
-from tests.rdma.guest.nodes import MIB, joined, node, on_loop, peer_process, scattered, two_nodes
+from messenger.rdma.info import EndpointInfo, LinkLayer
+from tests.rdma.guest.nodes import MIB, is_idle, joined, node, on_loop, peer_process, scattered, two_nodes
 
 DEAD_PEER_S = 2.0
 LARGE_BYTES = 64 * MIB
@@ -65,7 +65,7 @@ async def test_many_transfers_at_once_do_not_mix() -> None:
                 tasks.create_task(endpoint.read([(half + start, base + half + start, num_bytes)], key))
         assert there.digest(0, half) == expected_there
         assert here.digest(half, half) == expected_here
-        assert endpoint.is_idle
+        assert is_idle(endpoint)
 
 
 @on_loop
@@ -154,9 +154,11 @@ async def test_one_refused_call_ends_all_calls_and_later_ones() -> None:
         good = [asyncio.create_task(endpoint.write([(0, base, 16 * MIB)], key)) for _ in range(4)]
         bad = asyncio.create_task(endpoint.write([(0, base, 100)], key ^ 0x5500))
         outcomes = await asyncio.gather(bad, *good, return_exceptions=True)
-        assert all(isinstance(outcome, RdmaError) for outcome in outcomes)
-        with pytest.raises(RdmaError, match="refused access"):
+        remedies = [outcome.remedy for outcome in outcomes if isinstance(outcome, RdmaError)]
+        assert remedies == [Remedy.GIVE_UP] + [Remedy.RETRY] * 4
+        with pytest.raises(RdmaError, match="refused access") as caught:
             await endpoint.write([(0, base, 100)], key)
+        assert caught.value.remedy is Remedy.RETRY
 
 
 @on_loop
@@ -207,7 +209,7 @@ async def test_cancelled_read_leaves_its_memory_alone() -> None:
         zeros = here.digest(0, LARGE_BYTES)
         await endpoint.write([(0, there.memory.address, MIB)], there.memory.remote_key)  # after it, in order
         assert here.digest(0, LARGE_BYTES) == zeros
-        assert endpoint.is_idle
+        assert is_idle(endpoint)
 
 
 @on_loop
@@ -215,7 +217,7 @@ async def test_transfer_of_nothing_is_done_at_once() -> None:
     with two_nodes() as (_here, there, endpoint, _other):
         await endpoint.write([], there.memory.remote_key)
         await endpoint.write([(10, there.memory.address, 0)], there.memory.remote_key)
-        assert endpoint.is_idle
+        assert is_idle(endpoint)
 
 
 BAD_GID = "0000:0000:0000:0000:0000:ffff:0a4d"

@@ -1,0 +1,59 @@
+"""How far a path is trusted: one that connects and then carries nothing is left alone for a while.
+
+Judged by how its lanes end. It is tried again after a pause that grows each time, and others carry its load
+meanwhile.
+
+Owns: these rules. Does not know: connections, clocks.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from messenger.rdma.errors import Remedy
+
+MOST_USELESS_LANES: Final = 3
+FIRST_PAUSE_S: Final = 2.0
+LONGEST_PAUSE_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class Standing:
+    """Of one path, which its lanes share. All times are of one clock."""
+
+    num_useless: int = 0
+    """lanes in a row that were lost under requests of which they had answered none"""
+    num_benched: int = 0
+    """in a row"""
+    until_s: float = 0.0
+    """it is benched until then"""
+
+    def pause_s(self, now_s: float) -> float:
+        """How long it is not to be used."""
+        return max(0.0, self.until_s - now_s)
+
+    def failed(self, now_s: float) -> None:
+        """There was no connection, or nothing could be written on it."""
+        if not self.pause_s(now_s):
+            self._bench(now_s)
+
+    def lost(
+        self, now_s: float, held_s: float, remedy: Remedy | None, *, was_asked: bool, has_answered: bool
+    ) -> bool:
+        """A lane was lost after `held_s`; `remedy` is set if its queue pair broke. Whether this benches the
+        path."""
+        if self.pause_s(now_s):
+            return False  # it fell with others, which have been judged
+        if has_answered:
+            self.num_useless = 0
+            if held_s > LONGEST_PAUSE_S:
+                self.num_benched = 0
+        elif was_asked:
+            self.num_useless += 1
+        if remedy is not Remedy.OTHER_PATH and self.num_useless < MOST_USELESS_LANES:
+            return False
+        self._bench(now_s)
+        return True
+
+    def _bench(self, now_s: float) -> None:
+        self.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.num_benched)
+        self.num_benched = min(self.num_benched + 1, 16)

@@ -1,0 +1,154 @@
+"""Devices that exist in this process alone: what they write is copied when the test lets it.
+
+As with real ones, a write to what is not open breaks the queue pair for all, a queue pair that is closed
+moves nothing any more, and a cancelled call waits for what it has begun, or if that is cancelled too ends it.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char, memmove
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from messenger.rdma import cards, exposures
+from messenger.rdma.cards import Cards
+from messenger.rdma.devices import RdmaDevice
+from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.info import EndpointInfo, LinkLayer
+from messenger.rdma.memory import RdmaMemory
+from messenger.rdma.windows import Access, Grant, Range
+
+
+def device(name: str, gid: str = "::ffff:10.0.0.1", network: str | None = None, port: int = 1) -> RdmaDevice:
+    return RdmaDevice(name, port, 4096, LinkLayer.ETHERNET, 0, gid, 1, 1 << 30, network)
+
+
+class FakeAdapter:
+    def __init__(self, network: "FakeNetwork", its_device: RdmaDevice) -> None:
+        self.network = network
+        self.device = its_device
+
+    def register(self, buffer: memoryview) -> RdmaMemory:
+        pin = c_char.from_buffer(buffer)
+        return RdmaMemory(addressof(pin), len(buffer), 1, 0, None, pin)
+
+
+@dataclass(eq=False)
+class FakeNetwork:
+    """All queue pairs, and what happens to what is written: `fault` says so for each write of real bytes."""
+
+    endpoints: dict[int, "FakeEndpoint"] = field(default_factory=dict)
+    may_land: bool = True
+    fault: Callable[["FakeEndpoint"], Remedy | None] = lambda _endpoint: None
+    connect_fault: Callable[["FakeEndpoint"], Remedy | None] = lambda _endpoint: None
+    """for the bytes by which a path is tried"""
+    num_landed: int = 0
+    num_made: int = 0
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def cards(self, *devices: RdmaDevice) -> Cards:
+        return Cards([FakeAdapter(self, each) for each in devices])  # type: ignore[misc]
+
+    @property
+    def num_writing(self) -> int:
+        return sum(endpoint.num_writing for endpoint in self.endpoints.values())
+
+
+class FakeEndpoint:
+    def __init__(self, adapter: FakeAdapter, memory: RdmaMemory, peer: str) -> None:
+        self.adapter = adapter
+        self.peer = peer
+        self.failure: RdmaError | None = None
+        self.openings: dict[int, tuple[int, int]] = {}
+        """begin and end of what each key opens"""
+        self.num_writing = 0
+        self._memory = memory
+        self._network = adapter.network
+        self._network.num_made += 1
+        self._number = next(self._network.numbers)
+        self._network.endpoints[self._number] = self
+        self._other: FakeEndpoint | None = None
+
+    def local_info(self) -> EndpointInfo:
+        its = self.adapter.device
+        return EndpointInfo(self._number, 0, its.gid, 0, its.link_layer, 4096, 1 << 30, 16)
+
+    def connect(self, remote: EndpointInfo) -> None:
+        self._other = self._network.endpoints[remote.qp_num]
+
+    async def write(
+        self, slices: Sequence[tuple[int, int, int]], keys: Any, *, memory: RdmaMemory | None = None
+    ) -> None:
+        self._check()
+        landing = asyncio.create_task(self._land(slices, keys, memory or self._memory))
+        self.num_writing += 1
+        try:
+            await asyncio.shield(landing)
+        except asyncio.CancelledError:
+            try:
+                await asyncio.wait([landing])
+            except asyncio.CancelledError:
+                self.close()
+                await asyncio.wait([landing])
+            landing.exception()
+            raise
+        finally:
+            self.num_writing -= 1
+
+    async def _land(self, slices: Sequence[tuple[int, int, int]], keys: Any, memory: RdmaMemory) -> None:
+        is_real, network = memory is self._memory, self._network
+        while is_real and not network.may_land and self.failure is None:
+            await asyncio.sleep(0.001)
+        remedy = (network.fault if is_real else network.connect_fault)(self)
+        self._check()
+        if remedy is not None:
+            raise self._fail(RdmaError("a fault of the test", remedy))
+        all_keys = [keys] * len(slices) if isinstance(keys, int) else keys
+        for (offset, address, num_bytes), key in zip(slices, all_keys, strict=True):
+            assert self._other is not None
+            begin, end = self._other.openings.get(key, (0, 0))
+            if not begin <= address <= address + num_bytes <= end:
+                raise self._fail(RdmaError("the peer refused access", Remedy.GIVE_UP))
+            memmove(address, memory.address + offset, num_bytes)
+            network.num_landed += is_real
+
+    def _check(self) -> None:
+        """Raises what the failure means for those that have not caused it."""
+        if self.failure is not None:
+            is_refusal = self.failure.remedy is Remedy.GIVE_UP
+            raise RdmaError(str(self.failure), Remedy.RETRY if is_refusal else self.failure.remedy)
+
+    def _fail(self, error: RdmaError) -> RdmaError:
+        self.failure = self.failure or error
+        self.openings.clear()
+        self._network.endpoints.pop(self._number, None)
+        return error
+
+    def close(self) -> None:
+        self._fail(RdmaError("closed", Remedy.RETRY))
+
+
+async def _grant(
+    endpoint: FakeEndpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
+) -> Grant:
+    keys = [next(endpoint.adapter.network.numbers) for _ in ranges]
+    for key, (offset, num_bytes) in zip(keys, ranges, strict=True):
+        endpoint.openings[key] = memory.address + offset, memory.address + offset + num_bytes
+    return Grant(keys, [])
+
+
+def _revoke(endpoint: FakeEndpoint, granted: Grant) -> None:
+    for key in granted.remote_keys:
+        endpoint.openings.pop(key, None)
+
+
+def install(patch: pytest.MonkeyPatch) -> FakeNetwork:
+    """From now on queue pairs are fakes."""
+    patch.setattr(cards, "Endpoint", FakeEndpoint)
+    for module in (cards, exposures):
+        patch.setattr(module, "grant", _grant)
+    patch.setattr(exposures, "revoke", _revoke)
+    return FakeNetwork()
