@@ -1,9 +1,7 @@
-"""The answering side of one sender: checks, places, verifies and acknowledges what it writes; sends what it
-fetches.
+"""The answering side of one connection: checks, places, verifies and acknowledges what is written over it;
+sends what is fetched.
 
-All lanes of a sender belong to one session, which ends with the last of them.
-
-Owns: a session and its lanes, after their handshake. Does not know: keys, reservations; whose pages these are
+Owns: a connection after its handshake. Does not know: keys, reservations; whose pages these are
 is the `WriteTarget`'s business, what can be read the `ReadSource`'s.
 """
 
@@ -11,8 +9,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 
+from messenger.deadline import Deadline
 from messenger.door import Door, Readable, WriteRefused, WriteTarget
 from messenger.frames import Frames
 from messenger.protocol import (
@@ -20,7 +18,6 @@ from messenger.protocol import (
     MAX_FRAME_ENTRIES,
     Abandon,
     Close,
-    Ended,
     Expose,
     Exposed,
     ExposedPage,
@@ -29,7 +26,6 @@ from messenger.protocol import (
     Found,
     FoundBlock,
     Frame,
-    Message,
     Open,
     Probe,
     RefusalKind,
@@ -40,102 +36,20 @@ from messenger.protocol import (
 )
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.windows import Range
-from messenger.stream import Outbox, Watch
+from messenger.session import Session, SessionLane
+from messenger.stream import Outbox
 from messenger.transports import Inlet, Transport
 from mooncake.errors import MooncakeError, TransferError
 
 log = logging.getLogger(__name__)
 
-MOST_TRANSFERS = 4096
-"""of one session that are open"""
 MOST_FETCHES = 64
 """of one lane that are being answered or read"""
 _MOST_ANSWERS = 1024
 """of one lane that wait to be sent"""
-_MOST_GIVEN_UP = 1024
 _ANSWERED_BYTES = 2 << 20
 """of writes whose acknowledgements leave together at most: the sender waits for them to send more"""
 _ACK = encode_frame(WriteAck())
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """All lanes of one sender. As a `Writer` it may be told to stop."""
-
-    name: str
-    target: WriteTarget
-    lanes: dict[int, "IncomingLane"] = field(default_factory=dict)
-    grants: dict[int, int] = field(default_factory=dict)
-    """grant of each open transfer"""
-    given_up: dict[int, None] = field(default_factory=dict)
-    """the latest transfers that were; writes that have been overtaken by the news do not open them again"""
-
-    def open(self, transfer_id: int, grant_id: int, ref_text: str) -> None:
-        try:
-            self.ensure_open(transfer_id, grant_id)
-        except WriteRefused as error:
-            log.info("transfer %.200r of %s refused: %s", ref_text, self.name, error)
-            self.post(Ended(transfer_id, str(error)))
-
-    def ensure_open(self, transfer_id: int, grant_id: int) -> None:
-        """A write may come before the `Open`. Raises WriteRefused, and TransferError for another grant: that
-        one would not hear of the end of the transfer."""
-        opened = self.grants.get(transfer_id)
-        if opened is None:
-            if transfer_id in self.given_up:
-                raise WriteRefused("the transfer was given up")
-            if len(self.grants) >= MOST_TRANSFERS:
-                raise TransferError(f"more than {MOST_TRANSFERS} open transfers of one sender")
-            self.target.open(grant_id, self)
-            self.grants[transfer_id] = grant_id
-        elif opened != grant_id:
-            raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
-
-    def close(self, transfer_id: int, reason: str | None) -> None:
-        """The sender is through: nothing of it is on its way any more."""
-        self.conceal(transfer_id)
-        self._end(transfer_id, reason)
-
-    def fail(self, transfer_id: int, reason: str) -> None:
-        """The sender is about to hear of it, and closes the transfer when it has stopped to write."""
-        self._conceal_in_time(transfer_id)
-        self._end(transfer_id, reason)
-
-    def _end(self, transfer_id: int, reason: str | None) -> None:
-        grant_id = self.grants.pop(transfer_id, None)
-        if reason is not None:
-            self.given_up[transfer_id] = None
-            if len(self.given_up) > _MOST_GIVEN_UP:
-                del self.given_up[next(iter(self.given_up))]
-        if grant_id is not None:
-            self.target.close(grant_id, self, reason)
-
-    def conceal(self, transfer_id: int) -> None:
-        """Nothing can be written by RDMA any more."""
-        for lane in self.lanes.values():
-            lane.conceal(transfer_id)
-
-    def _conceal_in_time(self, transfer_id: int) -> None:
-        for lane in self.lanes.values():
-            lane.conceal_in_time(transfer_id)
-
-    def revoke(self, grant_id: int, reason: str) -> None:
-        for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
-            del self.grants[transfer_id]
-            self.post(Ended(transfer_id, reason))
-            self._conceal_in_time(transfer_id)
-
-    def post(self, message: Message) -> None:
-        """To the sender, over any lane."""
-        for lane in self.lanes.values():
-            lane.post(encode_frame(message))
-            return
-
-    def lost(self, reason: str) -> None:
-        """The last lane has ended."""
-        for grant_id in self.grants.values():
-            self.target.close(grant_id, self, f"connection from {self.name} was lost: {reason}")
-        self.grants.clear()
 
 
 class IncomingLane:
@@ -165,13 +79,13 @@ class IncomingLane:
         """that leave together"""
         self._acknowledged_bytes = 0
         """by them"""
-        self._watch = Watch(self._stream, door.settings.ack_timeout_s)
+        self._deadline = Deadline(door.settings.ack_timeout_s, self._stream.shut_down)
         self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
         self._num_queued = 0
         """fetches that wait to be answered"""
         self._read: deque[tuple[Callable[[], None], int]] = deque()
         """what ends the lease of blocks that are being read, and their bytes; oldest first"""
-        self._awaited: IncomingLane | None = None
+        self.awaited: SessionLane | None = None
         """the lane whose end is awaited"""
 
     def post(self, *buffers: bytes | memoryview) -> None:
@@ -218,7 +132,7 @@ class IncomingLane:
         finally:
             if self._exposures is not None:
                 self._exposures.close()
-            self._watch.close()
+            self._deadline.close()
             answering.cancel()
             (failure,) = await asyncio.gather(answering, return_exceptions=True)
             if isinstance(failure, Exception):
@@ -260,17 +174,17 @@ class IncomingLane:
                 raise AssertionError("the protocol's table lets nothing else through")
         return None
 
-    async def _abandon(self, lane: "IncomingLane") -> None:
+    async def _abandon(self, lane: SessionLane) -> None:
         """Ends `lane`. Returns when nothing that came over it will be placed any more."""
         lane.shut_down()
-        waiting: IncomingLane | None = lane
+        waiting: SessionLane | None = lane
         while waiting is not None:
             if waiting is self:
                 raise TransferError("its lanes have abandoned each other")
-            waiting = waiting._awaited
-        self._awaited = lane
+            waiting = waiting.awaited
+        self.awaited = lane
         await lane.ended.wait()
-        self._awaited = None
+        self.awaited = None
 
     async def _expose(self, transfer_id: int, grant_id: int) -> None:
         """If the device cannot, the connection ends: others may carry what the sender wants to write."""
@@ -322,7 +236,7 @@ class IncomingLane:
 
     async def _receive(self, placing: "_Placing", num_bytes: int) -> None:
         try:
-            with self._watch:
+            with self._deadline:
                 checksums = await self._inlet.place(placing.entries, placing.views, self._layer_bytes)
         except BaseException:
             placing.abandon()
@@ -349,7 +263,7 @@ class IncomingLane:
             placing.abandon()
 
     async def _discard(self, payload_bytes: int, answer: WriteAck) -> None:
-        with self._watch:
+        with self._deadline:
             await self._inlet.discard(payload_bytes)
         self._acknowledge(answer, payload_bytes)
 

@@ -10,31 +10,29 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from messenger.deadline import Deadline
 from messenger.frames import Frames
 from messenger.listening import Patience
 from messenger.protocol import (
     Close,
     Ended,
     Exposed,
-    Fetch,
     FetchDone,
     Found,
     Frame,
     Message,
     Probe,
     RefusalKind,
-    Write,
     WriteAck,
     encode_frame,
 )
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
+from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, WriteRequest
 from messenger.stream import Outbox
 from messenger.transports import Inlet, Path, Transport
 from mooncake.errors import TransferError
@@ -46,92 +44,6 @@ _SENT_BYTES = 256 << 10
 """of small frames in one system call"""
 _LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RDMA: 0}
 """moved in less time than waking up takes"""
-
-
-class Outcome(Enum):
-    """What became of a write."""
-
-    PLACED = auto()
-    """verified and acknowledged by the receiver"""
-    CORRUPT = auto()
-    """refused: its bytes did not match their checksums"""
-    FAILED = auto()
-    """refused for another reason, lost with the last lane, or never sent"""
-
-
-class Urgency(Enum):
-    """Class of a transfer: latency goes before bulk."""
-
-    LATENCY = auto()
-    """somebody waits for it"""
-    BULK = auto()
-    """replication, demotion"""
-
-
-@dataclass(slots=True, eq=False)
-class WriteRequest:
-    """One frame of writes. `done` runs exactly once; then no byte of the source will be read for it."""
-
-    write: Write
-    num_bytes: int
-    urgency: Urgency
-    done: Callable[[Outcome, str], None]
-    is_wanted: Callable[[], bool]
-    """else it need not be sent any more"""
-    num_lanes_lost: int = 0
-    """under it"""
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.num_bytes // sum(entry.num_layers for entry in self.write.entries)
-
-    def lost(self, reason: str) -> None:
-        self.done(Outcome.FAILED, reason)
-
-
-@dataclass(slots=True, eq=False)
-class FetchRequest:
-    """Layers of some blocks, wanted in `views`, which nobody else touches until `done`.
-
-    `done` runs exactly once: with the indices of the blocks that are there now, verified; or with the reason
-    why there are none.
-    """
-
-    fetch: Fetch
-    views: Sequence[memoryview]
-    layer_bytes: int
-    urgency: Urgency
-    done: Callable[[list[int], str | None], None]
-    num_lanes_lost: int = 0
-    """under it"""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.views))
-
-    def lost(self, reason: str) -> None:
-        self.done([], reason)
-
-
-@dataclass(slots=True, eq=False)
-class ProbeRequest:
-    """Bytes for nobody."""
-
-    payload: memoryview
-    urgency: Urgency
-    done: Callable[[str | None], None]
-    num_lanes_lost: int = 0
-    """under it"""
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.payload)
-
-    def lost(self, reason: str) -> None:
-        self.done(reason)
-
-
-Request = WriteRequest | FetchRequest | ProbeRequest
 
 
 class Owner(Protocol):
@@ -192,11 +104,10 @@ class Lane:
         self._is_pumping_soon = False
         self._later: asyncio.TimerHandle | None = None
         """sends what can wait a moment"""
-        self._due_s: float | None = None
+        self._deadline = self._new_deadline()
         """of the answer to the oldest of `_outstanding`"""
-        self._fetch_due_s: float | None = None
+        self._fetch_deadline = self._new_deadline()
         """of the answer to the oldest of `_fetching`, which may take longer than those of writes"""
-        self._watch: asyncio.TimerHandle | None = None
         self._given_up: str | None = None
         self._is_running = True
         self.remedy: Remedy | None = None
@@ -264,9 +175,10 @@ class Lane:
                     self.remedy = self._remote.failure.remedy
                 self._remote.close()
                 await asyncio.gather(*self._placing.values(), return_exceptions=True)
-            for timer in (self._watch, self._later):
-                if timer is not None:
-                    timer.cancel()
+            self._deadline.close()
+            self._fetch_deadline.close()
+            if self._later is not None:
+                self._later.cancel()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
             await self._outbox.close()
 
@@ -346,7 +258,7 @@ class Lane:
         if isinstance(request, FetchRequest):
             self._fetching.append(request)
             if len(self._fetching) == 1:
-                self._fetch_due_s = self._new_deadline()
+                self._fetch_deadline.set()
         elif isinstance(request, WriteRequest) and self._remote is not None:
             placing = asyncio.create_task(self._place(request, self._remote))
             placing.add_done_callback(functools.partial(self._placed, request))
@@ -354,7 +266,7 @@ class Lane:
         else:
             self._outstanding.append(request)
             if len(self._outstanding) == 1:
-                self._due_s = self._new_deadline()
+                self._deadline.set()
         match request:
             case WriteRequest():
                 return self._with_payload(request)
@@ -395,7 +307,7 @@ class Lane:
         if error is None:
             self._outstanding.append(request)
             if len(self._outstanding) == 1:
-                self._due_s = self._new_deadline()
+                self._deadline.set()
             self.post(request.write)
         else:
             self.outstanding_bytes -= request.num_bytes
@@ -508,26 +420,15 @@ class Lane:
         while self._closes and self._closes[0][0] < self._num_answered:
             self._closes.popleft()
         if isinstance(request, FetchRequest):
-            self._fetch_due_s = self._new_deadline() if self._fetching else None
+            deadline, has_more = self._fetch_deadline, bool(self._fetching)
         else:
-            self._due_s = self._new_deadline() if self._outstanding else None
+            deadline, has_more = self._deadline, bool(self._outstanding)
+        if has_more:
+            deadline.set()
+        else:
+            deadline.clear()
         self._pump()  # there is room for the next one
 
-    def _new_deadline(self) -> float:
-        """Somebody looks whether it has been kept."""
-        loop = asyncio.get_running_loop()
-        due_s = loop.time() + self._answer_timeout_s
-        if self._watch is None:
-            self._watch = loop.call_at(due_s, self._look_after)
-        return due_s
-
-    def _look_after(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._watch = None
-        dues_s = [due_s for due_s in (self._due_s, self._fetch_due_s) if due_s is not None]
-        if not dues_s:
-            return
-        if min(dues_s) <= loop.time():
-            self.give_up(f"no acknowledgement within {self._answer_timeout_s:g} s")
-        else:
-            self._watch = loop.call_at(min(dues_s), self._look_after)
+    def _new_deadline(self) -> Deadline:
+        timeout_s = self._answer_timeout_s
+        return Deadline(timeout_s, lambda: self.give_up(f"no acknowledgement within {timeout_s:g} s"))

@@ -20,17 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from messenger.flow import Flow
-from messenger.lane import (
-    NOT_URGENT_S,
-    FetchRequest,
-    Lane,
-    Outcome,
-    ProbeRequest,
-    Request,
-    Urgency,
-    WriteRequest,
-)
+from messenger.lane import NOT_URGENT_S, Lane
 from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry
+from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transports import Path, Traffic, Transport
 from mooncake.errors import TransferError
 

@@ -13,10 +13,11 @@ from messenger import handshake
 from messenger.door import Door
 from messenger.frames import Frames
 from messenger.handshake import StrangerError, admit, welcome
-from messenger.incoming import IncomingLane, Session
+from messenger.incoming import IncomingLane
 from messenger.protocol import Introduction, Side
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.remote import InPlace
+from messenger.session import Session
 from messenger.stream import Stream
 from messenger.transports import Inlet, ShmInlet, TcpInlet, Traffic
 from mooncake.errors import MismatchError, TransferError

@@ -308,38 +308,6 @@ class Outbox:
         self._on_empty()
 
 
-class Watch:
-    """Ends a connection on which something takes too long. `with watch:` costs no timer of its own."""
-
-    def __init__(self, stream: Stream, timeout_s: float) -> None:
-        self._stream = stream
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._due_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> None:
-        self._due_s = self._loop.time() + self._timeout_s
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._due_s, self._look)
-
-    def __exit__(self, *_: object) -> None:
-        self._due_s = None
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._due_s is None:
-            return
-        if self._due_s <= self._loop.time():
-            self._stream.shut_down()
-        else:
-            self._timer = self._loop.call_at(self._due_s, self._look)
-
-
 class _Readiness:
     """Waits until a socket can be read, or written. It stays registered from one wait to the next, until an
     event comes that nobody waits for."""

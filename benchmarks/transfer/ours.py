@@ -21,12 +21,12 @@ from benchmarks.transfer.ours_driver import INSTANCE, SLICE_BYTES, identity, sha
 from benchmarks.transfer.work import Direction, Engine, Pair
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums, prepare
 from messenger.identity import host_id
-from messenger.lane import Outcome, Urgency
 from messenger.listening import listening_loop
 from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
+from messenger.requests import Outcome, Urgency
 from messenger.transports import SourceSegment, Traffic
 from mooncake.config import MessengerConfig
 from mooncake.errors import TransferError

@@ -17,12 +17,12 @@ import numpy as np
 
 from messenger.door import Door
 from messenger.identity import Identity, host_id
-from messenger.lane import Outcome, Urgency
 from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.receiver import Sessions
+from messenger.requests import Outcome, Urgency
 from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import Traffic

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from messenger.lane import Lane, Outcome, Urgency
+from messenger.lane import Lane
 from messenger.peer import Peer
+from messenger.requests import Outcome, Urgency
 from messenger.transports import Transport
 from mooncake.errors import TransferError
 from tests.messenger.fabric import DEADLINE_S, LARGE, SMALL, TINY, Fabric, fabric, run, until

@@ -9,9 +9,10 @@ from typing import cast
 
 import pytest
 
-from messenger.lane import Lane, Outcome, ProbeRequest, Urgency
+from messenger.lane import Lane
 from messenger.peer import MAX_QUEUED_REQUESTS, Peer
 from messenger.protocol import WriteEntry
+from messenger.requests import Outcome, ProbeRequest, Urgency
 from messenger.transports import Path as Way
 from messenger.transports import Traffic, Transport
 from mooncake.errors import PoolError, TransferError

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from messenger import incoming, receiver
+from messenger import receiver, session
 from messenger.incoming import MOST_FETCHES, IncomingLane
 from messenger.protocol import (
     MAX_FRAME_BYTES,
@@ -444,7 +444,7 @@ def test_a_source_that_breaks_is_not_waited_for(tmp_path: Path, caplog: pytest.L
 
 
 def test_open_transfers_of_one_sender_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming, "MOST_TRANSFERS", 3)
+    monkeypatch.setattr(session, "MOST_TRANSFERS", 3)
 
     async def test() -> None:
         async with fabric(tmp_path, TINY) as node:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from messenger.checksums import prepare
-from messenger.lane import ProbeRequest, Urgency
 from messenger.peer import Peer
 from messenger.probe import Probe
 from messenger.rdma import cards
@@ -19,6 +18,7 @@ from messenger.rdma.adapter import Adapter
 from messenger.rdma.cards import Cards
 from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
+from messenger.requests import ProbeRequest, Urgency
 from messenger.transports import Transport
 from mooncake.errors import TransferError
 from tests.messenger.fabric import KEY, LARGE, Fabric, fabric, run, until

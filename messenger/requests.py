@@ -1,0 +1,96 @@
+"""What is asked of another messenger: to place a write, to send blocks, to take bytes for nobody.
+
+Owns: what a request is, and how it ends. Does not know: lanes, sockets.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from messenger.protocol import Fetch, Write
+
+
+class Outcome(Enum):
+    """What became of a write."""
+
+    PLACED = auto()
+    """verified and acknowledged by the receiver"""
+    CORRUPT = auto()
+    """refused: its bytes did not match their checksums"""
+    FAILED = auto()
+    """refused for another reason, lost with the last lane, or never sent"""
+
+
+class Urgency(Enum):
+    """Class of a transfer: latency goes before bulk."""
+
+    LATENCY = auto()
+    """somebody waits for it"""
+    BULK = auto()
+    """replication, demotion"""
+
+
+@dataclass(slots=True, eq=False)
+class WriteRequest:
+    """One frame of writes. `done` runs exactly once; then no byte of the source will be read for it."""
+
+    write: Write
+    num_bytes: int
+    urgency: Urgency
+    done: Callable[[Outcome, str], None]
+    is_wanted: Callable[[], bool]
+    """else it need not be sent any more"""
+    num_lanes_lost: int = 0
+    """under it"""
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_bytes // sum(entry.num_layers for entry in self.write.entries)
+
+    def lost(self, reason: str) -> None:
+        self.done(Outcome.FAILED, reason)
+
+
+@dataclass(slots=True, eq=False)
+class FetchRequest:
+    """Layers of some blocks, wanted in `views`, which nobody else touches until `done`.
+
+    `done` runs exactly once: with the indices of the blocks that are there now, verified; or with the reason
+    why there are none.
+    """
+
+    fetch: Fetch
+    views: Sequence[memoryview]
+    layer_bytes: int
+    urgency: Urgency
+    done: Callable[[list[int], str | None], None]
+    num_lanes_lost: int = 0
+    """under it"""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.views))
+
+    def lost(self, reason: str) -> None:
+        self.done([], reason)
+
+
+@dataclass(slots=True, eq=False)
+class ProbeRequest:
+    """Bytes for nobody."""
+
+    payload: memoryview
+    urgency: Urgency
+    done: Callable[[str | None], None]
+    num_lanes_lost: int = 0
+    """under it"""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.payload)
+
+    def lost(self, reason: str) -> None:
+        self.done(reason)
+
+
+Request = WriteRequest | FetchRequest | ProbeRequest
