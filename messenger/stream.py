@@ -10,6 +10,7 @@ import array
 import asyncio
 import contextlib
 import functools
+import mmap
 import os
 import socket
 from collections import deque
@@ -56,7 +57,7 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
-        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._buffer = _new_buffer(_AHEAD_BYTES)
         self._begin = self._end = 0
         """of what is in it"""
         self._wanted_bytes = 1
@@ -121,7 +122,7 @@ class Stream:
         if self._begin == self._end:
             self._begin = self._end = 0
             if len(self._buffer) > _AHEAD_BYTES:
-                self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+                self._buffer = _new_buffer(_AHEAD_BYTES)
 
     def take_into(self, buffers: Sequence[memoryview]) -> int:
         """Fills `buffers` in order from what is `ahead`; returns how many bytes."""
@@ -173,7 +174,7 @@ class Stream:
             held = self._end - self._begin
             buffer = self._buffer
             if max(self._wanted_bytes, held + 1) > len(buffer):
-                buffer = memoryview(bytearray(max(self._wanted_bytes, held + 1)))
+                buffer = _new_buffer(max(self._wanted_bytes, held + 1))
             buffer[:held] = self._buffer[self._begin : self._end]
             self._buffer, self._begin, self._end = buffer, 0, held
         num_bytes = self._receive_now([self._buffer[self._end :]])
@@ -364,6 +365,11 @@ class _Readiness:
             pass
         except OSError as error:
             self._result.set_exception(error)
+
+
+def _new_buffer(num_bytes: int) -> memoryview:
+    """Pages of their own: when many connections come and go, the heap would be left in pieces."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
