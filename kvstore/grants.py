@@ -10,7 +10,6 @@ Owns: open grants. Does not know: sockets.
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -47,7 +46,7 @@ class Grants:
         self._address = address
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
-        self._completed: deque[int] = deque(maxlen=_NUM_COMPLETED)
+        self._completed: dict[int, None] = {}
         """grants whose last acknowledgements may have been lost with a connection"""
 
     # -- the worker's side ------------------------------------------------------------------------
@@ -173,9 +172,9 @@ class Grants:
             return
         grant.writers.remove(writer)
         if reason is not None:
+            self._fail(grant, reason)
             for other in grant.writers:
                 other.revoke(grant_id, reason)
-            self._fail(grant, reason)
 
     # ---------------------------------------------------------------------------------------------
 
@@ -192,7 +191,9 @@ class Grants:
     def _finish_if_complete(self, grant: _OpenGrant) -> None:
         if not grant.incomplete:
             del self._open[grant.grant_id]
-            self._completed.append(grant.grant_id)
+            self._completed[grant.grant_id] = None
+            if len(self._completed) > _NUM_COMPLETED:
+                del self._completed[next(iter(self._completed))]
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:

@@ -21,23 +21,28 @@ class Flow:
     bandwidth_bytes_per_s: float | None = None
     """None before the first sample"""
     _since_s: float = 0.0
+    _busy_s: float = 0.0
+    """since the last sample"""
     _moved_bytes: int = 0
+    """in that time"""
 
     def begun(self, num_bytes: int, now_s: float) -> None:
         if not self.in_flight_bytes:
-            self._since_s, self._moved_bytes = now_s, 0
+            self._since_s = now_s
         self.in_flight_bytes += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
         """Of `num_bytes` that had begun so many have arrived; the others were given up, or not there."""
         self.in_flight_bytes -= num_bytes
         self._moved_bytes += moved_bytes
-        elapsed_s = now_s - self._since_s
-        if not self._moved_bytes:
-            return  # what was given up, or is for nobody, says nothing about the path
-        if elapsed_s >= _SAMPLE_S or (not self.in_flight_bytes and self._moved_bytes >= _LEAST_SAMPLE_BYTES):
-            self._sample(self._moved_bytes / max(elapsed_s, 1e-6))
-            self._since_s, self._moved_bytes = now_s, 0
+        self._busy_s += now_s - self._since_s
+        self._since_s = now_s
+        if not self._moved_bytes and not self.in_flight_bytes:
+            self._busy_s = 0.0  # what was given up, or is for nobody, says nothing about the path
+        is_enough = self._moved_bytes >= _LEAST_SAMPLE_BYTES
+        if is_enough and (self._busy_s >= _SAMPLE_S or not self.in_flight_bytes):
+            self._sample(self._moved_bytes / max(self._busy_s, 1e-6))
+            self._busy_s, self._moved_bytes = 0.0, 0
 
     def _sample(self, bandwidth_bytes_per_s: float) -> None:
         last = self.bandwidth_bytes_per_s

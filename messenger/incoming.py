@@ -32,6 +32,7 @@ from messenger.protocol import (
     Write,
     WriteAck,
     WriteEntry,
+    brief,
     encode_frame,
 )
 from messenger.rdma.exposures import Exposures
@@ -194,7 +195,7 @@ class IncomingLane:
             self._session.ensure_open(transfer_id, grant_id)
             pages, on_closed = self._door.target.expose(grant_id)
         except WriteRefused as error:
-            self.post(encode_frame(Exposed(transfer_id, [], str(error))))
+            self.post(encode_frame(Exposed(transfer_id, [], brief(str(error)))))
             return
         async with asyncio.timeout(self._door.settings.ack_timeout_s):
             opened = await self._exposures.expose(transfer_id, pages, on_closed)
@@ -223,7 +224,7 @@ class IncomingLane:
                 placing.begin(layer_bytes, is_on_wire=self._inlet.transport is Transport.TCP)
             except WriteRefused as error:
                 placing.abandon()
-                return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, str(error)))
+                return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, brief(str(error))))
             self._inlet.check(num_bytes, payload_bytes)
             checksums = self._inlet.place_now(placing.entries, placing.views, layer_bytes)
         except BaseException:
@@ -256,7 +257,7 @@ class IncomingLane:
                 if placing.complete():
                     self._session.conceal(write.transfer_id)
             except WriteRefused as error:
-                self._acknowledge(WriteAck(RefusalKind.STALE, str(error)), num_bytes)
+                self._acknowledge(WriteAck(RefusalKind.STALE, brief(str(error))), num_bytes)
             else:
                 self._acknowledge(None, num_bytes)
         finally:
@@ -272,7 +273,7 @@ class IncomingLane:
         reason = f"checksum of page {entry.page} from {self._session.name} does not match its bytes"
         log.warning("%s", reason)
         self._session.fail(transfer_id, reason)
-        return WriteAck(RefusalKind.CORRUPT, reason)
+        return WriteAck(RefusalKind.CORRUPT, brief(reason))
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
         """None: all is well. It leaves with those of the writes that have arrived already."""
@@ -341,7 +342,7 @@ class IncomingLane:
 
     def _refuse_fetch(self, error: MooncakeError) -> None:
         self._read.append((lambda: None, 0))
-        self.post(encode_frame(Found([], str(error))))
+        self.post(encode_frame(Found([], brief(str(error)))))
 
     def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
         """The blocks stay where they are until the reader is through."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from messenger.flow import Flow
 from messenger.lane import NOT_URGENT_S, Lane
-from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry
+from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry, brief
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transports import Path, Traffic, Transport
 from mooncake.errors import TransferError
@@ -39,6 +39,8 @@ _BULK_WAITS_S = 0.01
 _HURRY_S = 1.0
 """after a latency request the next one is expected"""
 _LATENCY_WINDOW_BYTES = 8 << 20
+_NUM_LOST_LANES = 64
+"""whose end the receiver may not have noticed yet"""
 _MOST_LANES_LOST = 4
 """under one request: then it is no chance that they are lost"""
 SESSION_BYTES = 16
@@ -101,6 +103,7 @@ class Peer:
         self.flow = Flow()
         self._traffic = traffic
         self._lanes: list[Lane] = []
+        self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._has_rdma = False
         self._kept_free: Lane | None = None
         """of several, of bulk while others are in a hurry: what has been sent cannot be overtaken any more"""
@@ -154,7 +157,7 @@ class Peer:
         """
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
-        opening = Open(next(self._transfer_ids), grant_id, ref_text)
+        opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
         transfer = Transfer(self, opening, urgency, on_change)
         self._transfers[opening.transfer_id] = transfer
         if self._announcement is None:
@@ -176,7 +179,7 @@ class Peer:
                 lane.forget(opening.transfer_id)
             if self._lanes and (transfer.is_known or reason is not None):
                 self._announce_one(transfer)
-                self._say(Close(opening.transfer_id, reason))
+                self._say(Close(opening.transfer_id, None if reason is None else brief(reason)))
 
     def _say(self, close: Close) -> None:
         """When nothing of the transfer is on its way by RDMA: the peer closes its pages then, and a write to
@@ -209,6 +212,8 @@ class Peer:
         Everything in one answer: no more than `frame_bytes` should be asked for at once. Raises
         TransferError. Cancelled, it waits until nothing will be written to `views` any more.
         """
+        if not keys:
+            return []
         answer = _Answer()
         request = FetchRequest(
             Fetch(list(keys), layers.start, layers.stop),
@@ -288,6 +293,8 @@ class Peer:
         """Uses `lane` until it is lost. Returns the reason."""
         self._lanes.append(lane)
         self._lanes_changed()
+        for number in self._lost_lanes:  # what was on them may come again over this one
+            lane.post(Abandon(number))
         lane.wake()
         reason = "ended by this side"
         try:
@@ -312,6 +319,7 @@ class Peer:
         if not self._lanes:
             self._close(reason, unanswered)
             return
+        self._lost_lanes.append(lane.number)
         for other in self._lanes:
             other.post(Abandon(lane.number))
         for transfer in self._transfers.values():

@@ -184,6 +184,9 @@ class Peers:
             try:
                 reason = await peer.run_lane(lane)
                 log.info("connection to %s (%s) was lost: %s", peer.name, path, reason)
+            except Exception:  # an error of ours must not end the other connections
+                log.exception("a connection to %s ends", peer.name)
+                reason = "an error of this messenger"
             finally:
                 if peer.closed_reason is not None:
                     self._sessions.discard(address, keeping)

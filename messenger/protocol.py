@@ -30,6 +30,7 @@ Owns: messages, framing, what may be said in which phase. Does not know: sockets
 
 import struct
 from enum import Enum, auto
+from typing import Annotated
 
 import msgspec
 
@@ -45,7 +46,11 @@ MAX_FRAME_ENTRIES = 1024
 MAX_FRAME_BYTES = 4 << 20
 """Payload of one frame, unless a single layer is larger: bounds how long others wait behind it."""
 
+_MOST_CHARS = 1000
+
 _HEADER = struct.Struct("<II")
+Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
+"""what is said to people; see `brief`"""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -99,7 +104,7 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 
     transfer_id: int
     grant_id: int
-    ref_text: str
+    ref_text: Text
 
 
 class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +141,7 @@ class Close(msgspec.Struct, tag=True, frozen=True):
     """The sender is through with a transfer; `reason` says why if it gave up."""
 
     transfer_id: int
-    reason: str | None
+    reason: Text | None
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
@@ -162,7 +167,7 @@ class Found(msgspec.Struct, tag=True, frozen=True):
     """What is there. The blocks stay where they are until `FetchDone`. `failure`: why nothing is."""
 
     blocks: list[FoundBlock]
-    failure: str | None = None
+    failure: Text | None = None
 
 
 class FetchDone(msgspec.Struct, tag=True, frozen=True):
@@ -189,7 +194,7 @@ class Exposed(msgspec.Struct, tag=True, frozen=True):
 
     transfer_id: int
     pages: list[ExposedPage]
-    failure: str | None = None
+    failure: Text | None = None
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
@@ -213,14 +218,14 @@ class WriteAck(msgspec.Struct, tag=True, frozen=True):
     """The oldest unacknowledged write is placed and verified, or refused as a whole."""
 
     refusal: RefusalKind | None = None
-    message: str = ""
+    message: Text = ""
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
     """The receiver needs no more of this transfer: its grant is revoked or unknown."""
 
     transfer_id: int
-    reason: str
+    reason: Text
 
 
 Message = (
@@ -280,6 +285,11 @@ WITH_PAYLOAD = (Write, Found, Probe)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+
+
+def brief(text: str) -> str:
+    """A text as messages carry it: whoever adds words to what another has said must not make it too long."""
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
 def encode_frame(message: Message, payload_bytes: int = 0) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from messenger.door import WriteRefused, WriteTarget
-from messenger.protocol import Ended, Message, encode_frame
+from messenger.protocol import Ended, Message, brief, encode_frame
 from mooncake.errors import TransferError
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Session:
             self.ensure_open(transfer_id, grant_id)
         except WriteRefused as error:
             log.info("transfer %.200r of %s refused: %s", ref_text, self.name, error)
-            self.post(Ended(transfer_id, str(error)))
+            self.post(Ended(transfer_id, brief(str(error))))
 
     def ensure_open(self, transfer_id: int, grant_id: int) -> None:
         """A write may come before the `Open`. Raises WriteRefused, and TransferError for another grant: that
@@ -69,7 +69,7 @@ class Session:
             if transfer_id in self.given_up:
                 raise WriteRefused("the transfer was given up")
             if len(self.grants) >= MOST_TRANSFERS:
-                raise TransferError(f"more than {MOST_TRANSFERS} open transfers of one sender")
+                raise WriteRefused(f"{self.name} has {MOST_TRANSFERS} transfers open already")
             self.target.open(grant_id, self)
             self.grants[transfer_id] = grant_id
         elif opened != grant_id:
@@ -106,7 +106,7 @@ class Session:
     def revoke(self, grant_id: int, reason: str) -> None:
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             del self.grants[transfer_id]
-            self.post(Ended(transfer_id, reason))
+            self.post(Ended(transfer_id, brief(reason)))
             self._conceal_in_time(transfer_id)
 
     def post(self, message: Message) -> None:

@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import random
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from messenger import stream
 from messenger.lane import Lane
 from messenger.peer import Peer
 from messenger.requests import Outcome, Urgency
 from messenger.transports import Transport
 from mooncake.errors import TransferError
 from tests.messenger.fabric import DEADLINE_S, LARGE, SMALL, TINY, Fabric, fabric, run, until
-from tests.messenger.proxy import Plan
+from tests.messenger.proxy import Link, Plan
 
 SEED = 20
 NUM_SAMPLES = 24
@@ -475,5 +478,72 @@ def test_many_transfers_survive_resets_as_long_as_one_path_holds(tmp_path: Path,
             assert peer.flow.in_flight_bytes == 0
             await until(lambda: not any(grant.writers for grant in node.pages.grants.values()))
             await until(lambda: node.pages.num_leases == 0)
+
+    run(test())
+
+
+def reset_near(link: Link) -> None:
+    """Only the sender hears of it."""
+    link.is_open = False
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(link.near)
+    loop.remove_writer(link.near)
+    link.near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.near.close()
+
+
+def test_a_lane_that_comes_later_abandons_the_lost_ones_too(tmp_path: Path) -> None:
+    """The first to be told is stalled; what comes again over the later one must not be refused."""
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 8) as node:
+            a, b = node.proxy(), node.proxy()
+            a.plans.append(Plan(stall_up_at=600_000))
+            peer = await node.peer(2)
+            lane_a = next(lane for lane in peer.lanes if lane.path.place == a.endpoint)
+            node.pages.grant(1, range(8))
+            b.black_hole(up=True, down=False)
+            write = asyncio.create_task(node.write(1, range(8), peer=peer))
+            await until(lambda: a.links[0].num_up >= 600_000)
+            await until(lambda: node.pages.num_begun)
+            reset_near(a.links[0])  # the receiver's end knows nothing of it
+            await until(lambda: lane_a not in peer.lanes and len(peer.lanes) == 2)
+            b.heal()
+            await write
+            node.assert_written(range(8))
+            a.reset()
+            for link in a.links:
+                link.far.close()
+
+    run(test(), 20)
+
+
+def test_a_receiver_that_does_not_read_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel answers. A host that is gone is the business of tests/cluster/test_links.py."""
+    monkeypatch.setattr(stream, "_UNACKNOWLEDGED_S", 0.1)
+    monkeypatch.setattr(stream, "_LOOK_S", 0.02)
+    num_looks = 0
+    look = stream.Stream._look_at_peer
+
+    def count(self: stream.Stream) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        look(self)
+
+    monkeypatch.setattr(stream.Stream, "_look_at_peer", count)
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 24, streams=1) as node:
+            proxy = node.proxy()
+            peer = await node.peer()
+            node.pages.grant(1, range(24))
+            proxy.black_hole()
+            write = asyncio.create_task(node.write(1, range(24), peer=peer))
+            await until(lambda: peer.lanes[0].num_outstanding)
+            num_looks_before = num_looks
+            await until(lambda: num_looks > num_looks_before + 30)
+            proxy.heal()
+            await write
+            node.assert_written(range(24))
 
     run(test())

@@ -80,3 +80,15 @@ def test_two_events_at_one_moment_divide_by_no_zero() -> None:
     flow.begun(MIB, 7.0)
     flow.ended(MIB, 7.0, moved_bytes=MIB)
     assert flow.bandwidth_bytes_per_s is not None
+
+
+def test_small_transfers_are_a_sample_together() -> None:
+    flow = Flow()
+    flow.begun(4096, 0.0)
+    flow.ended(4096, 0.06, moved_bytes=4096)  # somebody was busy
+    assert flow.bandwidth_bytes_per_s is None
+    for number in range(1000):
+        flow.begun(65536, 1.0 + number)
+        flow.ended(65536, 1.0 + number + 1e-4, moved_bytes=65536)
+    assert flow.bandwidth_bytes_per_s is not None
+    assert flow.bandwidth_bytes_per_s > 100e6

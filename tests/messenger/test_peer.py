@@ -16,7 +16,7 @@ from messenger.requests import Outcome, ProbeRequest, Urgency
 from messenger.transports import Path as Way
 from messenger.transports import Traffic, Transport
 from mooncake.errors import PoolError, TransferError
-from tests.messenger.fabric import LARGE, SMALL, fabric, key, run, until
+from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, key, run, until
 
 PAGES = range(6)
 WAYS = [("tcp", 1, 1), ("tcp", 2, 1), ("tcp", 4, 1), ("tcp", 1, 2), ("tcp", 2, 2), ("shm", 1, 1)]
@@ -139,6 +139,14 @@ def test_a_source_that_fails_fails_the_fetch_and_nothing_else(tmp_path: Path) ->
             with pytest.raises(TransferError, match=r"layers \[0, 9\) are no part of \[0, 4\)"):
                 await (await node.peer()).fetch([key(0)], [node.sender_memory.page(0)], range(9))
             await node.assert_works()
+
+    run(test())
+
+
+def test_a_fetch_of_nothing_finds_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, TINY) as node:
+            assert await node.fetch([]) == []
 
     run(test())
 

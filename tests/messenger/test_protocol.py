@@ -24,6 +24,7 @@ from messenger.protocol import (
     Write,
     WriteAck,
     WriteEntry,
+    brief,
     check_identity,
     check_version,
     encode_frame,
@@ -159,3 +160,14 @@ def test_peer_with_another_split_of_the_cluster_is_accepted(layers: range) -> No
     theirs = msgspec.structs.replace(other, layout=LAYOUT.of_layers(layers))
     check_identity(IDENTITY, theirs)
     check_identity(theirs, IDENTITY)
+
+
+def test_texts_stay_short_whoever_adds_to_them() -> None:
+    text = "x" * 5000
+    for _ in range(10):
+        text = brief(f"somebody said: {text}")
+    assert len(text) == 1000
+    assert brief("short") == "short"
+    open_reader = FrameReader(Side.RECEIVER)
+    with pytest.raises(TransferError, match="cannot be read"):
+        feed(open_reader, stream_of((HELLO, b""), (INTRODUCTION, b""), (Close(1, "y" * 5000), b"")), 100_000)

@@ -455,8 +455,12 @@ def test_open_transfers_of_one_sender_have_a_limit(tmp_path: Path, monkeypatch: 
             await wire.say(Close(0, None))
             await wire.say(Open(3, 1, "there is room again"))
             await wire.say(Open(4, 1, "one too many"))
-            await wire.assert_closed()
+            answer = await wire.hear()
+            assert isinstance(answer, Ended)
+            assert answer.transfer_id == 4
+            assert "has 3 transfers open already" in answer.reason
             wire.close()
+            await until(lambda: node.num_served == 0)
             await node.assert_works()
 
     run(test())
