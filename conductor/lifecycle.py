@@ -45,6 +45,7 @@ class TrackedRequest:
     request: Request
     front: bytes
     epoch: int
+    submitted_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     attempt: int = 0

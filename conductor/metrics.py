@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from conductor.lifecycle import RUNNING_STATES
 from conductor.policy import Conductor
-from mooncake.messages import PoolStats, Role
+from mooncake.messages import PREFILL_SOURCES, PoolStats, Role
 
 
 class ConductorMetrics(Collector):
@@ -65,6 +65,11 @@ class ConductorMetrics(Collector):
         transferred = CounterMetricFamily(
             "mooncake_transfer_bytes", "KVCache moved", labels=["instance", "transport", "direction"]
         )
+        prefilled = CounterMetricFamily(
+            "mooncake_prefill_tokens",
+            "prompt tokens of prefills by where their KVCache came from",
+            labels=["instance", "source"],
+        )
         heartbeats = {
             instance.name: instance.heartbeat
             for instance in self._conductor.instances
@@ -74,11 +79,14 @@ class ConductorMetrics(Collector):
             free.add_metric([name], heartbeat.num_free_device_pages)
             requests.add_metric([name, "running"], heartbeat.num_running)
             requests.add_metric([name, "waiting"], heartbeat.num_waiting)
+            if heartbeat.num_prefill_tokens:
+                for source in PREFILL_SOURCES:
+                    prefilled.add_metric([name, source], heartbeat.num_prefill_tokens.get(source, 0))
             pool = heartbeat.pool
             for direction, by_transport in (("sent", pool.sent_bytes), ("received", pool.received_bytes)):
                 for transport, num_bytes in by_transport.items():
                     transferred.add_metric([name, transport, direction], num_bytes)
-        yield from (free, requests, transferred)
+        yield from (free, requests, transferred, prefilled)
         yield from pool_metrics({name: heartbeat.pool for name, heartbeat in heartbeats.items()})
 
 

@@ -62,6 +62,7 @@ class Limits:
     placement_timeout_s: float = 60.0
     return_grace_s: float = 10.0
     retry_after_s: float = 1.0
+    ttft_slo_s: float | None = None
 
 
 class Conductor:
@@ -144,7 +145,7 @@ class Conductor:
         if rejection is not None:
             return [Effect(sender, rejection)]
         self._fronts[sender] = now_s
-        tracked = TrackedRequest(request, sender, self.epoch, waiting_since_s=now_s)
+        tracked = TrackedRequest(request, sender, self.epoch, submitted_s=now_s, waiting_since_s=now_s)
         self.requests[request.request_id] = tracked
         return self._place_or_wait(tracked, now_s)
 
@@ -237,14 +238,15 @@ class Conductor:
                 tracked.move_to(RequestState.PREFILLING)
                 prefill = self.instances.get(tracked.prefill)
                 assert prefill is not None
-                return [Effect(prefill.identity, Prefill(tracked.ref, tracked.request, grant))]
+                order = Prefill(tracked.ref, tracked.request, grant, self._time_left_s(tracked, now_s))
+                return [Effect(prefill.identity, order)]
             case Prefilled() if tracked.state is RequestState.PREFILLING:
                 tracked.move_to(RequestState.DECODING)
                 instance.requests.pop(message.ref.request_id, None)  # what is left is the messenger's
                 decode = self.instances.get(tracked.decode)
                 assert decode is not None
-                order = Decode(tracked.ref, message.first_token, message.num_cached_tokens)
-                return [Effect(decode.identity, order)]
+                decode_order = Decode(tracked.ref, message.first_token, message.num_cached_tokens)
+                return [Effect(decode.identity, decode_order)]
             case Finished() if tracked.state is RequestState.DECODING:
                 self._end(tracked, RequestState.FINISHED)
                 return [Effect(tracked.front, Ended(message.ref.request_id, message.num_output_tokens))]
@@ -272,6 +274,11 @@ class Conductor:
         if tracked is None or tracked.ref != ref or tracked.state is RequestState.WAITING:
             return None
         return tracked
+
+    def _time_left_s(self, tracked: TrackedRequest, now_s: float) -> float | None:
+        """Until the first token is due."""
+        ttft_slo_s = self.limits.ttft_slo_s
+        return None if ttft_slo_s is None else tracked.submitted_s + ttft_slo_s - now_s
 
     def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         placement = place(tracked.request, self.instances)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvstore.events import BlockTokens
 from mooncake.blocks import BlockKey
+from mooncake.messages import Tier
 
 NOBODY = 0
 """Owner of what the pool does for itself"""
@@ -29,6 +30,8 @@ class Block:
     position: int
     """index in its prompt"""
     tokens: BlockTokens | None = None
+    tier: Tier | None = None
+    """of a found block: where it was before anybody asked for it"""
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ one frame a message (see remote), after both sides have proved that they know th
 greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
-`Commit`, `EndLease`, `Prefetch` and `DescribeTokens` are no calls: they are frequent and ordered, and
-what is wrong with one ends the session.
+`Commit`, `EndLease`, `Prefetch`, `DescribeTokens` and `StopFetch` are no calls: they are frequent or ordered,
+and what is wrong with one ends the session.
 
 Owns: the vocabulary. Does not know: sockets.
 """
@@ -169,6 +169,25 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
     reservation_id: int
 
 
+class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Bring these blocks of the reservation, of which nothing is there, from the pool of `source`.
+
+    Layers come in order, each of all blocks before the next one; `LayersFetched` says how far they are.
+    Answered by `Fetched` when nothing more will come. Until then nobody else writes these pages.
+    """
+
+    call_id: int
+    reservation_id: int
+    source: MessengerAddress
+    blocks: list[int]
+
+
+class StopFetch(msgspec.Struct, tag=True, frozen=True):
+    """The fetch of this reservation has taken long enough. It is answered as soon as nothing is written."""
+
+    reservation_id: int
+
+
 class Release(msgspec.Struct, tag=True, frozen=True):
     """Give a reservation up. Answered by `Done`, also if there is none."""
 
@@ -297,11 +316,15 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A page of a reservation. `sealed`: the block is there already and may only be read."""
+    """A page of a reservation. `sealed`: the block is there already and may only be read.
+
+    `tier`: where a sealed block was before anybody asked for it.
+    """
 
     page: int
     generation: int
     sealed: bool
+    tier: Tier | None = None
 
 
 class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
@@ -315,6 +338,29 @@ class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
 class Granted(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     grant: Grant
+
+
+class LayersFetched(msgspec.Struct, tag=True, frozen=True):
+    """Layers `[0, num_layers)` of the first `num_blocks` blocks of that fetch are there, verified.
+
+    No answer: several come during a fetch. Blocks from `num_blocks` on have been given up: they keep the
+    layers that they had before, and are the caller's to write.
+    """
+
+    call_id: int
+    num_blocks: int
+    num_layers: int
+
+
+class Fetched(msgspec.Struct, tag=True, frozen=True):
+    """Of each block of the fetch, how many layers from 0 on are there. A block with all of them is sealed.
+
+    `pages`: where the blocks are now. Those that were to be written when the source hung have other ones.
+    """
+
+    call_id: int
+    num_layers: list[int]
+    pages: list[int]
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
@@ -405,7 +451,7 @@ class Detached(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Waiting = AwaitSpace | AwaitSent | AwaitArrived
+Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
 """Calls that may take as long as others need; all others are answered within seconds."""
 Call = (
     Attach
@@ -425,7 +471,7 @@ Call = (
     | VerifyBlocks
     | GetStats
 )
-Notice = Commit | DescribeTokens | EndLease | Prefetch
+Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch
 ToPool = Call | Notice
 ToRemotePool = ToPool | GetBlocks | PutBlocks
 Answer = (
@@ -433,6 +479,7 @@ Answer = (
     | Connected
     | Reservation
     | Granted
+    | Fetched
     | Located
     | Leased
     | Count
@@ -442,5 +489,5 @@ Answer = (
     | Done
     | CallFailed
 )
-FromPool = Answer | Detached
+FromPool = Answer | LayersFetched | Detached
 FromRemotePool = FromPool | GotBlocks

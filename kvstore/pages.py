@@ -154,6 +154,11 @@ class PageTable:
         """One little-endian xxh3-64 per layer of `layers`."""
         return bytes(self._checksums[self._checksum_bytes(page, layers)])
 
+    def writer(self, page: int) -> Writer | None:
+        """Who may be writing this page through a mapping of its own."""
+        writer = self._writer[page]
+        return Writer(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
+
     def is_intact(self, page: int) -> bool:
         """Whether key and checksums were written together."""
         return self._seal[page] == self._sealed_digest(page)

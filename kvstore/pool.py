@@ -166,11 +166,13 @@ class Pool:
             num_evictable = self.shelf.num_idle
             self.shelf.unclaim(found, used=False)
             raise self._full(num_missing, num_evictable)
+        blocks = self._blocks([*keys, *[None] * num_private], places, writer)
+        for block in blocks:
+            if block.found:
+                block.tier = Tier.SSD if block.page in self._promoted else Tier.DRAM
         self._count_hits(found)
         self._count_misses(key for key, page in zip(keys, places, strict=True) if page is None)
-        reservation = Reservation(
-            self._next_id(), owner, self._blocks([*keys, *[None] * num_private], places, writer)
-        )
+        reservation = Reservation(self._next_id(), owner, blocks)
         self._reservations[reservation.reservation_id] = reservation
         return reservation
 
@@ -190,6 +192,23 @@ class Pool:
 
     def find_reservation(self, reservation_id: int) -> Reservation | None:
         return self._reservations.get(reservation_id)
+
+    def renew_pages(self, reservation: Reservation, blocks: Sequence[Block]) -> None:
+        """Gives blocks of `reservation` fresh pages, empty ones: a transfer may still write the old ones.
+
+        Does nothing if it has been released. Raises PoolFullError, and changes nothing, without room.
+        """
+        if self._reservations.get(reservation.reservation_id) is not reservation:
+            return
+        if not self.make_room(len(blocks)):
+            raise self._full(len(blocks), self.shelf.num_idle)
+        old_pages = [block.page for block in blocks]
+        writer = self.table.writer(old_pages[0]) if blocks else None
+        for block, page in zip(blocks, self.shelf.take(len(blocks), writer), strict=True):
+            del reservation.by_page[block.page]
+            block.page, block.generation, block.arrived = page, self.table.generation(page), 0
+            reservation.by_page[page] = block
+        self._unclaim(old_pages)
 
     def is_complete(self, block: Block) -> bool:
         return block.arrived == self._all_layers

@@ -36,10 +36,11 @@ class _Target:
 
 @dataclass(slots=True)
 class _Range:
-    """Consecutive layers of one block, in one frame."""
+    """Consecutive layers of one block, in one frame. `page`: where they are; the block may move on."""
 
     target: _Target
     layers: range
+    page: int
 
 
 class Send:
@@ -102,7 +103,7 @@ class Send:
             entries = [self._entry(r) for r in ranges]
             num_bytes = sum(len(r.layers) for r in ranges) * self._segment.layout.layer_bytes
             for r in ranges:
-                self._pool.hold(r.target.block.page)
+                self._pool.hold(r.page)
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
@@ -119,24 +120,23 @@ class Send:
                 target.submitted |= layer_mask(layers)
                 num_layers_left -= len(layers)
                 self._num_unsubmitted -= len(layers)
-                ranges.append(_Range(target, layers))
+                ranges.append(_Range(target, layers, target.block.page))
         return ranges
 
     def _entry(self, r: _Range) -> WriteEntry:
-        block, granted = r.target.block, r.target.page
-        first_layer = self._segment.layout.first_layer
+        granted, first_layer = r.target.page, self._segment.layout.first_layer
         return WriteEntry(
             granted.page,
             granted.generation,
             first_layer + r.layers.start,
             first_layer + r.layers.stop,
-            self._pool.table.checksums(block.page, r.layers),
-            self._segment.layers_offset(block.page, r.layers.start),
+            self._pool.table.checksums(r.page, r.layers),
+            self._segment.layers_offset(r.page, r.layers.start),
         )
 
     def _frame_done(self, ranges: list[_Range], outcome: Outcome) -> None:
         for r in ranges:
-            page = r.target.block.page
+            page = r.page
             if outcome is Outcome.PLACED:
                 self._num_unacknowledged -= len(r.layers)
             if outcome is Outcome.CORRUPT and self._is_damaged(page, r.layers):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvstore.claims import Lease, Reservation, layer_mask
 from kvstore.events import BlockTokens
+from kvstore.fetches import Fetch
 from kvstore.listing import list_blocks, pool_stats, verify_block
 from kvstore.messages import (
     LOCATIONS,
@@ -29,9 +30,12 @@ from kvstore.messages import (
     Done,
     EndLease,
     ErrorKind,
+    FetchBlocks,
+    Fetched,
     FromPool,
     GetStats,
     Granted,
+    LayersFetched,
     LeaseBlocks,
     Leased,
     ListBlocks,
@@ -47,6 +51,7 @@ from kvstore.messages import (
     SealBlocks,
     StartSend,
     Stats,
+    StopFetch,
     ToPool,
     UnpinBlocks,
     Verified,
@@ -89,6 +94,7 @@ class Session:
         self._send = send
         self._waiting: set[asyncio.Task[None]] = set()
         self._sends: dict[int, tuple[Send, asyncio.Task[None]]] = {}
+        self._fetches: dict[int, Fetch] = {}
 
     def handle(self, message: ToPool) -> None:
         """Raises PoolError for what no correct user sends; the session must end then."""
@@ -101,7 +107,9 @@ class Session:
                 self.end_lease(lease_id)
             case Prefetch(keys):
                 self._store.mover.prefetch(_checked(keys))
-            case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks():
+            case StopFetch(reservation_id):
+                self._stop_fetch(reservation_id)
+            case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks() | FetchBlocks():
                 self._spawn(self._answer_later(message))
             case ReservePages() | LeaseBlocks() | PinBlocks() if self._store.is_on_ssd_only(message.keys):
                 self._spawn(self._answer_later(message))
@@ -164,6 +172,8 @@ class Session:
             case SealBlocks():
                 self._seal(call)
             case OpenGrant(call_id, reservation_id):
+                if reservation_id in self._fetches:
+                    raise PoolError(f"reservation {reservation_id} is being fetched, it cannot be granted")
                 return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))
             case StartSend():
                 self._start_send(call)
@@ -192,6 +202,8 @@ class Session:
                 return Verified(call_id, sum(map(bool, is_intact.values())), damaged)
             case AwaitSpace(_, space_epoch):
                 await self._store.wait_for_space(space_epoch)
+            case FetchBlocks():
+                return await self._fetch(call)
             case AwaitSent(_, reservation_id):
                 await asyncio.shield(self._find_send(reservation_id).outcome)
             case AwaitArrived(_, reservation_id):
@@ -226,6 +238,7 @@ class Session:
         reservation = self._pool.find_reservation(reservation_id)
         if reservation is not None and reservation.owner == self.user.owner:
             self._cancel_send(reservation_id)
+            self._stop_fetch(reservation_id)
             self._store.grants.revoke(reservation_id, reason)
             self._pool.release(reservation_id)
 
@@ -257,14 +270,18 @@ class Session:
             raise PoolError(f"{len(commit.pages)} pages came with {len(commit.checksums)} bytes of checksums")
         for position, page in enumerate(commit.pages):
             block = reservation.by_page.get(page)
-            if block is None or self._store.grants.is_granted(reservation, page):
+            if block is None or self._is_written_otherwise(reservation, page):
                 raise PoolError(f"page {page} is not the user's to write in {commit.reservation_id}")
             if block.arrived & layer_mask(layers):
                 raise PoolError(f"layers [{layers.start}, {layers.stop}) of page {page} were there already")
             checksums = commit.checksums[position * stride : (position + 1) * stride]
             self._pool.arrived(reservation, block, layers, checksums)
-        if commit.reservation_id in self._sends:
-            self._sends[commit.reservation_id][0].wake()
+        self._wake_send(commit.reservation_id)
+
+    def _is_written_otherwise(self, reservation: Reservation, page: int) -> bool:
+        """Whether other messengers' bytes come, or came, to this page of a reservation."""
+        fetch = self._fetches.get(reservation.reservation_id)
+        return self._store.grants.is_granted(reservation, page) or (fetch is not None and fetch.writes(page))
 
     def _seal(self, call: SealBlocks) -> None:
         reservation = self._find(call.reservation_id)
@@ -274,7 +291,7 @@ class Session:
         if len(call.checksums) != stride * len(blocks):
             raise PoolError(f"{len(blocks)} pages came with {len(call.checksums)} bytes of checksums")
         for block in blocks:
-            if block.arrived or self._store.grants.is_granted(reservation, block.page):
+            if block.arrived or self._is_written_otherwise(reservation, block.page):
                 raise PoolError(f"page {block.page} of {call.reservation_id} is being written otherwise")
         for position, block in enumerate(blocks):
             checksums = call.checksums[position * stride : (position + 1) * stride]
@@ -319,10 +336,42 @@ class Session:
             task.cancel()
             send.finish(TransferError("released before everything was sent"))
 
+    def _wake_send(self, reservation_id: int) -> None:
+        """Layers of its blocks have come."""
+        if reservation_id in self._sends:
+            self._sends[reservation_id][0].wake()
+
     def _find_send(self, reservation_id: int) -> Send:
         if reservation_id not in self._sends:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         return self._sends[reservation_id][0]
+
+    # -- fetches ----------------------------------------------------------------------------------
+
+    async def _fetch(self, call: FetchBlocks) -> Fetched:
+        reservation = self._find(call.reservation_id)
+        if call.reservation_id in self._fetches:
+            raise PoolError(f"reservation {call.reservation_id} is being fetched already")
+
+        def on_layers(num_blocks: int, num_layers: int) -> None:
+            self._send(LayersFetched(call.call_id, num_blocks, num_layers))
+            self._wake_send(call.reservation_id)
+
+        store = self._store
+        fetch = Fetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
+        if any(store.grants.is_granted(reservation, reservation.blocks[i].page) for i in call.blocks):
+            raise PoolError(f"reservation {call.reservation_id} has been granted, others write to it")
+        self._fetches[call.reservation_id] = fetch
+        try:
+            await fetch.run(call.source, self._tasks)
+        finally:
+            del self._fetches[call.reservation_id]
+        num_layers = [block.arrived.bit_length() for block in fetch.blocks]
+        return Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
+
+    def _stop_fetch(self, reservation_id: int) -> None:
+        if reservation_id in self._fetches:
+            self._fetches[reservation_id].stop()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if len(self._waiting) >= _MOST_WAITING:
@@ -342,7 +391,7 @@ def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
 
 
 def _reserved(call_id: int, reservation: Reservation) -> ReservationAnswer:
-    blocks = [ReservedBlock(b.page, b.generation, b.found) for b in reservation.blocks]
+    blocks = [ReservedBlock(b.page, b.generation, b.found, b.tier) for b in reservation.blocks]
     return ReservationAnswer(call_id, reservation.reservation_id, blocks)
 
 

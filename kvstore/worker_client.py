@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
 import numpy as np
@@ -30,9 +30,12 @@ from kvstore.messages import (
     DescribeTokens,
     Detached,
     ErrorKind,
+    FetchBlocks,
+    Fetched,
     FromPool,
     GetStats,
     Granted,
+    LayersFetched,
     Notice,
     OpenGrant,
     Prefetch,
@@ -41,13 +44,16 @@ from kvstore.messages import (
     ReservePages,
     StartSend,
     Stats,
+    StopFetch,
+    Verified,
+    VerifyBlocks,
     Waiting,
 )
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import Grant, PoolStats
+from mooncake.messages import Grant, MessengerAddress, PoolStats
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _SERIAL = 0
@@ -78,6 +84,8 @@ class WorkerClient:
         self._gone_reason = f"messenger of {instance} gone"
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._on_layers: dict[int, Callable[[int, int], None]] = {}
+        """of fetches, by call"""
         self._has_ended = False
         self._space_epoch = 0
         self._background: set[asyncio.Task[Answer]] = set()
@@ -208,6 +216,38 @@ class WorkerClient:
         """Returns when the receiver has verified and acknowledged everything; TransferError otherwise."""
         await self._call(AwaitSent(next(self._call_ids), reservation_id))
 
+    async def fetch(
+        self,
+        reservation_id: int,
+        source: MessengerAddress,
+        blocks: Sequence[int],
+        on_layers: Callable[[int, int], None],
+    ) -> tuple[list[int], list[int]]:
+        """Prefill: brings `blocks` (indices) of this reservation from the pool of `source`, layer by layer.
+
+        `on_layers(num_blocks, num_layers)`: so many layers of the first so many of them are there. Returns of
+        each block how many layers have come, and its page, which may be another than before. Until then only
+        blocks that have been given up are the caller's to write. Whatever becomes of `source` is no error.
+        """
+        call = FetchBlocks(next(self._call_ids), reservation_id, source, list(blocks))
+        self._on_layers[call.call_id] = on_layers
+        try:
+            answer = await self._call(call)
+        finally:
+            del self._on_layers[call.call_id]
+        assert isinstance(answer, Fetched)
+        return answer.num_layers, answer.pages
+
+    async def stop_fetch(self, reservation_id: int) -> None:
+        """Ends the fetch of this reservation early, if there is one."""
+        await self._send(StopFetch(reservation_id))
+
+    async def verify(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Compares these blocks with their checksums, in every tier. Returns those that had to be dropped."""
+        answer = await self._call(VerifyBlocks(next(self._call_ids), list(keys)))
+        assert isinstance(answer, Verified)
+        return answer.damaged
+
     async def wait_arrived(self, reservation_id: int) -> None:
         """Decode: returns when all granted pages are complete and verified.
 
@@ -283,6 +323,11 @@ class WorkerClient:
                 if isinstance(message, Detached):
                     self._gone_reason = f"messenger of {self._instance} ended the session: {message.reason}"
                     break
+                if isinstance(message, LayersFetched):
+                    on_layers = self._on_layers.get(message.call_id)
+                    if on_layers is not None:
+                        on_layers(message.num_blocks, message.num_layers)
+                    continue
                 answered = self._calls.get(message.call_id)
                 if answered is not None and not answered.done():  # else its caller was cancelled
                     answered.set_result(message)

@@ -131,6 +131,9 @@ class ConductorConfig(_Section):
     endpoint: str = Field("tcp://127.0.0.1:7800", description="where workers find the conductor (ZeroMQ)")
     reply_endpoint: str = Field("tcp://127.0.0.1:7801", description="where workers send tokens to (ZeroMQ)")
     max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
+    ttft_slo_s: PositiveSeconds | None = Field(
+        None, description="when a first token is due: prefill takes prompts in this order; default: arrival"
+    )
     peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
     placement_timeout_s: PositiveSeconds = Field(
         60.0, description="how long a request waits for a lost instance to come back"
@@ -144,7 +147,12 @@ class WorkerConfig(_Section):
     num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="CPU threads of a worker"
     )
-    prefill_chunk: int = Field(512, ge=1, description="most tokens of one prefill pass")
+    prefill_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="most tokens of one prefill pass; auto: 512 on CPUs, 2048 on GPUs"
+    )
+    layerwise_overlap: bool = Field(
+        True, description="load and store KVCache beside the computation, layer by layer"
+    )
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
 
 

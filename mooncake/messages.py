@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(StrEnum):
@@ -114,6 +114,11 @@ class Tier(StrEnum):
 
     DRAM = "dram"
     SSD = "ssd"
+
+
+COMPUTED, REMOTE = "computed", "remote"
+PREFILL_SOURCES = (COMPUTED, *(tier.value for tier in Tier), REMOTE)
+"""computed, reused from a tier of the own pool, or fetched from another instance's"""
 
 
 class TierStats(msgspec.Struct, frozen=True):
@@ -284,6 +289,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     num_waiting: int
     num_free_device_pages: int
     pool: PoolStats
+    num_prefill_tokens: dict[str, int] = {}
+    """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
@@ -348,12 +355,25 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     request: Request
 
 
+class PrefixSource(msgspec.Struct, frozen=True):
+    """An instance whose pool is believed to hold the first `num_blocks` blocks of a prompt."""
+
+    messenger: MessengerAddress
+    num_blocks: int
+
+
 class Prefill(msgspec.Struct, tag=True, frozen=True):
-    """To prefill: compute what your pool lacks and stream the granted blocks to the decode side."""
+    """To prefill: compute what no pool holds and stream the granted blocks to the decode side.
+
+    `time_left_s`: until the first token is due (TTFT SLO), None if it may take its time. `prefix_source`:
+    where blocks may be fetched from that your pool lacks. What it turns out not to have is computed.
+    """
 
     ref: Ref
     request: Request
     grant: Grant
+    time_left_s: float | None = None
+    prefix_source: PrefixSource | None = None
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):

@@ -14,7 +14,7 @@ from mooncake.errors import MooncakeError, TransferError
 from mooncake.messages import Decode, Finished, Ref, Reserve, Reserved, TokenOutput, WorkFailed
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import OutOfPages
-from workers.executor import BlockCopy, Executor
+from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.pool_view import PoolView
 from workers.reserving import reserve_prompt
@@ -174,11 +174,9 @@ class DecodeRunner:
 
     async def _load(self, sequence: Sequence) -> None:
         if sequence.place is Place.POOL:
-            blocks = sequence.reservation.blocks
-            copies = [
-                BlockCopy(page, block.page) for page, block in zip(sequence.pages, blocks, strict=False)
-            ]
-            await self._executor.run(lambda: self._executor.load_blocks(copies, self._view))
+            pool_pages = [block.page for block in sequence.reservation.blocks]
+            device_pages = sequence.pages[: len(pool_pages)]
+            await self._executor.run(lambda: self._executor.load_blocks(device_pages, pool_pages, self._view))
             sequence.loaded.set()
         else:
             pages = sequence.pages[: len(sequence.saved[0])]

@@ -6,10 +6,8 @@ Functions here run on the device thread (`Executor.run`) and block it.
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -20,21 +18,14 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.sampling import sample, uniform
+from workers.layerwise import LayerTransfers, Part
 from workers.pool_view import PoolView
 
 T = TypeVar("T")
 
 
 class CancelledOnDevice(Exception):
-    """The work's `stop` event was set; nothing of it is running any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One block, in a device page and in a page of the pool."""
-
-    device_page: int
-    pool_page: int
+    """Nobody wants the result any more; nothing of the work is running any more."""
 
 
 class Executor:
@@ -63,43 +54,31 @@ class Executor:
             ended.exception()  # retrieved: nobody else will
             raise
 
-    def prefill_chunk(
-        self,
-        chunk: Chunk,
-        stores: Sequence[BlockCopy],
-        pool: PoolView,
-        on_layer_stored: Callable[[int, list[int], list[int]], None],
-        stop: threading.Event,
-    ) -> torch.Tensor:
-        """Layer-wise prefill of one chunk (Mooncake, section 5.2): float32 logits `[1, vocab]` of its end.
+    def prefill(self, parts: Sequence[Part], transfers: LayerTransfers) -> torch.Tensor:
+        """One pass of layer-wise prefill: float32 logits `[len(parts), vocab]` of each part's last token.
 
-        After each layer its part of `stores` is copied to the pool, then `on_layer_stored(layer, pool pages,
-        checksums)` is called on this thread. Raises `CancelledOnDevice` between layers once `stop` is set.
+        Loads run one layer ahead, stores behind. Stores may be under way when it returns (`Part.storing`),
+        loads are not. Raises `CancelledOnDevice` between two layers once all parts are dropped.
         """
-        batch = Batch.build([chunk], self.kv)
+        layers = self.model.layers
+        loading = transfers.launch_load(layers.start, parts)
+        batch = Batch.build([part.chunk for part in parts], self.kv)
         hidden = self.model.embed(batch)
-        for layer in self.model.layers:
-            if stop.is_set():
+        for layer in layers:
+            transfers.wait_loaded(loading)
+            if all(part.is_dropped for part in parts):
                 raise CancelledOnDevice
+            loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
             hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
-            if stores:
-                pool_pages = self._store_layer(layer, stores, pool)
-                on_layer_stored(layer, pool_pages, pool.checksums(layer, pool_pages))
+            transfers.launch_store(layer, parts)
         return self.model.logits(hidden[batch.last_rows])
 
-    def _store_layer(self, layer: int, stores: Sequence[BlockCopy], pool: PoolView) -> list[int]:
-        device_pages = torch.tensor([store.device_page for store in stores], device=self.kv.device)
-        pool_pages = [store.pool_page for store in stores]
-        pool.write_layer(layer, pool_pages, gather_pages(self.kv.layer(layer), device_pages))
-        return pool_pages
-
-    def load_blocks(self, loads: Sequence[BlockCopy], pool: PoolView) -> None:
+    def load_blocks(self, device_pages: Sequence[int], pool_pages: Sequence[int], pool: PoolView) -> None:
         """Copy whole blocks from the pool to the device, layer by layer."""
-        device_pages = torch.tensor([load.device_page for load in loads], device=self.kv.device)
-        pool_pages = [load.pool_page for load in loads]
+        index = torch.tensor(device_pages, device=self.kv.device)
         for layer in self.model.layers:
             blocks = pool.read_layer(layer, pool_pages).to(self.kv.device)
-            scatter_pages(self.kv.layer(layer), device_pages, blocks)
+            scatter_pages(self.kv.layer(layer), index, blocks)
 
     def save_pages(self, pages: Sequence[int]) -> list[torch.Tensor]:
         """Copies of device pages in host memory, one tensor a layer, for a preempted sequence."""

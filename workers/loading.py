@@ -20,6 +20,8 @@ from workers.executor import Executor
 from workers.pool_view import TORCH_DTYPES
 from workers.weights import iter_weights
 
+_CPU_PREFILL_CHUNK, _GPU_PREFILL_CHUNK = 512, 2048
+
 
 def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess) -> Executor:
     """Load all layers and allocate the device's KVCache; blocks for seconds to minutes, reports progress."""
@@ -63,6 +65,13 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"worker.device: {name} was asked for, but torch sees no CUDA device")
     return device
+
+
+def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
+    """Tokens of a pass: enough to keep the device busy, few enough to let urgent prompts past."""
+    if isinstance(configured, int):
+        return configured
+    return _GPU_PREFILL_CHUNK if device.type == "cuda" else _CPU_PREFILL_CHUNK
 
 
 def pick_num_threads(configured: int | str, num_local_workers: int) -> int:

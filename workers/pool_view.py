@@ -6,7 +6,6 @@ Owns: the strides. Does not know: which pages hold what; the messenger does.
 from collections.abc import Sequence
 
 import torch
-import xxhash
 
 from kvstore.segment import Segment
 from mooncake.blocks import DTYPE_BYTES, KVLayout
@@ -18,7 +17,6 @@ class PoolView:
     """All pages of a segment, `[num_pages, num_layers, num_kv_heads, 2, block_size, head_dim]`."""
 
     def __init__(self, segment: Segment, layout: KVLayout) -> None:
-        self._segment = segment
         item_bytes = DTYPE_BYTES[layout.dtype]
         flat = torch.frombuffer(segment.buffer, dtype=torch.uint8)[segment.page_offset(0) :]
         inner = (layout.num_layers, layout.num_kv_heads, 2, layout.block_size, layout.head_dim)
@@ -31,14 +29,6 @@ class PoolView:
         typed = flat[: segment.num_pages * segment.page_stride].view(TORCH_DTYPES[layout.dtype])
         self._pages = typed.as_strided((segment.num_pages, *inner), strides)
 
-    def write_layer(self, layer: int, pages: Sequence[int], blocks: torch.Tensor) -> None:
-        """Copy `blocks` [n, num_kv_heads, 2, block_size, head_dim] into one layer of `pages`."""
-        self._pages[:, layer].index_copy_(0, torch.tensor(pages), blocks.cpu())
-
     def read_layer(self, layer: int, pages: Sequence[int]) -> torch.Tensor:
         """A copy of one layer of `pages`, `[n, num_kv_heads, 2, block_size, head_dim]`."""
         return self._pages[:, layer].index_select(0, torch.tensor(pages))
-
-    def checksums(self, layer: int, pages: Sequence[int]) -> list[int]:
-        """xxh3-64 of the bytes of one layer of each page."""
-        return [xxhash.xxh3_64_intdigest(self._segment.layer_view(page, layer)) for page in pages]

@@ -34,9 +34,12 @@ from mooncake.messages import (
     ToWorker,
 )
 from mooncake.process import Ready, report
+from workers.copies import copies_for
 from workers.decode import DecodeRunner
 from workers.executor import Executor
 from workers.jobs import Jobs
+from workers.layerwise import LayerTransfers
+from workers.loading import pick_prefill_chunk
 from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
 
@@ -97,6 +100,7 @@ class Session:
                 self._start_runners(group, pool)
                 group.create_task(self._watch(pool))
                 group.create_task(self._beat(pool))
+                group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
                 await self._obey()
         except* (SessionLostError, PoolError) as errors:
@@ -115,7 +119,14 @@ class Session:
         view = PoolView(pool.segment, self._layout)
         self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
         self._prefill = PrefillRunner(
-            self._executor, pool, view, config.worker.prefill_chunk, self._tell, self._prefill_jobs
+            self._executor,
+            pool,
+            LayerTransfers(
+                copies_for(self._executor.kv, pool.segment), overlap=config.worker.layerwise_overlap
+            ),
+            pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device),
+            self._tell,
+            self._prefill_jobs,
         )
         self._decode = DecodeRunner(
             self._executor,
@@ -191,6 +202,7 @@ class Session:
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
             pool=self._pool_stats,
+            num_prefill_tokens=dict(self._prefill.num_tokens),
         )
 
     async def _watch(self, pool: WorkerClient) -> None:

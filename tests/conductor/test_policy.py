@@ -106,6 +106,21 @@ def new_conductor(limits: Limits | None = None) -> Conductor:
     return conductor
 
 
+def test_prefill_is_told_how_much_time_is_left() -> None:
+    conductor = new_conductor(Limits(ttft_slo_s=4.0))
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    (effect,) = conductor.handle(D0, Reserved(ref(), GRANT), 1.5)
+    assert effect.message == Prefill(ref(), request(), GRANT, time_left_s=3.5)
+
+
+def test_time_runs_on_when_a_request_is_placed_again() -> None:
+    conductor = new_conductor(Limits(ttft_slo_s=4.0))
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, WorkFailed(ref(), "no", retryable=True), 3.0)
+    (effect,) = conductor.handle(D0, Reserved(ref(2), GRANT), 6.0)
+    assert effect.message == Prefill(ref(2), request(), GRANT, time_left_s=-1.0)
+
+
 def test_a_request_takes_the_steps_of_the_request_path() -> None:
     conductor, order = new_conductor(), request()
     assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order))]

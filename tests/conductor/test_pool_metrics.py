@@ -6,7 +6,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.metrics import ConductorMetrics, pool_metrics
 from conductor.policy import Conductor, Limits
-from mooncake.messages import PoolStats, Tier, TierStats
+from mooncake.blocks import KVLayout
+from mooncake.bus import peer_identity
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Capacity,
+    Heartbeat,
+    MessengerAddress,
+    PoolStats,
+    Register,
+    Role,
+    Tier,
+    TierStats,
+)
 
 STATS = PoolStats(
     num_pages=100,
@@ -140,3 +152,19 @@ def test_strangers_at_the_conductor_are_counted() -> None:
     registry = CollectorRegistry()
     ConductorMetrics(Conductor(1, "f" * 32, Limits()), registry, lambda: 7)
     assert "mooncake_conductor_strangers_total 7.0" in generate_latest(registry).decode()
+
+
+def test_prefilled_tokens_are_told_by_their_source() -> None:
+    conductor = Conductor(1, "model", Limits())
+    address = MessengerAddress("p0", 1, "host", "/path", (("127.0.0.1", 1),))
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    p0 = peer_identity("p0", 1)
+    register = Register(PROTOCOL_VERSION, "p0", 1, Role.PREFILL, "model", layout, address, Capacity(100, 100))
+    conductor.handle(p0, register, 0.0)
+    heartbeat = Heartbeat(0, 0, 0, STATS, {"computed": 50, "dram": 30, "remote": 20})
+    conductor.handle(p0, heartbeat, 1.0)
+    registry = CollectorRegistry()
+    ConductorMetrics(conductor, registry, lambda: 0)
+    for source, expected in {"computed": 50, "dram": 30, "ssd": 0, "remote": 20}.items():
+        labels = {"instance": "p0", "source": source}
+        assert registry.get_sample_value("mooncake_prefill_tokens_total", labels) == expected

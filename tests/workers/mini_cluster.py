@@ -34,12 +34,14 @@ from mooncake.messages import (
     ToWorker,
 )
 from tests.kvstore.nodes import DEADLINE_S, Node
+from workers.copies import copies_for
 from workers.decode import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.executor import Executor
 from workers.jobs import Jobs
+from workers.layerwise import LayerTransfers
 from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
 
@@ -55,6 +57,7 @@ class Sizes:
     num_pool_pages: int = 64
     num_device_pages: int = 64
     prefill_chunk: int = 20
+    layerwise_overlap: bool = True
     max_batch: int = 8
 
 
@@ -85,7 +88,10 @@ class InstanceUnderTest:
         async def send(message: object) -> None:
             cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
 
-        self.prefill = PrefillRunner(self.executor, pool, view, sizes.prefill_chunk, send, self.prefill_jobs)
+        transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
+        self.prefill = PrefillRunner(
+            self.executor, pool, transfers, sizes.prefill_chunk, send, self.prefill_jobs
+        )
         self.decode = DecodeRunner(
             self.executor, pool, view, sizes.max_batch, DEADLINE_S, send, cluster.receive, self.decode_jobs
         )
@@ -122,6 +128,7 @@ class MiniCluster:
 
     def __init__(self, model: transformers.PreTrainedModel, sizes: Sizes, group: asyncio.TaskGroup) -> None:
         self.sizes, self.group = sizes, group
+        self.copies = copies_for
         self.spec = ModelSpec.from_hf_config(model.config.to_dict())
         self.model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32)
         self.model.load_weights(model.state_dict().items())
@@ -207,7 +214,10 @@ async def mini_cluster(
                 instance = InstanceUnderTest(cluster, name, role, pool)
                 cluster.instances.append(instance)
                 cluster.conductor.handle(instance.identity, instance.registration, time.monotonic())
-                loops.append(group.create_task(instance.decode.run()))
+                loops += [
+                    group.create_task(instance.prefill.run()),
+                    group.create_task(instance.decode.run()),
+                ]
             yield cluster
             for loop in loops:
                 loop.cancel()

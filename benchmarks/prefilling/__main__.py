@@ -1,0 +1,163 @@
+"""What loads, stores and reuse cost and save, beside the computation alone.
+
+    python benchmarks/prefill.py [--only overlap|reuse] [--rounds N] [--tokens N,N,...]
+
+SmolLM2-135M's shape with random weights, bfloat16, one thread; real messenger processes, nothing leaves the
+machine. All ways are measured in turn in each round; tables have medians, and bars as far as there are any.
+
+- overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored;
+  and Figure 7 of the Mooncake paper: computed whole, stores throttled to take as long as the computation.
+- reuse: a prompt of 4k tokens, of which 95% are in the own pool's DRAM, or in another instance's over TCP.
+
+Owns: the comparisons, their tables and bars. Does not know: how a prefill is run.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from benchmarks.prefilling.bench import BLOCK_SIZE, LAYOUT, Bench, instances, seal
+from kvstore.worker_client import WorkerClient
+from mooncake.messages import PrefixSource
+
+OVERLAP_TOKENS = (1024, 2048, 4096, 8160)
+REUSE_TOKENS, REUSED_SHARE = 4096, 0.95
+MAX_EXTRA, MIN_SAVED = 0.05, 0.30
+MAX_FROM_DRAM, MAX_FROM_TCP = 0.15, 0.25
+ALONE, OVERLAP, NO_OVERLAP = "alone", "overlap", "no overlap"
+
+
+async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
+    """Half is loaded, half is stored, as fast as it goes. Whether the bar is met."""
+    print("| tokens, half of them cached | computation alone | with loads and stores | without overlap |")
+    print("|---|---|---|---|", flush=True)
+    is_met = True
+    for num_tokens in sizes:
+        num_blocks = num_tokens // 2 // BLOCK_SIZE
+        times: defaultdict[str, list[float]] = defaultdict(list)
+        for number in range(num_rounds):
+            ways = [
+                (ALONE, bench.no_transfers()),
+                (OVERLAP, bench.transfers()),
+                (NO_OVERLAP, bench.transfers(overlap=False)),
+            ]
+            first = number % len(ways)  # each of them goes first in turn
+            for name, transfers in ways[first:] + ways[:first]:
+                tokens = bench.new_prompt(num_tokens)
+                await seal(bench.pool, tokens, num_blocks)
+                num_cached = num_blocks * BLOCK_SIZE
+                times[name].append(await bench.prefill_s(tokens, transfers, num_cached_tokens=num_cached))
+        alone_s, with_s, without_s = medians(times)
+        extra = with_s / alone_s - 1
+        is_met &= extra <= MAX_EXTRA
+        print(
+            f"| {num_tokens} | {alone_s:.3f} s | {with_s:.3f} s ({extra:+.1%}, bar {MAX_EXTRA:+.0%}) "
+            f"| {without_s:.3f} s ({without_s / alone_s - 1:+.1%}) |",
+            flush=True,
+        )
+    return is_met
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
+    """Alone, with overlap, without."""
+    return (
+        statistics.median(times[ALONE]),
+        statistics.median(times[OVERLAP]),
+        statistics.median(times[NO_OVERLAP]),
+    )
+
+
+async def slow_stores(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
+    """All is stored, as slowly as it is computed. Whether the bar is met."""
+    print("| tokens, slow stores | computation alone | overlap | no overlap | saved |")
+    print("|---|---|---|---|---|", flush=True)
+    is_met = True
+    for num_tokens in sizes:
+        num_copies = -(-num_tokens // BLOCK_SIZE) * LAYOUT.num_layers
+        times: defaultdict[str, list[float]] = defaultdict(list)
+        for _ in range(num_rounds):
+            alone_s = await bench.prefill_s(bench.new_prompt(num_tokens), bench.no_transfers())
+            times[ALONE].append(alone_s)
+            for name in (OVERLAP, NO_OVERLAP):
+                slow = bench.transfers(overlap=name == OVERLAP, seconds_per_copy=alone_s / num_copies)
+                times[name].append(await bench.prefill_s(bench.new_prompt(num_tokens), slow))
+        alone_s, with_s, without_s = medians(times)
+        saved = 1 - with_s / without_s
+        is_met &= saved >= MIN_SAVED
+        print(
+            f"| {num_tokens} | {alone_s:.3f} s | {with_s:.3f} s | {without_s:.3f} s "
+            f"| {saved:.0%} (bar {MIN_SAVED:.0%}) |",
+            flush=True,
+        )
+    return is_met
+
+
+async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
+    """Whether both bars are met."""
+    num_blocks = -(-int(REUSE_TOKENS * REUSED_SHARE) // BLOCK_SIZE)
+    num_cached = num_blocks * BLOCK_SIZE
+    bars = {"the own DRAM": (bench.pool, MAX_FROM_DRAM), "another instance, TCP": (holder, MAX_FROM_TCP)}
+    full: list[float] = []
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(num_rounds):
+        full.append(await bench.prefill_s(bench.new_prompt(REUSE_TOKENS), bench.transfers()))
+        for name, (pool, _bar) in bars.items():
+            tokens = bench.new_prompt(REUSE_TOKENS)
+            await seal(pool, tokens, num_blocks)
+            source = PrefixSource(pool.address, num_blocks)
+            elapsed_s = await bench.prefill_s(
+                tokens, bench.transfers(), source=source, num_cached_tokens=num_cached
+            )
+            times[name].append(elapsed_s)
+    full_s = statistics.median(full)
+    print(f"| {num_cached} of {REUSE_TOKENS} tokens from | to the first token | of the full time |")
+    print("|---|---|---|")
+    print(f"| nothing reused | {full_s:.3f} s | |")
+    is_met = True
+    for name, (_pool, bar) in bars.items():
+        elapsed_s = statistics.median(times[name])
+        is_met &= elapsed_s <= bar * full_s
+        print(f"| {name} | {elapsed_s:.3f} s | {elapsed_s / full_s:.1%} (bar {bar:.0%}) |", flush=True)
+    return is_met
+
+
+async def measure(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bool:
+    """Whether all bars are met."""
+    is_met = True
+    async with instances() as (pool, holder):
+        bench = Bench(pool)
+        await bench.prefill_s(bench.new_prompt(1024), bench.transfers())  # first calls allocate
+        if only in (None, "overlap"):
+            is_met &= await both_ways(bench, num_rounds, sizes)
+            print()
+            is_met &= await slow_stores(bench, num_rounds, sizes)
+            print()
+        if only in (None, "reuse"):
+            is_met &= await reuse(bench, holder, num_rounds)
+    return is_met
+
+
+def main() -> None:
+    """Exit code 1 if a bar is not met."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/prefill.py",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--only", choices=["overlap", "reuse"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", default=",".join(map(str, OVERLAP_TOKENS)), help="of section overlap")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = [int(size) for size in arguments.tokens.split(",")]
+    if not asyncio.run(measure(arguments.only, arguments.rounds, sizes)):
+        sys.exit("a bar is not met")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Fetches: blocks that a reservation lacks, on their way from another messenger's pool.
+
+Layer by layer of all blocks, so that a prefill computes its first layers, and streams them on to the decode
+side, while later ones travel (Mooncake, sections 3 and 5.2). Pages are held until nobody can write them.
+
+Owns: what has come of one reservation. Does not know: connections, who waits.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.claims import Block, Reservation
+from kvstore.pool import Pool
+from kvstore.segment import Segment
+from messenger.checksums import layer_checksums
+from messenger.peer import Peer
+from messenger.peers import Peers
+from messenger.protocol import MAX_FRAME_ENTRIES
+from messenger.requests import Urgency
+from mooncake.errors import PoolError, TransferError
+from mooncake.messages import MessengerAddress
+
+log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 4
+"""requests under way: one is answered while the next ones travel"""
+_SEVERAL_LAYERS_BYTES = 512 << 10
+"""of a request for several layers; so few that the first ones are soon there"""
+_SETTLING_S = 0.1
+"""how long a fetch that is stopped may take to let go of its pages, before it has to do with others"""
+_FEWEST_STEPS = 4
+"""in which the layers of few blocks come, if there are so many"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """`layers` of the blocks `[first, end)` of the fetch."""
+
+    layers: range
+    first: int
+    end: int
+
+
+class Fetch:
+    """`run` it once. `on_layers(num_blocks, num_layers)`: so many layers of the first so many are there."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        segment: Segment,
+        peers: Peers,
+        reservation: Reservation,
+        indices: Sequence[int],
+        on_layers: Callable[[int, int], None],
+    ) -> None:
+        self._pool, self._segment, self._peers = pool, segment, peers
+        self._reservation = reservation
+        self._blocks = [_block_at(reservation, index) for index in indices]
+        self._on_layers = on_layers
+        self._num_wanted = len(self._blocks)
+        """blocks before the first that the source has not"""
+        self._pages = {block.page for block in self._blocks}
+        """of those that have not been given up: requests for others may be under way for a while"""
+        if len(self._pages) < len(indices):
+            raise PoolError("a fetch names a block twice")
+        self._num_layers = 0
+        """that all of these have"""
+        self._streaming: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    def writes(self, page: int) -> bool:
+        """Whether `page` is this fetch's to write."""
+        return page in self._pages
+
+    def stop(self) -> None:
+        """Nothing more counts as arrived. Idempotent; `run` returns when nothing is written any more."""
+        if not self._is_stopped and self._streaming is not None:
+            self._streaming.cancel()
+        self._stopped.set()
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """In the order in which they were named."""
+        return self._blocks
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    async def run(self, source: MessengerAddress, tasks: asyncio.TaskGroup) -> None:
+        """Returns when nothing more comes, and nobody else writes the pages of `blocks`.
+
+        A source that fails is no error. If it hangs when the fetch is stopped, what has not come gets other
+        pages; PoolFullError if there are none.
+        """
+        self._streaming = tasks.create_task(self._stream(source))
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait([self._streaming, stopped], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        await asyncio.wait([self._streaming], timeout=_SETTLING_S)
+        if not self._streaming.done():
+            mine = [block for block in self._blocks if block.page in self._pages]
+            self._pool.renew_pages(
+                self._reservation, [block for block in mine if not self._pool.is_complete(block)]
+            )
+
+    async def _stream(self, source: MessengerAddress) -> None:
+        under_way: deque[tuple[_Request, asyncio.Task[int]]] = deque()
+        pages = [block.page for block in self._blocks]
+        for page in pages:
+            self._pool.hold(page)
+        try:
+            peer = await self._peers.peer(source)
+            for request in self._requests(peer.frame_bytes(Urgency.LATENCY)):
+                under_way.append((request, asyncio.create_task(self._ask(peer, request))))
+                if len(under_way) == _MOST_AT_ONCE:
+                    await self._take(under_way)
+            while under_way:
+                await self._take(under_way)
+        except TransferError as error:
+            log.info("fetching from %s failed: %s", source.instance, error)
+        finally:
+            await _end([asking for _, asking in under_way])
+            for page in pages:
+                self._pool.unhold(page)
+
+    def _requests(self, frame_bytes: int) -> Iterator[_Request]:
+        """Layer by layer; of few blocks several layers at once, of many blocks a layer in several parts."""
+        layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
+        num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
+        num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))
+        blocks_at_once = min(max(1, frame_bytes // (num_at_once * layer_bytes)), MAX_FRAME_ENTRIES)
+        for layer in range(0, num_layers, num_at_once):
+            first = 0
+            while first < self._num_wanted:
+                end = min(first + blocks_at_once, self._num_wanted)
+                yield _Request(range(layer, min(layer + num_at_once, num_layers)), first, end)
+                first = end
+
+    async def _ask(self, peer: Peer, request: _Request) -> int:
+        """How many of the request's blocks have come, from the first on. Raises TransferError."""
+        blocks = self._blocks[request.first : request.end]
+        keys = [block.key for block in blocks if block.key is not None]
+        views = [self._segment.layers_view(block.page, request.layers) for block in blocks]
+        layers = self._segment.layout.layers[request.layers.start : request.layers.stop]
+        there = set(await peer.fetch(keys, views, layers))
+        return next((index for index in range(len(blocks)) if index not in there), len(blocks))
+
+    async def _take(self, under_way: "deque[tuple[_Request, asyncio.Task[int]]]") -> None:
+        """Counts what has come for the oldest request, and says so.
+
+        If a block is given up, then only when nothing is under way to its page any more.
+        """
+        num_wanted = self._num_wanted
+        await self._take_first(under_way)
+        while under_way and self._num_wanted < num_wanted:
+            await self._take_first(under_way)
+        if not self._is_stopped:
+            self._pages.difference_update(block.page for block in self._blocks[self._num_wanted :])
+            self._on_layers(self._num_wanted, self._num_layers)
+
+    async def _take_first(self, under_way: "deque[tuple[_Request, asyncio.Task[int]]]") -> None:
+        """In the order of the requests, so the layers of a block are counted in order too."""
+        request, asking = under_way[0]
+        num_there = await asking
+        under_way.popleft()
+        if self._is_stopped:
+            return
+        end = min(request.first + num_there, self._num_wanted)
+        for block in self._blocks[request.first : end]:
+            view = self._segment.layers_view(block.page, request.layers)
+            checksums = layer_checksums(view, self._segment.layout.layer_bytes)
+            self._pool.arrived(self._reservation, block, request.layers, checksums)
+        if request.first + num_there < request.end:
+            self._num_wanted = end
+        if request.end >= self._num_wanted:  # all of them have these layers
+            self._num_layers = request.layers.stop
+
+
+async def _end(asking: Sequence[asyncio.Task[int]]) -> None:
+    """Returns when none of them writes any more, however often the waiter is cancelled meanwhile."""
+    for task in asking:
+        task.cancel()
+    while not all(task.done() for task in asking):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(asking)
+
+
+def _block_at(reservation: Reservation, index: int) -> Block:
+    """Raises PoolError unless it may be fetched."""
+    if not 0 <= index < len(reservation.blocks):
+        raise PoolError(f"block {index} of a fetch; the reservation has {len(reservation.blocks)} blocks")
+    block = reservation.blocks[index]
+    if block.key is None or block.arrived:
+        raise PoolError(f"block {index} cannot be fetched: it is private, or some of it is there already")
+    return block

@@ -1,0 +1,127 @@
+"""A pool that others fetch blocks from over TCP, and that does what a test tells it to half-way."""
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+
+import msgspec
+import xxhash
+
+from messenger.identity import Identity
+from messenger.protocol import Challenge, Fetch, Found, FoundBlock, Hello, Message, Welcome
+from mooncake.blocks import BlockKey, KVLayout
+from mooncake.messages import MessengerAddress
+from mooncake.proofs import NONCE_BYTES
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
+
+_DECODER = msgspec.msgpack.Decoder(Message)
+_HEADER = struct.Struct("<II")
+
+
+class Answer(Enum):
+    """To one request for layers of blocks."""
+
+    SERVE = auto()
+    EVICTED = auto()
+    """without the last of the blocks"""
+    DAMAGED = auto()
+    """with a wrong byte in the last of them"""
+    HANG = auto()
+    """never"""
+    DIE = auto()
+    """every connection ends, and there are no new ones"""
+
+
+class HandMadeHolder:
+    """Holds `blocks`. `decide(layer_begin)` is asked in a thread of each connection, and may block."""
+
+    def __init__(
+        self,
+        fingerprint: str,
+        layout: KVLayout,
+        blocks: Mapping[BlockKey, bytes],
+        decide: Callable[[int], Answer] = lambda layer: Answer.SERVE,
+    ) -> None:
+        self._identity = Identity("holder", 1, "elsewhere", fingerprint, layout)
+        self._blocks = blocks
+        self._decide = decide
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._socks: list[socket.socket] = []
+        self._closing = threading.Event()
+        self.address = MessengerAddress("holder", 1, "elsewhere", "", (self._listener.getsockname(),))
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._die()
+        for thread in list(self._threads):
+            thread.join(DEADLINE_S)
+
+    def _die(self) -> None:
+        self._closing.set()
+        for sock in [self._listener, *self._socks]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._socks.append(sock)
+            thread = threading.Thread(target=self._serve, args=(sock,))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            hello = _receive(sock)
+            assert isinstance(hello, Hello)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            _send(sock, Challenge(nonce, CLUSTER_KEY.proof(b"messenger receiver", hello.nonce, nonce)))
+            _receive(sock)
+            _send(sock, Welcome(self._identity))
+            while True:
+                message = _receive(sock)
+                if isinstance(message, Fetch):
+                    self._answer(sock, message)
+
+    def _answer(self, sock: socket.socket, fetch: Fetch) -> None:
+        answer = self._decide(fetch.layer_begin)
+        if answer is Answer.DIE:
+            self._die()
+        if answer is Answer.HANG:
+            self._closing.wait(DEADLINE_S)
+        layer_bytes = self._identity.layout.layer_bytes
+        found, payload = [], bytearray()
+        for index, key in enumerate(fetch.keys):
+            if key not in self._blocks or (answer is Answer.EVICTED and index == len(fetch.keys) - 1):
+                continue
+            layers = range(fetch.layer_begin, fetch.layer_end)
+            pieces = [self._blocks[key][layer * layer_bytes : (layer + 1) * layer_bytes] for layer in layers]
+            checksums = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(piece)) for piece in pieces)
+            found.append(FoundBlock(index, checksums, 0))
+            payload += b"".join(pieces)
+        if answer is Answer.DAMAGED:
+            payload[-1] ^= 1
+        _send(sock, Found(found), bytes(payload))
+
+
+def _send(sock: socket.socket, message: Message, payload: bytes = b"") -> None:
+    meta = msgspec.msgpack.encode(message)
+    sock.sendall(_HEADER.pack(len(meta), len(payload)) + meta + payload)
+
+
+def _receive(sock: socket.socket) -> Message:
+    """The next message. Raises OSError at the end."""
+    header = sock.recv(_HEADER.size, socket.MSG_WAITALL)
+    if len(header) < _HEADER.size:
+        raise ConnectionResetError("the messenger has hung up")
+    message: Message = _DECODER.decode(sock.recv(_HEADER.unpack(header)[0], socket.MSG_WAITALL))
+    return message

@@ -1,0 +1,245 @@
+"""Blocks that a worker has brought from another messenger's pool."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from kvstore.messages import Reservation
+from kvstore.worker_client import WorkerClient
+from mooncake.blocks import BlockKey
+from mooncake.config import TransportChoice
+from mooncake.errors import PoolError
+from mooncake.messages import MessengerAddress
+from tests.kvstore.holder import Answer, HandMadeHolder
+from tests.kvstore.nodes import (
+    FINGERPRINT,
+    LAYOUT,
+    Node,
+    StartNode,
+    assert_holds,
+    block_bytes,
+    prompt_keys,
+    run,
+    until,
+    unused,
+    write_layers,
+)
+
+pytestmark = pytest.mark.cluster
+
+ALL_LAYERS = range(LAYOUT.num_layers)
+KEYS = prompt_keys(3)
+
+
+@dataclass
+class Fetcher:
+    """A worker that fetches, and what it hears."""
+
+    node: Node
+    client: WorkerClient
+    heard: list[tuple[int, int]] = field(default_factory=list)
+
+    async def fetch(
+        self, reservation: Reservation, source: MessengerAddress, blocks: list[int]
+    ) -> tuple[list[int], list[int]]:
+        return await self.client.fetch(
+            reservation.reservation_id, source, blocks, lambda *layers: self.heard.append(layers)
+        )
+
+
+@asynccontextmanager
+async def fetcher(start_node: StartNode, transport: TransportChoice = "auto") -> AsyncIterator[Fetcher]:
+    """After it, nothing is in use."""
+    node = start_node("fetcher", transport=transport)
+    here = Fetcher(node, await node.connect())
+    yield here
+    await until(here.client, unused)
+    await here.client.close()
+
+
+def hand_made(decide: dict[int, Answer], keys: list[BlockKey] = KEYS) -> HandMadeHolder:
+    """Answers so when it is asked for these layers."""
+    blocks = {key: b"".join(block_bytes(key, layer) for layer in ALL_LAYERS) for key in keys}
+    return HandMadeHolder(FINGERPRINT, LAYOUT, blocks, lambda layer: decide.get(layer, Answer.SERVE))
+
+
+def blocks_of(reservation: Reservation, num_blocks: int) -> Reservation:
+    return msgspec.structs.replace(reservation, blocks=reservation.blocks[:num_blocks])
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_fetched_blocks_are_sealed_and_say_so_layer_by_layer(
+    start_node: StartNode, transport: TransportChoice
+) -> None:
+    async def test() -> None:
+        holder = await start_node("holder", transport=transport).connect()
+        stored = await holder.reserve(KEYS, 0)
+        await write_layers(holder, stored, KEYS, ALL_LAYERS)
+        await holder.release(stored.reservation_id)
+        async with fetcher(start_node, transport) as here:
+            reservation = await here.client.reserve(prompt_keys(4), 1)
+            num_layers, pages = await here.fetch(reservation, holder.address, [0, 1, 2])
+            assert num_layers == [len(ALL_LAYERS)] * 3
+            assert pages == [block.page for block in reservation.blocks[:3]]
+            assert here.heard == [(3, layer + 1) for layer in ALL_LAYERS]
+            assert_holds(here.client, blocks_of(reservation, 3), KEYS)
+            again = await here.client.reserve(KEYS, 0)
+            assert all(block.sealed for block in again.blocks)
+            await here.client.release(again.reservation_id)
+            assert (await here.fetch(reservation, holder.address, [3]))[0] == [0]  # it has not got that
+            await here.client.release(reservation.reservation_id)
+        await until(holder, unused)
+        await holder.close()
+
+    run(test())
+
+
+def test_fetched_layers_are_streamed_on_at_once(start_node: StartNode) -> None:
+    """The last layer is on its way only after the decode side has the first one."""
+
+    async def test() -> None:
+        decode = await start_node("decode").connect()
+        with closing(hand_made({3: Answer.HANG})) as holder:
+            async with fetcher(start_node, "tcp") as here:
+                to = await decode.reserve(KEYS, 0)
+                grant = await decode.grant(to.reservation_id)
+                reservation = await here.client.reserve(KEYS, 0)
+                await here.client.send(reservation.reservation_id, grant, "request 1")
+                fetching = asyncio.create_task(here.fetch(reservation, holder.address, [0, 1, 2]))
+                num_bytes = 3 * 3 * LAYOUT.layer_bytes
+                await until(decode, lambda stats: sum(stats.received_bytes.values()) == num_bytes)
+                assert not fetching.done()
+                holder.close()
+                await fetching
+                await here.client.release(reservation.reservation_id)
+        await decode.close()
+
+    run(test())
+
+
+def test_block_that_is_given_up_is_the_callers_to_write(start_node: StartNode) -> None:
+    async def test() -> None:
+        with closing(hand_made({1: Answer.EVICTED})) as holder:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                num_layers, _ = await here.fetch(reservation, holder.address, [0, 1, 2])
+                assert num_layers == [4, 4, 1]
+                assert here.heard[-1] == (2, 4)
+                last = msgspec.structs.replace(reservation, blocks=reservation.blocks[2:])
+                await write_layers(here.client, last, KEYS[2:], range(1, 4))
+                stats = await here.client.stats(check_integrity=True)
+                assert stats.num_sealed == 3
+                assert_holds(here.client, reservation, KEYS)
+                await here.client.release(reservation.reservation_id)
+
+    run(test())
+
+
+def test_source_that_hangs_keeps_the_old_pages_until_it_is_gone(start_node: StartNode) -> None:
+    async def test() -> None:
+        with closing(hand_made({2: Answer.HANG})) as holder:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                fetching = asyncio.create_task(here.fetch(reservation, holder.address, [0, 1, 2]))
+                while (3, 2) not in here.heard:
+                    await asyncio.sleep(0.001)
+                await here.client.stop_fetch(reservation.reservation_id)
+                num_layers, pages = await fetching
+                assert num_layers == [0, 0, 0]
+                assert not {block.page for block in reservation.blocks} & set(pages)
+                blocks = [
+                    msgspec.structs.replace(block, page=page)
+                    for block, page in zip(reservation.blocks, pages, strict=True)
+                ]
+                moved = msgspec.structs.replace(reservation, blocks=blocks)
+                await write_layers(here.client, moved, KEYS, ALL_LAYERS)
+                stats = await here.client.stats(check_integrity=True)
+                assert (stats.num_sealed, stats.num_quarantined, stats.integrity) == (3, 3, None)
+                await here.client.release(reservation.reservation_id)
+                holder.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("answer", [Answer.HANG, Answer.DIE])
+def test_release_ends_the_fetch(start_node: StartNode, answer: Answer) -> None:
+    async def test() -> None:
+        with closing(hand_made({1: answer})) as holder:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                fetching = asyncio.create_task(here.fetch(reservation, holder.address, [0, 1, 2]))
+                while not here.heard:
+                    await asyncio.sleep(0.001)
+                await here.client.release(reservation.reservation_id)
+                await fetching
+                holder.close()
+
+    run(test())
+
+
+def test_worker_that_is_gone_leaves_no_fetch_behind(start_node: StartNode) -> None:
+    async def test() -> None:
+        with closing(hand_made({1: Answer.HANG})) as holder:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                fetching = asyncio.create_task(here.fetch(reservation, holder.address, [0, 1, 2]))
+                while not here.heard:
+                    await asyncio.sleep(0.001)
+                await here.client.close()
+                with pytest.raises(PoolError):
+                    await fetching
+                holder.close()
+                here.client = await here.node.connect()
+
+    run(test())
+
+
+def test_nobody_at_the_source_is_no_error(start_node: StartNode) -> None:
+    async def test() -> None:
+        holder = hand_made({})
+        holder.close()
+        async with fetcher(start_node, "tcp") as here:
+            reservation = await here.client.reserve(KEYS, 0)
+            assert (await here.fetch(reservation, holder.address, [0, 1, 2]))[0] == [0, 0, 0]
+            await here.client.release(reservation.reservation_id)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [([3], "private"), ([4], "has 4 blocks"), ([-1], "has 4 blocks"), ([0, 0], "twice")],
+)
+def test_what_cannot_be_fetched_is_refused(start_node: StartNode, blocks: list[int], reason: str) -> None:
+    async def test() -> None:
+        async with fetcher(start_node) as here:
+            reservation = await here.client.reserve(KEYS, 1)
+            with pytest.raises(PoolError, match=reason):
+                await here.fetch(reservation, here.client.address, blocks)
+            await here.client.release(reservation.reservation_id)
+
+    run(test())
+
+
+def test_page_that_is_being_fetched_is_not_the_workers_to_write(start_node: StartNode) -> None:
+    async def test() -> None:
+        with closing(hand_made({1: Answer.HANG})) as holder:
+            node = start_node("fetcher", transport="tcp")
+            client = await node.connect()
+            reservation = await client.reserve(KEYS, 0)
+            heard = asyncio.Event()
+            fetching = asyncio.create_task(
+                client.fetch(reservation.reservation_id, holder.address, [0, 1, 2], lambda *_: heard.set())
+            )
+            await heard.wait()
+            await client.commit(reservation.reservation_id, range(3, 4), [reservation.blocks[0].page], [[0]])
+            await client.closed.wait()
+            with pytest.raises(PoolError, match="is not the user's to write"):
+                await fetching
+            await client.close()
+
+    run(test())

@@ -1,0 +1,216 @@
+"""Whatever the way to the KVCache of a prompt: the same greedy tokens, and the same pages."""
+
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from mooncake.blocks import BlockKey
+from mooncake.config import KVCacheConfig, TransportChoice
+from mooncake.messages import PrefixSource, Tier
+from tests.kvstore.holder import Answer, HandMadeHolder
+from tests.kvstore.nodes import run
+from tests.tiny_models import tiny_model
+from tests.workers.prefill_lab import (
+    BLOCK_SIZE,
+    FINGERPRINT,
+    Lab,
+    Result,
+    Setting,
+    prefill_lab,
+    until,
+)
+
+pytestmark = pytest.mark.cluster
+
+PLAIN = Setting(prefill_chunk=1000, overlap=False)
+SETTINGS = [Setting(chunk, overlap) for chunk, overlap in itertools.product((5, 20, 1000), (True, False))]
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return tiny_model("smollm2")
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 512) for _ in range(num_tokens)]
+
+
+def assert_equal(result: Result, plain: Result, num_reused_blocks: int, *, same_arithmetic: bool) -> None:
+    """Reused blocks are those of the plain run; others are as far as the sums were made in the same order."""
+    assert result.tokens == plain.tokens
+    for index, (block, expected) in enumerate(zip(result.blocks, plain.blocks, strict=True)):
+        if index < num_reused_blocks or same_arithmetic:
+            assert block == expected, f"block {index}"
+        else:
+            values, wanted = (np.frombuffer(data, np.float32) for data in (block, expected))
+            np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-5)
+
+
+async def plain_run(lab: Lab, prompt: list[int]) -> Result:
+    lab.clear(lab.prefill_node)
+    (plain,) = await lab.results(PLAIN, [prompt])
+    lab.clear(lab.prefill_node)
+    return plain
+
+
+@pytest.mark.parametrize("length", [5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE])
+@pytest.mark.parametrize("tier", ["dram", "ssd", "shm", "tcp"])
+def test_any_prefix_from_any_tier_in_any_chunks(
+    model: transformers.PreTrainedModel, tmp_path: Path, tier: str, length: int
+) -> None:
+    prompt = prompt_of(length, length)
+    transport: TransportChoice = "tcp" if tier == "tcp" else "auto"
+    ssd = KVCacheConfig(ssd_dirs=[tmp_path], ssd_bytes=4 << 20)  # type: ignore[arg-type]
+
+    async def test() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            lab = await stack.enter_async_context(
+                prefill_lab(
+                    model,
+                    tmp_path,
+                    transport,
+                    ssd if tier == "ssd" else None,
+                    num_pages=16 if tier == "ssd" else 96,
+                )
+            )
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            holder = await lab.holder(transport) if tier in ("shm", "tcp") else None
+            # Disks are slow: two settings are enough for what they change.
+            settings = SETTINGS[2:4] if tier == "ssd" else SETTINGS
+            for num_blocks, setting in itertools.product(range(1, len(keys) + 1), settings):
+                lab.clear(lab.prefill_node)
+                source = None
+                if holder is not None:
+                    node, client = holder
+                    lab.clear(node)
+                    lab.put(node, keys[:num_blocks], plain.blocks[:num_blocks])
+                    source = PrefixSource(client.address, len(keys))  # believed to have more than it has
+                else:
+                    lab.put(lab.prefill_node, keys[:num_blocks], plain.blocks[:num_blocks])
+                    if tier == "ssd":
+                        push_out(lab, keys[:num_blocks])
+                (result,) = await lab.results(setting, [prompt], source)
+                assert result.num_cached_tokens == min(num_blocks * BLOCK_SIZE, length - 1)
+                assert_equal(result, plain, num_blocks, same_arithmetic=False)
+                with lab.client(lab.prefill_node) as pool:
+                    assert pool.prefix_len(keys) == len(keys)  # sealed, wherever they came from
+            if holder is not None:
+                await lab.assert_nothing_is_held(holder[1])
+                await holder[1].close()
+
+    run(test())
+
+
+def push_out(lab: Lab, keys: list[BlockKey]) -> None:
+    """Stores others until none of `keys` is in DRAM."""
+    numbers = itertools.count(1)
+    with lab.client(lab.prefill_node) as pool:
+
+        def is_out() -> bool:
+            key = next(numbers).to_bytes(16, "big")
+            pool.put([key], [bytes(lab.layout.block_bytes)])
+            return pool.exists(keys) == [Tier.SSD] * len(keys)
+
+        until(is_out, f"{keys} on SSD only")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompts_in_one_pass_are_computed_as_if_alone(
+    model: transformers.PreTrainedModel, tmp_path: Path, overlap: bool
+) -> None:
+    prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 7, 8, 30, 3, 41))]
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = [await plain_run(lab, prompt) for prompt in prompts]
+            for chunk in (4, 16, 200):
+                lab.clear(lab.prefill_node)
+                results = await lab.results(Setting(chunk, overlap), prompts)
+                for result, alone in zip(results, plain, strict=True):
+                    assert result.num_cached_tokens == 0
+                    assert_equal(result, alone, 0, same_arithmetic=False)
+
+    run(test())
+
+
+def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    prompt = prompt_of(3, 61)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            for chunk in (7, 1000):
+                lab.clear(lab.prefill_node)
+                (without,) = await lab.results(Setting(chunk, overlap=False), [prompt])
+                lab.clear(lab.prefill_node)
+                (with_overlap,) = await lab.results(Setting(chunk), [prompt])
+                assert_equal(with_overlap, without, 0, same_arithmetic=True)
+
+    run(test())
+
+
+@pytest.mark.parametrize(("num_local", "overlap"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("answer", "layer"),
+    [
+        *itertools.product([Answer.EVICTED, Answer.DAMAGED, Answer.DIE], range(4)),
+        (Answer.HANG, 0),
+        (Answer.HANG, 2),
+    ],
+)
+def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
+    model: transformers.PreTrainedModel,
+    tmp_path: Path,
+    answer: Answer,
+    layer: int,
+    num_local: int,
+    overlap: bool,
+) -> None:
+    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, "tcp") as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            lab.put(lab.prefill_node, keys[:num_local], plain.blocks[:num_local])
+            with holding(lab, keys, plain, answer, layer) as holder:
+                source = PrefixSource(holder.address, len(keys))
+                (result,) = await lab.results(Setting(16, overlap), [prompt], source)
+            assert_equal(result, plain, num_local, same_arithmetic=False)
+            num_good = 4 if answer is Answer.EVICTED else num_local
+            if answer is Answer.DAMAGED:
+                num_good = result.num_cached_tokens // BLOCK_SIZE
+                assert num_local <= num_good <= 4
+            assert result.num_cached_tokens == num_good * BLOCK_SIZE
+            with lab.client(lab.prefill_node) as pool:
+                assert pool.verify(keys).num_intact == len(keys)
+
+    run(test())
+
+
+@contextlib.contextmanager
+def holding(
+    lab: Lab, keys: list[BlockKey], plain: Result, answer: Answer, at_layer: int
+) -> Iterator[HandMadeHolder]:
+    """A holder of all blocks that answers so when it is asked for `at_layer`."""
+    blocks = dict(zip(keys, plain.blocks, strict=False))
+    once = threading.Lock()
+
+    def decide(layer: int) -> Answer:
+        if layer < at_layer:
+            return Answer.SERVE
+        return answer if layer == at_layer and once.acquire(blocking=False) else Answer.SERVE
+
+    holder = HandMadeHolder(FINGERPRINT, lab.layout, blocks, decide)
+    try:
+        yield holder
+    finally:
+        holder.close()

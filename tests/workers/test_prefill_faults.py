@@ -1,0 +1,195 @@
+"""Prefills whose clients, decode sides or holders go away in the middle: nothing hangs, nothing is kept."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mooncake.messages import PrefixSource, WorkFailed
+from tests.kvstore.nodes import DEADLINE_S, run
+from tests.tiny_models import tiny_model
+from tests.workers.gate import Gate
+from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Receiving, Setting, prefill_lab
+from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return tiny_model("smollm2")
+
+
+async def gone(lab: Lab, receiving: Receiving) -> None:
+    """The job has ended."""
+    async with asyncio.timeout(DEADLINE_S):
+        while receiving.ref in lab.jobs.refs:
+            await asyncio.sleep(0.001)
+
+
+def test_aborted_prefill_stops_between_two_layers(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompt, gate = prompt_of(1, 300), Gate(load=1)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = await plain_run(lab, prompt)
+            lab.put(lab.prefill_node, lab.keys_of(prompt)[:10], plain.blocks[:10])
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting(make_copies=gate.make)):
+                receiving = await lab.order(prompt)
+                await gate.reached()
+                lab.jobs.cancel(receiving.ref)
+                await asyncio.sleep(0)
+                assert lab.executor.kv.num_free_pages < lab.executor.kv.num_pages  # still in the pass
+                gate.open()
+                opened_s = time.monotonic()
+                await gone(lab, receiving)
+                assert time.monotonic() - opened_s < 0.1
+                assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages
+                assert not receiving.answered.done()
+                await receiving.release()
+
+    run(test())
+
+
+def test_others_of_the_pass_go_on_when_one_is_aborted(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompts, gate = [prompt_of(seed, 20) for seed in range(3)], Gate(store=1)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = [await plain_run(lab, prompt) for prompt in prompts]
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting(make_copies=gate.make)):
+                first, aborted, last = [await lab.order(prompt) for prompt in prompts]
+                await gate.reached()
+                lab.jobs.cancel(aborted.ref)
+                gate.open()
+                await gone(lab, aborted)
+                for receiving, alone in ((first, plain[0]), (last, plain[2])):
+                    assert_equal(await receiving.result(), alone, 0, same_arithmetic=False)
+                assert not aborted.answered.done()
+                await aborted.release()
+
+    run(test())
+
+
+def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    gate = Gate(store=0)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab, lab.running(Setting(16, make_copies=gate.make)):
+            orders = [await lab.order(prompt_of(seed, 50)) for seed in range(4)]
+            await gate.reached()
+            for receiving in orders[1:]:
+                lab.jobs.cancel(receiving.ref)
+            for receiving in orders[1:]:
+                await gone(lab, receiving)
+                await receiving.release()
+            gate.open()
+            assert (await orders[0].result()).num_cached_tokens == 0
+
+    run(test())
+
+
+def test_decode_side_that_dies_in_mid_prefill_fails_the_attempt(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    gate = Gate(store=2)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab, lab.running(Setting(make_copies=gate.make)):
+            receiving = await lab.order(prompt_of(2, 60))
+            await gate.reached()
+            lab.decode_node.kill()
+            gate.open()
+            failures = await answers_of(lab, receiving)
+            assert isinstance(failures[-1], WorkFailed)
+            assert failures[-1].retryable
+
+    run(test())
+
+
+async def answers_of(lab: Lab, receiving: Receiving) -> list[object]:
+    await gone(lab, receiving)
+    return lab.answers[receiving.ref]
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "emptied"])
+def test_real_holder_that_goes_away_costs_nothing_but_time(
+    model: transformers.PreTrainedModel, tmp_path: Path, kill: bool
+) -> None:
+    prompt = prompt_of(3, 5 * BLOCK_SIZE + 3)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, "tcp") as lab:
+            plain = await plain_run(lab, prompt)
+            node, client = await lab.holder("tcp")
+            lab.put(node, lab.keys_of(prompt), plain.blocks[:5])
+            go_away: Callable[[], None] = node.kill if kill else lambda: lab.clear(node)
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting(8)):
+                receiving = await lab.order(prompt, PrefixSource(client.address, 5))
+                await asyncio.to_thread(go_away)
+                assert_equal(await receiving.result(), plain, 0, same_arithmetic=False)
+            await client.close()
+
+    run(test())
+
+
+def test_damaged_block_of_the_own_pool_is_dropped_and_the_attempt_fails(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            lab.put(lab.prefill_node, keys, plain.blocks[:5])
+            reservation = await lab.prefill.reserve(keys, 0)
+            lab.prefill.segment.layer_view(reservation.blocks[2].page, 1)[5] ^= 1
+            await lab.prefill.release(reservation.reservation_id)
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting()):
+                receiving = await lab.order(prompt)
+                (failure,) = await answers_of(lab, receiving)
+                assert isinstance(failure, WorkFailed)
+                assert failure.retryable
+                await receiving.release()
+            with lab.client(lab.prefill_node) as pool:
+                assert pool.prefix_len(keys) == 2
+            (again,) = await lab.results(Setting(), [prompt])
+            assert_equal(again, plain, 2, same_arithmetic=False)
+
+    run(test())
+
+
+def test_reused_tokens_are_counted_by_source(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    prompt = prompt_of(5, 6 * BLOCK_SIZE + 3)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            node, client = await lab.holder("auto")
+            lab.put(node, keys[:5], plain.blocks[:5])
+            lab.put(lab.prefill_node, keys[:2], plain.blocks[:2])
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting()) as runner:
+                receiving = await lab.order(prompt, PrefixSource(client.address, 5))
+                await receiving.result()
+                assert runner.num_tokens == {
+                    "dram": 2 * BLOCK_SIZE,
+                    "remote": 3 * BLOCK_SIZE,
+                    "computed": BLOCK_SIZE + 3,
+                }
+            await client.close()
+
+    run(test())

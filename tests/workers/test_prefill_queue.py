@@ -1,0 +1,128 @@
+"""The order of prefill, and what shares a pass: without time, device or messages."""
+
+import random
+
+import pytest
+
+from workers.prefill_queue import PATIENCE_S, PrefillQueue, PromptState, QueuedPrompt
+
+
+def ready(
+    queue: PrefillQueue, num_tokens: int, time_left_s: float | None = None, now_s: float = 0.0
+) -> QueuedPrompt:
+    prompt = queue.add(num_tokens, time_left_s, now_s)
+    prompt.state = PromptState.READY
+    return prompt
+
+
+def compute(queue: PrefillQueue) -> list[tuple[QueuedPrompt, int]]:
+    """One pass, as the runner does it."""
+    shares = [(share.prompt, share.num_tokens) for share in queue.plan()]
+    for prompt, num_tokens in shares:
+        prompt.num_done += num_tokens
+        if not prompt.num_left:
+            queue.remove(prompt)
+    return shares
+
+
+def test_prompts_without_deadlines_go_in_order_of_arrival() -> None:
+    queue = PrefillQueue(100)
+    first, second = ready(queue, 100), ready(queue, 100, now_s=1.0)
+    assert compute(queue) == [(first, 100)]
+    assert compute(queue) == [(second, 100)]
+    assert compute(queue) == []
+
+
+def test_earliest_deadline_goes_first_and_overdue_ones_in_order_of_arrival() -> None:
+    queue = PrefillQueue(10)
+    relaxed = ready(queue, 10, 5.0)
+    urgent = ready(queue, 10, 1.0)
+    late = ready(queue, 10, -3.0, now_s=0.5)
+    later = ready(queue, 10, -9.0, now_s=0.6)
+    assert [compute(queue)[0][0] for _ in range(4)] == [late, later, urgent, relaxed]
+
+
+def test_short_prompts_and_ends_of_prompts_share_a_pass() -> None:
+    queue = PrefillQueue(100)
+    long, short, shorter, last = (ready(queue, num_tokens) for num_tokens in (150, 20, 5, 60))
+    assert compute(queue) == [(long, 100)]
+    assert compute(queue) == [(long, 50), (short, 20), (shorter, 5), (last, 25)]
+    assert compute(queue) == [(last, 35)]
+
+
+def test_urgent_prompt_overtakes_a_long_one_between_passes() -> None:
+    queue = PrefillQueue(100)
+    long = ready(queue, 300)
+    assert compute(queue) == [(long, 100)]
+    urgent = ready(queue, 30, 1.0)
+    assert compute(queue) == [(urgent, 30), (long, 70)]
+
+
+def test_only_what_is_ready_is_computed() -> None:
+    queue = PrefillQueue(100)
+    waiting = queue.add(10, None, 0.0)
+    admitted = queue.add(10, None, 0.0)
+    admitted.state = PromptState.ADMITTED
+    prompt = ready(queue, 10)
+    assert compute(queue) == [(prompt, 10)]
+    assert waiting.num_done == admitted.num_done == 0
+
+
+def test_reused_tokens_are_not_computed() -> None:
+    queue = PrefillQueue(100)
+    prompt = ready(queue, 80)
+    prompt.num_done = 64
+    assert compute(queue) == [(prompt, 16)]
+
+
+def test_prompts_are_admitted_in_order_while_the_next_passes_have_room() -> None:
+    queue = PrefillQueue(100)
+    first, second, third = (queue.add(150, None, 0.0) for _ in range(3))
+    for prompt in (first, second):
+        assert queue.next_to_admit() is prompt
+        prompt.state = PromptState.ADMITTED
+    assert queue.next_to_admit() is None
+    urgent = queue.add(10, 1.0, 0.0)
+    assert queue.next_to_admit() is urgent  # nothing is before it
+    urgent.state = PromptState.ADMITTED
+    assert queue.next_to_admit() is None
+    first.num_done = 149
+    assert queue.next_to_admit() is third
+
+
+def test_removed_prompt_is_neither_admitted_nor_computed() -> None:
+    queue = PrefillQueue(100)
+    prompt = ready(queue, 10)
+    queue.remove(prompt)
+    queue.remove(prompt)
+    assert queue.plan() == []
+    assert queue.next_to_admit() is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_starves_however_many_urgent_prompts_come(seed: int) -> None:
+    """Work comes as fast as it is done, all of it more urgent; a patient prompt has its turn all the same."""
+    rng = random.Random(seed)
+    queue, now_s = PrefillQueue(100), 0.0
+    patient = ready(queue, 250)
+    while patient.num_left:
+        left = 100
+        while left > 0:
+            num_tokens = min(rng.randrange(1, 60), left)
+            ready(queue, num_tokens, rng.random() * 2, now_s)
+            left -= num_tokens
+        assert sum(num_tokens for _, num_tokens in compute(queue)) == 100
+        now_s += 0.5
+        assert now_s <= PATIENCE_S + 10.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_is_computed_once_in_full_passes(seed: int) -> None:
+    rng = random.Random(seed)
+    queue = PrefillQueue(rng.randrange(1, 64))
+    prompts = [ready(queue, rng.randrange(1, 90), rng.choice((None, 1.0, 3.0))) for _ in range(12)]
+    sizes = []
+    while shares := compute(queue):
+        sizes.append(sum(num_tokens for _, num_tokens in shares))
+    assert [prompt.num_left for prompt in prompts] == [0] * 12
+    assert len(set(sizes[:-1])) <= 1  # all but the last are full

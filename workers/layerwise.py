@@ -1,0 +1,110 @@
+"""Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
+
+Before a layer's attention its load is waited for and that of the next layer launched; after it its store is
+launched. Nobody waits for a store before the prompt is through.
+
+Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from workers.copies import Copies, Mark
+from workers.engine.batch import Chunk
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class PromptBlock:
+    """One block of a prompt, in a device page and in a page of the pool.
+
+    Its layers come to the pool in order: those before `next_layer` are there, or on their way from here.
+    """
+
+    device_page: int
+    pool_page: int
+    next_layer: int
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One prompt's part of a forward pass; shared by the device thread, the transfer threads and the loop.
+
+    `await_pool(layer)`: on the load thread, blocks until that layer of `loads` is in the pool; False if it
+    will not be. `on_stored(layer, blocks, checksums)`: on the store thread. A part that is dropped is
+    computed on if others are in its pass, but what comes of it is of no use.
+    """
+
+    chunk: Chunk
+    loads: Sequence[PromptBlock]
+    stores: Sequence[PromptBlock]
+    await_pool: Callable[[int], bool]
+    on_stored: Callable[[int, Sequence[PromptBlock], list[int]], None]
+    damaged_pages: list[int] = field(default_factory=list)
+    """of the pool, found by loads"""
+    storing: list[Future[None]] = field(default_factory=list)
+    is_dropped: bool = False
+
+
+class LayerTransfers:
+    """Loads and stores of all passes, each kind in order. Without `overlap` they are done when launched."""
+
+    def __init__(self, copies: Copies, *, overlap: bool) -> None:
+        self._copies = copies
+        self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
+        self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
+
+    def launch_load(self, layer: int, parts: Sequence[Part]) -> "Future[list[Mark]] | None":
+        """On the device thread. None if there is nothing to load."""
+        loading = [part for part in parts if part.loads and not part.is_dropped]
+        return self._loading.submit(self._load, layer, loading, self._copies.mark()) if loading else None
+
+    def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
+        """On the device thread: what it computes from now on finds the layer, or its part was dropped."""
+        if loading is not None:
+            for mark in loading.result():
+                self._copies.wait(mark)
+
+    def launch_store(self, layer: int, parts: Sequence[Part]) -> None:
+        """On the device thread: `layer` has been computed."""
+        computed = self._copies.mark() if any(part.stores for part in parts) else None
+        for part in parts:
+            blocks = [block for block in part.stores if block.next_layer == layer]
+            if blocks and not part.is_dropped:
+                for block in blocks:
+                    block.next_layer = layer + 1
+                part.storing.append(self._storing.submit(self._store, layer, part, blocks, computed))
+
+    def close(self) -> None:
+        """After the last pass. Waits for what has been launched."""
+        self._loading.shutdown()
+        self._storing.shutdown()
+
+    def _load(self, layer: int, parts: Sequence[Part], free: Mark) -> list[Mark]:
+        marks = []
+        for part in parts:
+            if not part.await_pool(layer):
+                part.is_dropped = True
+                continue
+            loaded = self._copies.load(layer, part.loads, free)
+            marks.append(loaded.mark)
+            if loaded.damaged:
+                part.damaged_pages += loaded.damaged
+                part.is_dropped = True
+        return marks
+
+    def _store(self, layer: int, part: Part, blocks: Sequence[PromptBlock], computed: Mark) -> None:
+        part.on_stored(layer, blocks, self._copies.store(layer, blocks, computed))
+
+
+class _AtOnce(Executor):
+    """Does what is submitted before it returns."""
+
+    def submit(self, call: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(call(*arguments, **named))
+        return done

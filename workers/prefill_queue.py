@@ -1,0 +1,101 @@
+"""Which prompts are computed next: earliest TTFT deadline first, then arrival.
+
+Prompts pass through three states; only READY ones are computed:
+
+    WAITING ──> ADMITTED ──> READY
+                    ^──────────┘     reuse failed: what to compute is being found out again
+
+A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a deadline of its own that
+does not move, and sooner or later all prompts that arrive have later ones: none starves.
+
+Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+PATIENCE_S = 30.0
+"""how long a prompt without a deadline stands behind those that have one"""
+_PASSES_AHEAD = 2
+"""so many passes' worth of prompts are admitted: one that is computed, one that is being prepared"""
+
+
+class PromptState(Enum):
+    """Where a queued prompt is. WAITING ones hold no memory."""
+
+    WAITING = auto()
+    ADMITTED = auto()
+    READY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class QueuedPrompt:
+    """Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
+
+    num_tokens: int
+    deadline_s: float
+    arrival: int
+    state: PromptState = PromptState.WAITING
+    num_done: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be computed, as far as known."""
+        return self.num_tokens - self.num_done
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower ones go first."""
+        return self.deadline_s, self.arrival
+
+
+class Share(NamedTuple):
+    """The next `num_tokens` of a prompt are part of a pass."""
+
+    prompt: QueuedPrompt
+    num_tokens: int
+
+
+class PrefillQueue:
+    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens."""
+
+    def __init__(self, prefill_chunk: int) -> None:
+        self._prefill_chunk = prefill_chunk
+        self._prompts: list[QueuedPrompt] = []
+        self._num_arrived = 0
+
+    def add(self, num_tokens: int, time_left_s: float | None, now_s: float) -> QueuedPrompt:
+        """A prompt whose first token is due in `time_left_s`; what is overdue is due now."""
+        patience_s = PATIENCE_S if time_left_s is None else max(0.0, time_left_s)
+        self._num_arrived += 1
+        prompt = QueuedPrompt(num_tokens, now_s + patience_s, self._num_arrived)
+        self._prompts.append(prompt)
+        self._prompts.sort(key=lambda queued: queued.rank)
+        return prompt
+
+    def remove(self, prompt: QueuedPrompt) -> None:
+        """Idempotent."""
+        if prompt in self._prompts:
+            self._prompts.remove(prompt)
+
+    def next_to_admit(self) -> QueuedPrompt | None:
+        """The first prompt that waits, unless those before it are work enough for the next passes."""
+        num_ahead = 0
+        for prompt in self._prompts:
+            if num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
+                return None
+            if prompt.state is PromptState.WAITING:
+                return prompt
+            num_ahead += prompt.num_left
+        return None
+
+    def plan(self) -> list[Share]:
+        """The next pass: as many tokens of each prompt in turn as there is room for. May be empty."""
+        shares, num_free = [], self._prefill_chunk
+        for prompt in self._prompts:
+            if prompt.state is PromptState.READY and num_free:
+                share = Share(prompt, min(prompt.num_left, num_free))
+                shares.append(share)
+                num_free -= share.num_tokens
+        return shares
