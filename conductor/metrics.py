@@ -47,6 +47,15 @@ class ConductorMetrics(Collector):
             assigned.add_metric([instance.name], instance.num_assigned_tokens)
         yield assigned
 
+        engines = GaugeMetricFamily(
+            "mooncake_instance_engine",
+            "1 for what computes: on CPUs the kernels' instruction set, or torch at about half their speed",
+            labels=["instance", "engine"],
+        )
+        for instance in self._conductor.instances:
+            engines.add_metric([instance.name, instance.registration.engine], 1)
+        yield engines
+
         yield CounterMetricFamily(
             "mooncake_conductor_strangers",
             "connections that were closed because they did not show the cluster's key",

@@ -280,6 +280,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     layout: KVLayout
     messenger: MessengerAddress
     capacity: Capacity
+    engine: str
+    """what computes: a device, and on CPUs the kernels"""
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):

@@ -36,6 +36,12 @@ class Executor:
         self.kv = kv
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
 
+    @property
+    def engine(self) -> str:
+        """What computes, for people: `cuda:0`, `cpu (avx512_bf16)`, `cpu (torch)`."""
+        device = self.kv.device
+        return f"cpu ({self.model.computed_by})" if device.type == "cpu" else str(device)
+
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
         """Make `call` on the device thread.
 

@@ -160,7 +160,7 @@ class Session:
                 case Registered():
                     if not self.is_registered:
                         self.is_registered = True
-                        report(Ready(f"{self._process.role.value} on {self._executor.kv.device}"))
+                        report(Ready(f"{self._process.role.value} on {self._executor.engine}"))
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
@@ -191,6 +191,7 @@ class Session:
             self._layout,
             pool.address,
             Capacity(pool.num_pages, self._executor.kv.num_pages),
+            self._executor.engine,
         )
 
     async def _heartbeat(self, pool: WorkerClient) -> Heartbeat:

@@ -56,7 +56,15 @@ def address(name: str) -> MessengerAddress:
 
 def registration(name: str, role: Role, incarnation: int = 1, pages: int = 100) -> Register:
     return Register(
-        PROTOCOL_VERSION, name, incarnation, role, "model", LAYOUT, address(name), Capacity(pages, pages)
+        PROTOCOL_VERSION,
+        name,
+        incarnation,
+        role,
+        "model",
+        LAYOUT,
+        address(name),
+        Capacity(pages, pages),
+        "cpu",
     )
 
 

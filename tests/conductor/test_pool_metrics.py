@@ -159,7 +159,9 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
     address = MessengerAddress("p0", 1, "host", "/path", (("127.0.0.1", 1),))
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     p0 = peer_identity("p0", 1)
-    register = Register(PROTOCOL_VERSION, "p0", 1, Role.PREFILL, "model", layout, address, Capacity(100, 100))
+    register = Register(
+        PROTOCOL_VERSION, "p0", 1, Role.PREFILL, "model", layout, address, Capacity(100, 100), "cpu (torch)"
+    )
     conductor.handle(p0, register, 0.0)
     heartbeat = Heartbeat(0, 0, 0, STATS, {"computed": 50, "dram": 30, "remote": 20})
     conductor.handle(p0, heartbeat, 1.0)
@@ -168,3 +170,5 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
     for source, expected in {"computed": 50, "dram": 30, "ssd": 0, "remote": 20}.items():
         labels = {"instance": "p0", "source": source}
         assert registry.get_sample_value("mooncake_prefill_tokens_total", labels) == expected
+    labels = {"instance": "p0", "engine": "cpu (torch)"}
+    assert registry.get_sample_value("mooncake_instance_engine", labels) == 1

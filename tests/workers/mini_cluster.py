@@ -104,6 +104,7 @@ class InstanceUnderTest:
             cluster.layout,
             pool.address,
             Capacity(pool.num_pages, kv.num_pages),
+            self.executor.engine,
         )
 
     def obey(self, message: ToWorker) -> None:
