@@ -38,7 +38,7 @@ class _OpenGrant:
 
 
 class Grants:
-    """The `messenger.receiver.WriteTarget` over a pool and its segment."""
+    """The `messenger.door.WriteTarget` over a pool and its segment."""
 
     def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress) -> None:
         self._pool = pool

@@ -18,7 +18,7 @@ _LEASE_S = 60.0
 
 
 class Reads:
-    """The `messenger.receiver.ReadSource` over a pool. `now_s` is the clock of its leases."""
+    """The `messenger.door.ReadSource` over a pool. `now_s` is the clock of its leases."""
 
     def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
         self._pool = pool

@@ -236,7 +236,7 @@ extern "C" size_t hash_arrived(const uint8_t* block, size_t layer_bytes, size_t 
 }
 
 // The same, off a socket: receives until `num_wanted` bytes of the block are there, `num_there` of them already,
-// and hashes them while they are in the processor's cache. Where nothing has come for `patience_ns` it returns.
+// and hashes them while they are in the processor's cache. It returns `patience_ns` after it first had to wait.
 // The result is how many are there now, or the negative errno if there came none at all (0: the end of the
 // stream).
 extern "C" ssize_t receive_layers(int fd, uint8_t* block, size_t layer_bytes, size_t num_there, size_t num_wanted,
@@ -250,7 +250,6 @@ extern "C" ssize_t receive_layers(int fd, uint8_t* block, size_t layer_bytes, si
         if (received > 0) {
             num_there += received;
             *num_hashed = hash_arrived(block, layer_bytes, *num_hashed, num_there, state, digests);
-            waiting_since = 0;
         } else if (received < 0 && errno == EINTR) {
             continue;
         } else if (received < 0 && errno == EAGAIN) {

@@ -28,8 +28,8 @@ _FEW_BYTES = 64 * 1024
 """so little is not worth a call, or a hash in pieces"""
 _STREAMED_BYTES = 512 * 1024
 """so much is copied around the caches"""
-_PATIENCE_NS = 50_000
-"""how long to look for more of a block before others have their turn: the rest of it is under way"""
+_PATIENCE_NS = 200_000
+"""how long a call waits for more of a block, however it comes, before others have their turn"""
 _SHORT_LAYER_BYTES = 240
 """xxh3 treats these differently; so do we: they are not compiled"""
 
@@ -112,8 +112,8 @@ class LayerChecksums:
         return self._native is not None
 
     def receive(self, fd: int, num_wanted: int) -> int:
-        """Receives from a stream socket until the first `num_wanted` bytes are there, or nothing comes for a
-        moment. Returns how many bytes came; raises BlockingIOError or ConnectionError if none did."""
+        """Receives from a stream socket until the first `num_wanted` bytes are there, or a moment after it
+        had to wait. Returns how many bytes came; raises BlockingIOError or ConnectionError if none did."""
         assert self._native is not None
         num_there: int = self._native.receive_layers(
             fd,

@@ -135,14 +135,16 @@ class IncomingLane:
                 self._exposures.close()
             self._deadline.close()
             answering.cancel()
-            (failure,) = await asyncio.gather(answering, return_exceptions=True)
-            if isinstance(failure, Exception):
-                log.error("a fetch of %s could not be answered", session.name, exc_info=failure)
-            await self._outbox.close()
-            while not self._fetches.empty():
-                self._fetches.get_nowait().close()
-            for end_lease, _ in self._read:
-                end_lease()
+            try:
+                (failure,) = await asyncio.gather(answering, return_exceptions=True)
+                if isinstance(failure, Exception):
+                    log.error("a fetch of %s could not be answered", session.name, exc_info=failure)
+                await self._outbox.close()
+            finally:  # also if it is cancelled again
+                while not self._fetches.empty():
+                    self._fetches.get_nowait().close()
+                for end_lease, _ in self._read:
+                    end_lease()
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Does what can be done at once, and returns the rest. If either raises, the connection ends."""

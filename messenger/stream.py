@@ -9,13 +9,10 @@ Owns: one connected socket. Does not know: frames.
 import array
 import asyncio
 import contextlib
-import fcntl
 import functools
 import mmap
 import os
 import socket
-import struct
-import termios
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -28,13 +25,8 @@ _TURN_BYTES = 512 * 1024
 """moved before others have their turn"""
 _LEAST_BYTES = 16 * 1024
 """what a piece counts for at least: small ones cost time too"""
-_UNACKNOWLEDGED_S = 2.0
-"""after so long in which the peer's kernel has acknowledged nothing that was sent the connection is lost"""
-_LOOK_S = 0.25
-_TCP_INFO = struct.Struct("2xBB112xQ100xI")
-"""Linux's struct tcp_info (5.4 and later): how often the oldest bytes were sent again, unanswered questions
-about a closed window, bytes acknowledged, the peer's window"""
-_MOST_UNANSWERED = 2
+_UNACKNOWLEDGED_MS = 3000
+"""after so long without the peer's kernel taking anything the connection is lost"""
 _AHEAD_BYTES = 72 * 1024
 """a small frame with its payload"""
 
@@ -55,12 +47,12 @@ class Stream:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A host that vanished sends no reset: ask an idle one after 2 s, give up after 3 s more. Where
-            # something is on its way to it, see `_look_at_peer`.
+            # A host that vanished sends no reset: ask an idle one after 2 s, give up after 3 s more.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
@@ -74,11 +66,6 @@ class Stream:
         self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer)
         self._num_moved = 0
         """bytes since others had their turn"""
-        self._is_tcp = sock.family != socket.AF_UNIX
-        self._num_acknowledged = 0
-        self._stalls_since_s = 0.0
-        """since when nothing of what was sent is acknowledged"""
-        self._next_look: asyncio.TimerHandle | None = None
 
     async def shake_hands(self) -> None:
         """The TLS handshake, if there is TLS. Raises OSError."""
@@ -92,8 +79,6 @@ class Stream:
         """Who waits gets a ConnectionError."""
         for readiness in (self._readable, self._writable):
             readiness.end()
-        if self._next_look is not None:
-            self._next_look.cancel()
         self._sock.close()
         if self._fd is not None:
             os.close(self._fd)
@@ -252,31 +237,6 @@ class Stream:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def _sent(self, num_bytes: int) -> None:
-        self.moved(num_bytes)
-        if self._is_tcp and self._next_look is None:
-            self._stalls_since_s = self._loop.time()
-            self._next_look = self._loop.call_later(_LOOK_S, self._look_at_peer)
-
-    def _look_at_peer(self) -> None:
-        """Whether its kernel is still there: it answers for a peer that only does not read."""
-        self._next_look = None
-        pending = array.array("i", [0])
-        fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, pending)
-        if not pending[0]:
-            return
-        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        num_retransmits, num_unanswered, num_acknowledged, window_bytes = _TCP_INFO.unpack(info)
-        now_s = self._loop.time()
-        if num_acknowledged != self._num_acknowledged:
-            self._num_acknowledged, self._stalls_since_s = num_acknowledged, now_s
-        # A peer that does not read closes its window, and says so again whenever it is asked.
-        is_silent = num_retransmits > 0 if window_bytes else num_unanswered > _MOST_UNANSWERED
-        if is_silent and now_s - self._stalls_since_s >= _UNACKNOWLEDGED_S:
-            self.shut_down()
-        else:
-            self._next_look = self._loop.call_later(_LOOK_S, self._look_at_peer)
-
     async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
         """All of `buffers`; `fd` travels beside their first byte."""
         rest = [memoryview(buffer) for buffer in buffers]
@@ -289,7 +249,7 @@ class Stream:
                 num_bytes = await self._writable.first(lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
             ancillary = []
             rest = _without(rest, num_bytes)
-            self._sent(num_bytes)
+            self.moved(num_bytes)
             await self.take_turns()
 
     def send_now(self, buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -298,7 +258,7 @@ class Stream:
         with contextlib.suppress(BlockingIOError):
             while rest:
                 num_bytes = self._sock.sendmsg(_piece(rest))
-                self._sent(num_bytes)
+                self.moved(num_bytes)
                 rest = _without(rest, num_bytes)
         return rest
 

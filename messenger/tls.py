@@ -46,8 +46,7 @@ class TlsSocket:
         self._ssl = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
         self.family = self._ssl.family
         self.fileno, self.close = self._ssl.fileno, self._ssl.close
-        self.setblocking = self._ssl.setblocking
-        self.setsockopt, self.getsockopt = self._ssl.setsockopt, self._ssl.getsockopt
+        self.setblocking, self.setsockopt = self._ssl.setblocking, self._ssl.setsockopt
 
     def shutdown(self, how: int) -> None:
         """Ssl's own would end the decryption too, and what is read then is ciphertext."""

@@ -152,11 +152,11 @@ class PrefillJob:
             self.fetch.give_up()
 
     async def stored(self) -> None:
-        """Returns when all that has been computed is in the pool. Raises PoolError if it cannot be."""
+        """Returns when all that has been computed is in the pool. Raises what kept it from there."""
         await self._pass_ended.wait()
         await self._all_of(self._storing)
         await self._all_of(self._committing)
-        for error in [commit.exception() for commit in self._committing]:
+        for error in [future.exception() for future in (*self._storing, *self._committing)]:
             if error is not None:
                 raise error
 

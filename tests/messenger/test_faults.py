@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from messenger import stream
 from messenger.lane import Lane
 from messenger.peer import Peer
 from messenger.requests import Outcome, Urgency
@@ -516,34 +515,3 @@ def test_a_lane_that_comes_later_abandons_the_lost_ones_too(tmp_path: Path) -> N
                 link.far.close()
 
     run(test(), 20)
-
-
-def test_a_receiver_that_does_not_read_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel answers. A host that is gone is the business of tests/cluster/test_links.py."""
-    monkeypatch.setattr(stream, "_UNACKNOWLEDGED_S", 0.1)
-    monkeypatch.setattr(stream, "_LOOK_S", 0.02)
-    num_looks = 0
-    look = stream.Stream._look_at_peer
-
-    def count(self: stream.Stream) -> None:
-        nonlocal num_looks
-        num_looks += 1
-        look(self)
-
-    monkeypatch.setattr(stream.Stream, "_look_at_peer", count)
-
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 24, streams=1) as node:
-            proxy = node.proxy()
-            peer = await node.peer()
-            node.pages.grant(1, range(24))
-            proxy.black_hole()
-            write = asyncio.create_task(node.write(1, range(24), peer=peer))
-            await until(lambda: peer.lanes[0].num_outstanding)
-            num_looks_before = num_looks
-            await until(lambda: num_looks > num_looks_before + 30)
-            proxy.heal()
-            await write
-            node.assert_written(range(24))
-
-    run(test())
