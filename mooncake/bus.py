@@ -126,7 +126,9 @@ class Dealer(_Socket[Incoming]):
         self.endpoint = endpoint
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close at once; what was not sent may still leave within `linger_s`."""
+        """Close at once; what was not sent may still leave within `linger_s`. Idempotent."""
+        if self._socket.closed:
+            return
         self._watch.close()
         self._socket.close(linger=int(1000 * linger_s))
 

@@ -156,6 +156,41 @@ class WorkerConfig(_Section):
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
 
 
+class PipelineConfig(_Section):
+    """Prefill instances whose layers are spread over several processes (chunked pipeline parallelism)."""
+
+    stages: int = Field(
+        1, ge=1, le=64, description="stages of a prefill instance, each with its own device and pool"
+    )
+    stage: int | None = Field(
+        None, ge=0, description="the one to run here, from 0 on (--role prefill); default: all of them"
+    )
+    endpoints: Annotated[list[Annotated[str, Field(pattern=ENDPOINT)]], BeforeValidator(_split)] = Field(
+        [],
+        description="where each stage but the last listens for the next one (ZeroMQ), with commas;"
+        " needed if stages are on several nodes",
+    )
+    chunks: Literal["balanced", "fixed"] = Field(
+        "balanced",
+        description="balanced: chunks of a prompt shrink as its prefix grows; fixed: prefill_chunk tokens",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PipelineConfig":
+        if self.stage is not None and self.stage >= self.stages:
+            raise ValueError(f"pipeline.stage {self.stage} is none of the {self.stages} of pipeline.stages")
+        if self.stage is not None and self.stages > 1 and not self.endpoints:
+            raise ValueError(
+                "pipeline.stage needs pipeline.endpoints: where the stages on other nodes find each other"
+            )
+        if self.endpoints and len(self.endpoints) != self.stages - 1:
+            raise ValueError(
+                f"pipeline.endpoints names {len(self.endpoints)} endpoints;"
+                f" {self.stages} stages need {self.stages - 1}, one for each but the last"
+            )
+        return self
+
+
 class MessengerConfig(_Section):
     """The data plane between instances."""
 
@@ -230,6 +265,7 @@ class Config(_Section):
     kvcache: KVCacheConfig = Field(default_factory=KVCacheConfig)
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     messenger: MessengerConfig = Field(default_factory=MessengerConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
 
@@ -240,6 +276,14 @@ class Config(_Section):
             raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
         if self.role in ("all", "conductor") and self.instance is not None:
             raise ValueError(f"instance names one prefill or decode instance, not role {self.role}")
+        if self.role in ("decode", "conductor") and self.pipeline.stages > 1:
+            raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
+        if self.role == "all" and (self.pipeline.stage is not None or self.pipeline.endpoints):
+            raise ValueError(
+                "pipeline.stage and pipeline.endpoints need role prefill: role all runs all stages"
+            )
+        if self.pipeline.stage is not None and self.instance is None:
+            raise ValueError("pipeline.stage is a part of an instance: name it, the same in all its stages")
         keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
         if self.role in ("prefill", "decode") and keeps is not None and self.instance is None:
             raise ValueError(
@@ -287,8 +331,23 @@ class MessengerProcess(_Process):
     segment_fd: int
 
 
+class StageProcess(_Section):
+    """Which stage of an instance a worker is. `endpoints`: where each stage but the last one listens."""
+
+    number: int = 0
+    num_stages: int = 1
+    endpoints: list[str] = []
+
+    def part_of(self, instance: str) -> str:
+        """The name of this part of an instance: what has a messenger of its own."""
+        return instance if self.num_stages == 1 else f"{instance}.{self.number}"
+
+
 class WorkerProcess(_Process):
-    """What a worker process is started with. `incarnation` grows with every start."""
+    """What a worker process is started with. `incarnation` grows with every start.
+
+    `instance` names all stages together, `messenger_socket` is this one's own.
+    """
 
     config: Config
     role: Role
@@ -296,6 +355,7 @@ class WorkerProcess(_Process):
     incarnation: int
     messenger_socket: str
     num_local_workers: int
+    stage: StageProcess = StageProcess()
 
 
 def host_and_port(address: str) -> tuple[str, int]:

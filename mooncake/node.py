@@ -2,7 +2,7 @@
 
 --role all        conductor, and for each instance a messenger and a worker
 --role conductor  conductor
---role prefill    one messenger and one worker
+--role prefill    one messenger and one worker, for each stage of a pipeline
 --role decode     one messenger and one worker
 """
 
@@ -21,6 +21,7 @@ from mooncake.config import (
     KVCacheConfig,
     MessengerConfig,
     MessengerProcess,
+    StageProcess,
     WorkerProcess,
 )
 from mooncake.errors import ConfigError
@@ -42,6 +43,19 @@ class ChildSpec:
     pass_fds: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What has a messenger and a worker: an instance, or one of its stages."""
+
+    instance: str
+    role: Role
+    stage: StageProcess
+
+    @property
+    def name(self) -> str:
+        return self.stage.part_of(self.instance)
+
+
 def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     """The processes of this node, in the order in which they are started.
 
@@ -55,16 +69,16 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         )
         config = config.model_copy(update={"conductor": conductor})
     key = _cluster_key(config)
-    instances = _instances(config, run_dir)
-    _check_memory(config, [name for name, _ in instances])
+    parts = _parts(config, run_dir)
+    _check_memory(config, [part.name for part in parts])
     _check_directories(config)
     specs = [_conductor(config, key)] if config.role in ("all", "conductor") else []
-    for index, (name, role) in enumerate(instances):
+    for index, part in enumerate(parts):
         # Sockets are numbered: a host's name may be longer than a socket's path.
         sockets = {
             kind: run_dir.socket(f"{kind}-{index}") for kind in ("worker", "peers", "events", "replay")
         }
-        specs += _instance(config, key, index, sockets, name, role, len(instances))
+        specs += _part(config, key, index, sockets, part, len(parts))
     return specs
 
 
@@ -97,6 +111,23 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
     return [(name, Role(config.role))]
 
 
+def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
+    """The stages of prefill instances that are to run here, and other instances as they are."""
+    parts = []
+    for index, (name, role) in enumerate(_instances(config, run_dir)):
+        pipeline = config.pipeline
+        num_stages = pipeline.stages if role is Role.PREFILL else 1
+        endpoints = pipeline.endpoints or [
+            f"ipc://{run_dir.socket(f'stage-{index}-{stage}')}" for stage in range(num_stages - 1)
+        ]
+        here = range(num_stages) if pipeline.stage is None else [pipeline.stage]
+        parts += [
+            _Part(name, role, StageProcess(number=stage, num_stages=num_stages, endpoints=endpoints))
+            for stage in here
+        ]
+    return parts
+
+
 def _check_directories(config: Config) -> None:
     """Here, and not when the first worker has loaded its model."""
     for path in config.kvcache.ssd_dirs if config.role != "conductor" else ():
@@ -104,15 +135,15 @@ def _check_directories(config: Config) -> None:
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
 
 
-def _check_memory(config: Config, instances: list[str]) -> None:
+def _check_memory(config: Config, names: list[str]) -> None:
     """Taking more memory than there is would not fail: it would get some process killed."""
     kept_in = config.kvcache.segment_dir
-    new = [name for name in instances if kept_in is None or not _segment_path(kept_in, name).exists()]
+    new = [name for name in names if kept_in is None or not _segment_path(kept_in, name).exists()]
     wanted = len(new) * int(config.kvcache.pool_bytes)
     available = _available_bytes()
     if available is not None and wanted > available:
         raise ConfigError(
-            f"kvcache.pool_bytes: the pools of {len(new)} instances take {wanted / GIB:.1f} GiB, "
+            f"kvcache.pool_bytes: {len(new)} pools on this node take {wanted / GIB:.1f} GiB, "
             f"{available / GIB:.1f} GiB of memory are available on this node"
         )
 
@@ -141,16 +172,15 @@ def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
     return ChildSpec("conductor", "conductor.service", lambda _: process.model_dump_json())
 
 
-def _instance(
+def _part(
     config: Config,
     key: ClusterKey,
     index: int,
     sockets: dict[str, str],
-    name: str,
-    role: Role,
+    part: _Part,
     num_local_workers: int,
 ) -> list[ChildSpec]:
-    segment_fd = create_segment(name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
+    segment_fd = create_segment(part.name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
     if config.role == "all":
         event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
     else:
@@ -159,10 +189,10 @@ def _instance(
     def messenger(incarnation: int) -> str:
         return MessengerProcess(
             cluster_key=key,
-            settings=_messenger_of_instance(config.messenger, index),
+            settings=_messenger_of_part(config.messenger, index),
             security=config.security,
-            kvcache=_of_instance(config.kvcache, index),
-            instance=name,
+            kvcache=_of_part(config.kvcache, index),
+            instance=part.name,
             incarnation=incarnation,
             worker_socket=sockets["worker"],
             peer_socket=sockets["peers"],
@@ -174,29 +204,30 @@ def _instance(
         return WorkerProcess(
             cluster_key=key,
             config=config,
-            role=role,
-            instance=name,
+            role=part.role,
+            instance=part.instance,
             incarnation=incarnation,
             messenger_socket=sockets["worker"],
             num_local_workers=num_local_workers,
+            stage=part.stage,
         ).model_dump_json()
 
     return [
-        ChildSpec(f"{name}/messenger", "kvstore.service", messenger, pass_fds=(segment_fd,)),
-        ChildSpec(name, "workers.service", worker),
+        ChildSpec(f"{part.name}/messenger", "kvstore.service", messenger, pass_fds=(segment_fd,)),
+        ChildSpec(part.name, "workers.service", worker),
     ]
 
 
-def _of_instance(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
-    """Instance `index` of a node listens that many ports higher than the first."""
+def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
+    """Part `index` of a node listens that many ports higher than the first."""
     addresses = {name: getattr(kvcache, name) for name in ("listen", "vllm_events", "vllm_replay")}
     return kvcache.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
     )
 
 
-def _messenger_of_instance(settings: MessengerConfig, index: int) -> MessengerConfig:
-    """As `_of_instance`."""
+def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:
+    """As `_of_part`."""
     return settings.model_copy(update={"port": settings.port + index if settings.port else 0})
 
 

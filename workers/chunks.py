@@ -47,10 +47,9 @@ class Costs:
         return 2 * cost / (first + math.sqrt(first * first + 2 * self.pair * cost))
 
 
-def plan_chunks(
-    start: int, end: int, *, costs: Costs, num_stages: int, most_tokens: int, multiple: int
-) -> list[range]:
-    """Chunks of the tokens `[start, end)` of a prompt that take equally long, up to rounding.
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How the prompts of a pipeline are cut: into chunks that take equally long, up to rounding.
 
     With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves
     `of_tokens(start, x_i) = i / m * of_tokens(start, end - start)`. m is 8 a stage, more if a chunk would be
@@ -58,18 +57,30 @@ def plan_chunks(
     `multiple` (a block of the KVCache, so that every chunk fills the blocks that it stores), the last one
     apart. One stage has no reason to cut more than `most_tokens` demands.
     """
-    assert 0 <= start < end
-    num_tokens, cost = end - start, costs.of_tokens(start, end - start)
-    wanted = _CHUNKS_A_STAGE * num_stages if num_stages > 1 else 1
-    num_chunks = min(wanted, max(1, num_tokens // _LEAST_TOKENS))
-    # The first one is the longest.
-    num_chunks = max(num_chunks, math.ceil(cost / costs.of_tokens(start, most_tokens)))
-    bounds = [start]
-    for index in range(1, num_chunks):
-        bound = start + round(costs.num_tokens(start, cost * index / num_chunks))
-        bound = min((bound + multiple // 2) // multiple * multiple, bounds[-1] + most_tokens)
-        if bounds[-1] < bound < end:
-            bounds.append(bound)
-    while end - bounds[-1] > most_tokens:
-        bounds.append(bounds[-1] + most_tokens)
-    return [range(a, b) for a, b in zip(bounds, [*bounds[1:], end], strict=True)]
+
+    costs: Costs
+    num_stages: int
+    most_tokens: int
+    multiple: int
+
+    def __call__(self, start: int, end: int) -> list[range]:
+        """The chunks of the tokens `[start, end)` of a prompt."""
+        assert 0 <= start < end
+        cost = self.costs.of_tokens(start, end - start)
+        num_chunks = self._num_chunks(start, end - start, cost)
+        bounds = [start]
+        for index in range(1, num_chunks):
+            bound = start + round(self.costs.num_tokens(start, cost * index / num_chunks))
+            bound = (bound + self.multiple // 2) // self.multiple * self.multiple
+            bound = min(bound, bounds[-1] + self.most_tokens)
+            if bounds[-1] < bound < end:
+                bounds.append(bound)
+        while end - bounds[-1] > self.most_tokens:
+            bounds.append(bounds[-1] + self.most_tokens)
+        return [range(a, b) for a, b in zip(bounds, [*bounds[1:], end], strict=True)]
+
+    def _num_chunks(self, start: int, num_tokens: int, cost: float) -> int:
+        wanted = _CHUNKS_A_STAGE * self.num_stages if self.num_stages > 1 else 1
+        num_chunks = min(wanted, max(1, num_tokens // _LEAST_TOKENS))
+        # The first one is the longest.
+        return max(num_chunks, math.ceil(cost / self.costs.of_tokens(start, self.most_tokens)))

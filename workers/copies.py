@@ -1,6 +1,7 @@
 """One layer of some blocks, between the device's pages and the pool's, checked on the way.
 
-A layer of a device page is byte for byte one layer of a block. Loads compare checksums with those that the
+A layer of a device page is byte for byte one layer of a block, or of the shard of it that a stage has. Layers
+are the model's. Loads compare checksums with those that the
 pool keeps, stores return new ones.
 
 Owns: how bytes get there, on the CPU and on CUDA. Does not know: when, which blocks, threads.
@@ -59,24 +60,25 @@ class HostCopies:
         self._segment = segment
         self._table = segment.page_table()
         self._layer_bytes = segment.layout.layer_bytes
+        self._first_layer = kv.layers.start
         self._device = {
             layer: memoryview(kv.layer(layer).view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             for layer in kv.layers
         }
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
-        damaged = []
+        damaged, position = [], layer - self._first_layer
         for block in blocks:
-            source = self._segment.layer_view(block.pool_page, layer)
+            source = self._segment.layer_view(block.pool_page, position)
             checksum = copy_layers(source, self._device_view(layer, block), self._layer_bytes)
-            if checksum != self._table.checksums(block.pool_page, range(layer, layer + 1)):
+            if checksum != self._table.checksums(block.pool_page, range(position, position + 1)):
                 damaged.append(block.pool_page)
         return Loaded(None, damaged)
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
         checksums = []
         for block in blocks:
-            target = self._segment.layer_view(block.pool_page, layer)
+            target = self._segment.layer_view(block.pool_page, layer - self._first_layer)
             checksum = copy_layers(self._device_view(layer, block), target, self._layer_bytes)
             checksums.append(int.from_bytes(checksum, "little"))
         return checksums
@@ -103,16 +105,17 @@ class CudaCopies:
         self._segment = segment
         self._table = segment.page_table()
         self._layer_bytes = segment.layout.layer_bytes
+        self._first_layer = kv.layers.start
         self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
         staged, views = self._staging(len(blocks))
-        damaged = []
+        damaged, position = [], layer - self._first_layer
         for block, view in zip(blocks, views, strict=True):
-            source = self._segment.layer_view(block.pool_page, layer)
+            source = self._segment.layer_view(block.pool_page, position)
             checksum = copy_layers(source, view, self._layer_bytes)
-            if checksum != self._table.checksums(block.pool_page, range(layer, layer + 1)):
+            if checksum != self._table.checksums(block.pool_page, range(position, position + 1)):
                 damaged.append(block.pool_page)
         pages = torch.tensor([block.device_page for block in blocks]).pin_memory()
         assert free is not None
@@ -135,7 +138,7 @@ class CudaCopies:
         copied.synchronize()  # this thread only
         checksums = []
         for block, view in zip(blocks, views, strict=True):
-            target = self._segment.layer_view(block.pool_page, layer)
+            target = self._segment.layer_view(block.pool_page, layer - self._first_layer)
             checksums.append(int.from_bytes(copy_layers(view, target, self._layer_bytes), "little"))
         return checksums
 

@@ -60,8 +60,11 @@ class Executor:
             ended.exception()  # retrieved: nobody else will
             raise
 
-    def prefill(self, parts: Sequence[Part], transfers: LayerTransfers) -> torch.Tensor:
-        """One pass of layer-wise prefill: float32 logits `[len(parts), vocab]` of each part's last token.
+    def prefill(
+        self, parts: Sequence[Part], transfers: LayerTransfers, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One pass of layer-wise prefill: the hidden states `[T, hidden_size]` behind this model's layers, of
+        all parts' tokens, one part after the other. `hidden`: those before them, None in the first stage.
 
         Loads run one layer ahead, stores behind. Stores may be under way when it returns (`Part.storing`),
         loads are not. Raises `CancelledOnDevice` between two layers once all parts are dropped.
@@ -69,7 +72,8 @@ class Executor:
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)
         batch = Batch.build([part.chunk for part in parts], self.kv)
-        hidden = self.model.embed(batch)
+        if hidden is None:
+            hidden = self.model.embed(batch)
         for layer in layers:
             transfers.wait_loaded(loading)
             if all(part.is_dropped for part in parts):
@@ -77,7 +81,7 @@ class Executor:
             loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
             hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
             transfers.launch_store(layer, parts)
-        return self.model.logits(hidden[batch.last_rows])
+        return hidden
 
     def load_blocks(self, device_pages: Sequence[int], pool_pages: Sequence[int], pool: PoolView) -> None:
         """Copy whole blocks from the pool to the device, layer by layer."""

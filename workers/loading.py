@@ -9,7 +9,7 @@ import torch
 
 from mooncake.blocks import KVLayout
 from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
-from mooncake.config import WorkerProcess
+from mooncake.config import KVCacheConfig, StageProcess, WorkerProcess
 from mooncake.errors import ConfigError, ModelError
 from mooncake.process import Progress, report
 from workers.engine.kvcache import DeviceKVCache
@@ -23,22 +23,29 @@ from workers.weights import iter_weights
 _CPU_PREFILL_CHUNK, _GPU_PREFILL_CHUNK = 512, 2048
 
 
+def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
+    """The layers of one stage: as many as of any other, or one more."""
+    if stage.num_stages > num_layers:
+        raise ConfigError(f"pipeline.stages: {stage.num_stages} stages for a model of {num_layers} layers")
+    return range(
+        num_layers * stage.number // stage.num_stages, num_layers * (stage.number + 1) // stage.num_stages
+    )
+
+
 def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess) -> Executor:
-    """Load all layers and allocate the device's KVCache; blocks for seconds to minutes, reports progress."""
+    """Load the layers of this stage and allocate the device's KVCache. `layout` is the whole model's.
+
+    Blocks for seconds to minutes, reports progress.
+    """
     config = process.config
     device = pick_device(config.worker.device)
     torch.set_num_threads(pick_num_threads(config.worker.num_threads, process.num_local_workers))
     dtype = TORCH_DTYPES[layout.dtype]
-    num_pages = int(config.kvcache.device_bytes) // layout.block_bytes
-    if num_pages < 2:
-        raise ConfigError(
-            f"kvcache.device_bytes: {int(config.kvcache.device_bytes)} bytes hold {num_pages} blocks of "
-            f"{layout.block_bytes} bytes; at least 2 are needed"
-        )
     try:
         spec = ModelSpec.from_hf_config(checkpoint.config)
         _check_layout(spec, layout)
-        layers = range(spec.num_layers)
+        layers = layers_of_stage(spec.num_layers, process.stage)
+        num_pages = _num_device_pages(config.kvcache, layout.of_layers(layers))
         model = DecoderModel(spec, layers, dtype, device)
         if checkpoint.kind is CheckpointKind.DUMMY:
             model.init_dummy_weights(DUMMY_SEED)
@@ -55,6 +62,17 @@ def _check_layout(spec: ModelSpec, layout: KVLayout) -> None:
     cluster = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
     if engine != cluster:
         raise ModelError(f"config.json is ambiguous: layers, KV heads and head_dim are {cluster} or {engine}")
+
+
+def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout) -> int:
+    device_bytes = int(kvcache.device_bytes)
+    num_pages = device_bytes // layout.block_bytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"kvcache.device_bytes: {device_bytes} bytes hold {num_pages} blocks of {layout.block_bytes}"
+            " bytes; at least 2 are needed"
+        )
+    return num_pages
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,6 +1,8 @@
-"""A prompt that is being prefilled: its pages, what of it is in which memory, and its part of each pass.
+"""A prompt that is being prefilled, in one stage: its pages, what of it is in which memory, its part of each
+pass.
 
-Owns: one prompt's blocks and their way between device and pool. Does not know: the queue, other prompts.
+Owns: one prompt's blocks and their way between device and pool. Does not know: the queue, other prompts, how
+the stages behind are told.
 """
 
 import asyncio
@@ -14,19 +16,30 @@ from kvstore.worker_client import WorkerClient
 from mooncake.messages import COMPUTED, REMOTE, Prefill
 from workers.engine.batch import Chunk
 from workers.layerwise import Part, PromptBlock
-from workers.prefill_queue import PromptState, QueuedPrompt
+from workers.prefill_queue import Progress
 from workers.prefix_fetch import PrefixFetch
+from workers.scope import FailureScope
+from workers.stage_messages import PassShare
 
 
 class PrefillJob:
-    """Made when an order comes; its memory comes with `begin`."""
+    """Made when an order comes; its memory comes with `begin`. `job_id` names it in all stages.
 
-    def __init__(self, order: Prefill, queued: QueuedPrompt, pool: WorkerClient, layers: range) -> None:
-        self.order, self.queued = order, queued
+    It is computed in *rounds*: another one begins, at the last good block, if what was to be reused fails to
+    come.
+    """
+
+    def __init__(
+        self, job_id: int, order: Prefill, progress: Progress, pool: WorkerClient, layers: range
+    ) -> None:
+        self.job_id, self.order, self.progress = job_id, order, progress
+        self.scope = FailureScope()
         self.turn = asyncio.Event()
         """set when it is admitted"""
-        self.outcome: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        """of the passes since `reuse`: the first token, or None if what was to be reused could not be had"""
+        self.stored_behind = asyncio.Event()
+        """set when it has been computed in all stages, and stored by those behind this one"""
+        self.is_dropped = False
+        """it is on its way out"""
         self.num_cached_tokens = 0
         self.device_pages: list[int] = []
         self.reservation: Reservation | None = None
@@ -35,6 +48,7 @@ class PrefillJob:
         """of the pool, found by loads"""
         self._pool, self._layers = pool, layers
         self._loop = asyncio.get_running_loop()
+        self.begin_round(0)
         self._blocks: list[PromptBlock] = []
         self._part: Part | None = None
         """in the pass that runs now"""
@@ -46,6 +60,23 @@ class PrefillJob:
         """of a fetch that was under way when they were counted as cached"""
         self._storing: list[Future[None]] = []
         self._committing: list[Future[None]] = []
+
+    # -- rounds -------------------------------------------------------------------------------------
+
+    def begin_round(self, number: int) -> None:
+        """What is reused is still to be settled, by `reuse`."""
+        self.round = number
+        self.is_settled = False
+        """whether it is known what is reused in this round"""
+        self.outcome: asyncio.Future[int | None] = self._loop.create_future()
+        """of this round: the first token, or None if what was to be reused could not be had"""
+        self.usable_behind: asyncio.Future[int] = self._loop.create_future()
+        """how many blocks the stages behind need not compute in this round"""
+
+    def end_round(self, outcome: int | None) -> None:
+        """Idempotent: the first `outcome` counts."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
 
     # -- memory -------------------------------------------------------------------------------------
 
@@ -65,32 +96,46 @@ class PrefillJob:
         blocks = self.reservation.blocks[: min(num_blocks, num_keyed)]
         return [index for index, block in enumerate(blocks) if not block.sealed]
 
-    def reuse(self, page_size: int) -> None:
-        """Settle what need not be computed: the longest prefix that is in the pool or, if a fetch is under
-        way, on its way there. At least one token is computed: its logits are the answer's first token."""
-        fetch, end = self.fetch, self._layers.stop
-        expected: set[int] = set()
-        if fetch is not None:
-            expected.update([] if fetch.has_ended else fetch.expected_indices)
-            self._take_note_of(fetch)
-        self._num_expected_blocks = len(expected)
-        self._num_cached_blocks = 0
+    def num_usable_blocks(self) -> int:
+        """Of the longest prefix that is in the pool or, if a fetch is under way, on its way there."""
+        if self.fetch is not None:
+            self._take_note_of(self.fetch)
+        expected, end = self._expected_indices, self._layers.stop
         for index, block in enumerate(self._blocks):
             if block.next_layer < end and index not in expected:
-                break
-            self._num_cached_blocks += 1
+                return index
+        return len(self._blocks)
+
+    def reuse(self, num_blocks: int, page_size: int) -> None:
+        """Settle that `num_blocks` need not be computed, which are no more than are usable.
+
+        At least one token is computed: its logits are the answer's first token.
+        """
+        self.is_settled = True
+        self._num_cached_blocks = num_blocks
+        self._num_expected_blocks = len(self._expected_indices)
         num_tokens = len(self.order.request.token_ids)
-        self.num_cached_tokens = min(self._num_cached_blocks * page_size, num_tokens - 1)
-        self.queued.num_done = self.num_cached_tokens
-        self._must_load = self._num_cached_blocks > 0
-        self.outcome = self._loop.create_future()
+        self.num_cached_tokens = min(num_blocks * page_size, num_tokens - 1)
+        self.progress.num_done = self.num_cached_tokens
+        self._must_load = num_blocks > 0
+
+    def fetches_beyond(self, num_blocks: int) -> bool:
+        """Whether blocks behind the first `num_blocks` are still on their way."""
+        return any(index >= num_blocks for index in self._expected_indices)
+
+    @property
+    def _expected_indices(self) -> set[int]:
+        """Blocks that a fetch is going to bring."""
+        fetch = self.fetch
+        return set() if fetch is None or fetch.has_ended else set(fetch.expected_indices)
 
     def _take_note_of(self, fetch: PrefixFetch) -> None:
         """What has come by now, and where."""
         if fetch.error is not None:
             raise fetch.error
         for index, num_layers in zip(fetch.indices, fetch.num_layers, strict=True):
-            self._blocks[index].next_layer = max(self._blocks[index].next_layer, num_layers)
+            block = self._blocks[index]
+            block.next_layer = max(block.next_layer, self._layers.start + num_layers)
         for index, page in zip(fetch.indices, fetch.pages or [], strict=False):
             block = self._blocks[index]
             if block.pool_page != page:
@@ -109,9 +154,13 @@ class PrefillJob:
 
     # -- passes -------------------------------------------------------------------------------------
 
+    def share(self, num_tokens: int) -> PassShare:
+        """What the stages behind are told of its part of a pass, before it joins that."""
+        return PassShare(self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens)
+
     def join_pass(self, num_tokens: int, page_size: int) -> Part:
         """Its next tokens. Every block that they complete is stored, as far as the pool has not got it."""
-        tokens, start = self.order.request.token_ids, self.queued.num_done
+        tokens, start = self.order.request.token_ids, self.progress.num_done
         end = start + num_tokens
         end_block = len(self._blocks) if end == len(tokens) else end // page_size
         # What is reused is not stored, though its last token may be computed again.
@@ -127,33 +176,36 @@ class PrefillJob:
         self._pass_ended.clear()
         return self._part
 
-    def leave_pass(self, first_token: int | None) -> None:
-        """The pass has ended, for a prompt that ends with it by `first_token`. Idempotent."""
+    def leave_pass(self, *, is_computed: bool) -> None:
+        """The pass has ended."""
         part, self._part = self._part, None
-        if part is None:
-            return
+        assert part is not None
         self._pass_ended.set()
         self.damaged_pages += part.damaged_pages
-        if part.is_dropped:
-            self.queued.state = PromptState.ADMITTED
-            if self.damaged_pages or self._num_expected_blocks:  # else it was aborted
-                self._settle(None)
-            return
-        self._must_load = False
-        self.queued.num_done += len(part.chunk.token_ids)
-        if first_token is not None:
-            self._settle(first_token)
+        if is_computed:
+            self._must_load = False
+            self.progress.num_done += len(part.chunk.token_ids)
+
+    @property
+    def lacks_reuse(self) -> bool:
+        """Whether its part of a pass was dropped because something did not come; else it was aborted."""
+        return bool(self.damaged_pages or self._num_expected_blocks)
 
     def drop(self) -> None:
         """Nobody wants it any more: a pass that computes only for such stops before its next layer."""
+        self.is_dropped = True
         if self._part is not None:
             self._part.is_dropped = True
         if self.fetch is not None:
             self.fetch.give_up()
 
+    async def left_pass(self) -> None:
+        """Returns when it is in no pass."""
+        await self._pass_ended.wait()
+
     async def stored(self) -> None:
         """Returns when all that has been computed is in the pool. Raises what kept it from there."""
-        await self._pass_ended.wait()
+        await self.left_pass()
         await self._all_of(self._storing)
         await self._all_of(self._committing)
         for error in [future.exception() for future in (*self._storing, *self._committing)]:
@@ -172,21 +224,19 @@ class PrefillJob:
         if futures:
             await asyncio.wait([asyncio.wrap_future(future) for future in futures])
 
-    def _settle(self, outcome: int | None) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
-
     # -- on transfer threads ------------------------------------------------------------------------
 
     def _await_pool(self, layer: int) -> bool:
         num_blocks = self._num_expected_blocks
-        return not num_blocks or self.fetch is None or self.fetch.await_layer(layer, num_blocks)
+        first = self._layers.start
+        return not num_blocks or self.fetch is None or self.fetch.await_layer(layer - first, num_blocks)
 
     def _commit(self, layer: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
         assert self.reservation is not None
+        position = layer - self._layers.start
         commit = self._pool.commit(
             self.reservation.reservation_id,
-            range(layer, layer + 1),
+            range(position, position + 1),
             [block.pool_page for block in blocks],
             [[checksum] for checksum in checksums],
         )

@@ -11,7 +11,9 @@ does not move, and sooner or later all prompts that arrive have later ones: none
 Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
 """
 
-from dataclasses import dataclass
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -30,19 +32,32 @@ class PromptState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class QueuedPrompt:
-    """Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
+class Progress:
+    """How far a prompt is. Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
 
     num_tokens: int
-    deadline_s: float
-    arrival: int
-    state: PromptState = PromptState.WAITING
     num_done: int = 0
 
     @property
     def num_left(self) -> int:
         """Tokens that are still to be computed, as far as known."""
         return self.num_tokens - self.num_done
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueuedPrompt(Progress):
+    """A prompt whose turn has not come, or is not over. No pass goes beyond the next of `chunk_ends`."""
+
+    deadline_s: float
+    arrival: int
+    state: PromptState = PromptState.WAITING
+    chunk_ends: Sequence[int] = field(default=())
+    """in tokens of the prompt; the last one is its end"""
+
+    @property
+    def num_left_of_chunk(self) -> int:
+        """Tokens up to the next of `chunk_ends`."""
+        return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -57,11 +72,20 @@ class Share(NamedTuple):
     num_tokens: int
 
 
+Cut = Callable[[int, int], Sequence[range]]
+"""the chunks of tokens `[start, end)` of a prompt"""
+
+
+def uncut(start: int, end: int) -> Sequence[range]:
+    """Only the limit of a pass cuts a prompt."""
+    return [range(start, end)]
+
+
 class PrefillQueue:
     """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens."""
 
-    def __init__(self, prefill_chunk: int) -> None:
-        self._prefill_chunk = prefill_chunk
+    def __init__(self, prefill_chunk: int, cut: Cut = uncut) -> None:
+        self._prefill_chunk, self._cut = prefill_chunk, cut
         self._prompts: list[QueuedPrompt] = []
         self._num_arrived = 0
 
@@ -69,15 +93,24 @@ class PrefillQueue:
         """A prompt whose first token is due in `time_left_s`; what is overdue is due now."""
         patience_s = PATIENCE_S if time_left_s is None else max(0.0, time_left_s)
         self._num_arrived += 1
-        prompt = QueuedPrompt(num_tokens, now_s + patience_s, self._num_arrived)
-        self._prompts.append(prompt)
-        self._prompts.sort(key=lambda queued: queued.rank)
+        prompt = QueuedPrompt(num_tokens, deadline_s=now_s + patience_s, arrival=self._num_arrived)
+        self._insert(prompt)
         return prompt
+
+    def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
+        """It can be computed, from token `num_done` on; also one that had been removed."""
+        self.remove(prompt)
+        self._insert(prompt)
+        prompt.num_done, prompt.state = num_done, PromptState.READY
+        prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
 
     def remove(self, prompt: QueuedPrompt) -> None:
         """Idempotent."""
         if prompt in self._prompts:
             self._prompts.remove(prompt)
+
+    def _insert(self, prompt: QueuedPrompt) -> None:
+        bisect.insort(self._prompts, prompt, key=lambda queued: queued.rank)
 
     def next_to_admit(self) -> QueuedPrompt | None:
         """The first prompt that waits, unless those before it are work enough for the next passes."""
@@ -95,7 +128,7 @@ class PrefillQueue:
         shares, num_free = [], self._prefill_chunk
         for prompt in self._prompts:
             if prompt.state is PromptState.READY and num_free:
-                share = Share(prompt, min(prompt.num_left, num_free))
+                share = Share(prompt, min(prompt.num_left_of_chunk, num_free))
                 shares.append(share)
                 num_free -= share.num_tokens
         return shares

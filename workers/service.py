@@ -1,7 +1,8 @@
 """A worker process: `python -m workers.service`, started by the supervisor.
 
-It loads the model once, then lives in *sessions*. A session is the time with one messenger and one
-Conductor: when either is lost, all work of the session ends and the next session registers anew.
+It loads the model once, then lives in *sessions*. A session is the time with one messenger, with one
+Conductor or the stage before, and with the stage behind if there is one: when any of them is lost, all work
+of the session ends and the next one registers anew.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ import logging
 from mooncake.checkpoint import kv_layout, open_checkpoint
 from mooncake.config import WorkerProcess
 from mooncake.errors import PoolError
-from mooncake.process import Progress, child_main, report
+from mooncake.process import child_main
+from workers.errors import SessionLostError
 from workers.loading import load_executor
-from workers.session import Session, SessionLostError
+from workers.session import Session
+from workers.stage_session import StageSession
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
@@ -28,10 +31,10 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
+    session_type = Session if process.stage.number == 0 else StageSession
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
-        report(Progress(f"waiting for the conductor at {config.conductor.endpoint}", 0, 0))
-        session = Session(process, incarnation, executor, layout, fingerprint)
+        session = session_type(process, incarnation, executor, layout, fingerprint)
         try:
             await session.run()
         except (SessionLostError, PoolError) as error:

@@ -13,7 +13,7 @@ from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.config import WorkerProcess
-from mooncake.errors import ConfigError, MooncakeError, PoolError
+from mooncake.errors import ConfigError, PoolError
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -32,16 +32,20 @@ from mooncake.messages import (
     TokenOutput,
     Tokens,
     ToWorker,
+    WorkFailed,
 )
-from mooncake.process import Ready, report
-from workers.copies import copies_for
+from mooncake.process import Progress, Ready, report
+from workers.chunks import ChunkPlan, Costs
 from workers.decode import DecodeRunner
+from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.jobs import Jobs
-from workers.layerwise import LayerTransfers
 from workers.loading import pick_prefill_chunk
+from workers.next_stage import engines_of, least_capacity, next_stage_of
 from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
+from workers.prefill_queue import PrefillQueue
+from workers.stage import stage_of
 
 HEARTBEATS_PER_TIMEOUT = 5
 TIMEOUTS_OF_THE_CONDUCTOR = 2
@@ -51,12 +55,8 @@ LEAVE_S = 0.5
 log = logging.getLogger(__name__)
 
 
-class SessionLostError(MooncakeError):
-    """The messenger or the Conductor is gone, or no longer knows this worker."""
-
-
 class Session:
-    """Runs until messenger or Conductor are lost."""
+    """Runs until messenger, Conductor or the stage behind are lost. `layout` is the whole model's."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Session:
         """Serve; raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
-            instance=self._process.instance,
+            instance=self._process.stage.part_of(self._process.instance),
             incarnation=self._incarnation,
             fingerprint=self._fingerprint,
-            layout=self._layout,
+            layout=self._layout.of_layers(self._executor.model.layers),
         )
         try:
             await self._run_with(pool)
@@ -92,16 +92,22 @@ class Session:
 
     async def _run_with(self, pool: WorkerClient) -> None:
         self._pool_stats = await pool.stats()
+        self._next = next_stage_of(self._process, self._fingerprint)
         self._conductor: Dealer[ToWorker] = Dealer(
             self._process.config.conductor.endpoint, self._identity, ToWorker, self._process.cluster_key
         )
         try:
             async with asyncio.TaskGroup() as group:
-                self._start_runners(group, pool)
                 group.create_task(self._watch(pool))
+                if self._next is not None:
+                    await self._next.join()
+                self._start_runners(group, pool)
                 group.create_task(self._beat(pool))
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
+                if self._next is not None:
+                    group.create_task(self._next.run(self._prefill.hear))
+                report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
                 await self._obey()
         except* (SessionLostError, PoolError) as errors:
             raise SessionLostError(str(errors.exceptions[0])) from None
@@ -113,18 +119,16 @@ class Session:
             self._conductor.close(linger_s=LEAVE_S)
             for front in self._fronts.values():
                 front.close(linger_s=LEAVE_S)
+            if self._next is not None:
+                self._next.close()
 
     def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
         config = self._process.config
-        view = PoolView(pool.segment, self._layout)
+        view = PoolView(pool.segment, pool.segment.layout)
         self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
         self._prefill = PrefillRunner(
-            self._executor,
-            pool,
-            LayerTransfers(
-                copies_for(self._executor.kv, pool.segment), overlap=config.worker.layerwise_overlap
-            ),
-            pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device),
+            stage_of(self._executor, pool, config.worker, self._next),
+            self._prefill_queue(),
             self._tell,
             self._prefill_jobs,
         )
@@ -139,6 +143,15 @@ class Session:
             self._decode_jobs,
         )
 
+    def _prefill_queue(self) -> PrefillQueue:
+        worker, pipeline = self._process.config.worker, self._process.config.pipeline
+        chunk = pick_prefill_chunk(worker.prefill_chunk, self._executor.kv.device)
+        if self._next is None or pipeline.chunks == "fixed":
+            return PrefillQueue(chunk)
+        spec, page_size = self._executor.model.spec, self._executor.kv.page_size
+        plan = ChunkPlan(Costs.of(spec), pipeline.stages, most_tokens=chunk, multiple=page_size)
+        return PrefillQueue(chunk, plan)
+
     async def _obey(self) -> None:
         """The loop: receive, act."""
         while True:
@@ -147,6 +160,8 @@ class Session:
             match message:
                 case Prefill():
                     self._prefill.start(message)
+                case Reserve(ref=ref) if self._next is not None:
+                    await self._tell(WorkFailed(ref, "a pipeline of stages does not decode", retryable=True))
                 case Reserve():
                     self._decode.reserve(message)
                 case Decode():
@@ -160,7 +175,8 @@ class Session:
                 case Registered():
                     if not self.is_registered:
                         self.is_registered = True
-                        report(Ready(f"{self._process.role.value} on {self._executor.engine}"))
+                        engine = engines_of(self._executor.engine, self._next)
+                        report(Ready(f"{self._process.role.value} on {engine}"))
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
@@ -190,8 +206,8 @@ class Session:
             self._fingerprint,
             self._layout,
             pool.address,
-            Capacity(pool.num_pages, self._executor.kv.num_pages),
-            self._executor.engine,
+            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._next),
+            engines_of(self._executor.engine, self._next),
         )
 
     async def _heartbeat(self, pool: WorkerClient) -> Heartbeat:

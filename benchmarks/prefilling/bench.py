@@ -40,6 +40,8 @@ from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers, Part
 from workers.prefill import PrefillRunner
+from workers.prefill_queue import PrefillQueue
+from workers.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 32
@@ -176,9 +178,8 @@ class Bench:
 
         async with asyncio.TaskGroup() as group:
             async with asyncio.TaskGroup() as prompts:
-                runner = PrefillRunner(
-                    self._executor, self.pool, transfers, PREFILL_CHUNK, send, Jobs(prompts)
-                )
+                stage = Stage(self._executor, self.pool, transfers)
+                runner = PrefillRunner(stage, PrefillQueue(PREFILL_CHUNK), send, Jobs(prompts))
                 loop = group.create_task(runner.run())
                 started_s = time.perf_counter()
                 runner.start(order)

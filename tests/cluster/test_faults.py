@@ -45,7 +45,8 @@ def body(prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, **fields: obj
 
 def complete(server: Server, **fields: object) -> dict[str, object]:
     answer = httpx.post(f"{server.url}/v1/completions", json=body(**fields), timeout=90)  # type: ignore[arg-type]
-    content: dict[str, object] = answer.raise_for_status().json()
+    assert answer.status_code == 200, answer.text
+    content: dict[str, object] = answer.json()
     return content
 
 
@@ -73,17 +74,18 @@ def metric(server: Server, name: str) -> float | None:
     return None
 
 
-def wait_until_idle(server: Server) -> None:
-    """All device pages are free again and no request is known anywhere."""
+def wait_until_idle(server: Server, num_stages: int = 1) -> None:
+    """All device pages are free again and no request is known anywhere. A stage has more, smaller pages."""
+    expected = {"prefill-0": num_stages * TOTAL_PAGES, "decode-0": TOTAL_PAGES}
 
     def is_idle() -> bool:
         free = {
-            metric(server, f'mooncake_instance_free_device_pages{{instance="{name}"}}')
-            for name in ("prefill-0", "decode-0")
+            name: metric(server, f'mooncake_instance_free_device_pages{{instance="{name}"}}')
+            for name in expected
         }
         states = ("waiting", "reserving", "prefilling", "decoding")
         running = [metric(server, f'mooncake_requests_by_state{{state="{state}"}}') for state in states]
-        return set(running) == {0.0} and free == {TOTAL_PAGES}
+        return set(running) == {0.0} and free == expected
 
     eventually(is_idle, "every page and request is given back")
 

@@ -159,7 +159,7 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
     monkeypatch.setattr("mooncake.node._available_bytes", lambda: SIZE // 2)
     assert len(plan_node(config, run_directory)) == 5
     (tmp_path / "decode-0.segment").unlink()
-    with pytest.raises(ConfigError, match="the pools of 1 instances take"):
+    with pytest.raises(ConfigError, match="1 pools on this node take"):
         plan_node(config, run_directory)
 
 

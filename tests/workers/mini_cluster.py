@@ -44,6 +44,8 @@ from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
 from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
+from workers.prefill_queue import PrefillQueue
+from workers.stage import Stage
 
 BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32
@@ -89,9 +91,8 @@ class InstanceUnderTest:
             cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
 
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
-        self.prefill = PrefillRunner(
-            self.executor, pool, transfers, sizes.prefill_chunk, send, self.prefill_jobs
-        )
+        stage = Stage(self.executor, pool, transfers)
+        self.prefill = PrefillRunner(stage, PrefillQueue(sizes.prefill_chunk), send, self.prefill_jobs)
         self.decode = DecodeRunner(
             self.executor, pool, view, sizes.max_batch, DEADLINE_S, send, cluster.receive, self.decode_jobs
         )

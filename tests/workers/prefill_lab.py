@@ -15,8 +15,10 @@ from kvstore.client import KVCachePool
 from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.config import KVCacheConfig, TransportChoice
+from mooncake.config import KVCacheConfig, StageProcess, TransportChoice
 from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Capacity,
     Grant,
     Prefill,
     Prefilled,
@@ -26,7 +28,7 @@ from mooncake.messages import (
     SamplingParams,
     WorkFailed,
 )
-from tests.kvstore.nodes import DEADLINE_S, Node
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from workers.copies import Copies, copies_for
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
@@ -35,8 +37,15 @@ from workers.engine.spec import ModelSpec
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
+from workers.loading import layers_of_stage
+from workers.next_stage import NextStage
 from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
+from workers.prefill_queue import PrefillQueue
+from workers.previous_stage import PreviousStage
+from workers.stage import Stage
+from workers.stage_messages import StageHello
+from workers.stage_runner import StageRunner
 
 BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32
@@ -58,11 +67,22 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the runner works."""
+    """How the runner works. `make_copies` is of `stage`, others have ordinary ones."""
 
     prefill_chunk: int = 1000
     overlap: bool = True
     make_copies: Callable[[DeviceKVCache, Segment], Copies] = copies_for
+    stage: int = 0
+
+
+@dataclass(slots=True)
+class PrefillPart:
+    """One stage of the prefill instance: its layers, pool and device."""
+
+    layout: KVLayout
+    executor: Executor
+    node: Node
+    client: WorkerClient
 
 
 class Receiving:
@@ -107,43 +127,80 @@ class Lab:
         self, model: transformers.PreTrainedModel, folder: Path, nodes: contextlib.ExitStack
     ) -> None:
         self.spec = ModelSpec.from_hf_config(model.config.to_dict())
-        self.model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32)
-        self.model.load_weights(model.state_dict().items())
+        self._hf_model = model
         self.layout = KVLayout(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, BLOCK_SIZE, "float32"
         )
-        self.executor = self._executor()
         self._folder, self._nodes = folder, nodes
-        self._decoder = self._executor()
-        self._num_prompts = 0
+        self._decoder = self._executor(self.layout)
+        self._layout_of: dict[Node, KVLayout] = {}
+        self.parts: list[PrefillPart] = []
+        self._num_prompts = self._num_links = 0
+        self.num_taken_pages = 0
+        """of each stage's device, by the test"""
         self._receiving: dict[Ref, Receiving] = {}
         self.answers: dict[Ref, list[Prefilled | WorkFailed]] = {}
         self.runner: PrefillRunner
 
-    def _executor(self) -> Executor:
-        kv = DeviceKVCache(self.spec, self.model.layers, NUM_PAGES, BLOCK_SIZE, torch.float32)
-        return Executor(self.model, kv)
+    @property
+    def prefill_nodes(self) -> list[Node]:
+        return [part.node for part in self.parts]
 
-    async def start(self, transport: TransportChoice, kvcache: KVCacheConfig, num_pages: int) -> None:
-        self.prefill_node = self._node("p", transport, kvcache, num_pages)
-        self.decode_node = self._node("d", transport, KVCacheConfig(), NUM_PAGES)
-        self.prefill = await self.connect(self.prefill_node)
+    @property
+    def prefill_node(self) -> Node:
+        """Of the first stage."""
+        return self.parts[0].node
+
+    @property
+    def prefill(self) -> WorkerClient:
+        """Of the first stage."""
+        return self.parts[0].client
+
+    @property
+    def executor(self) -> Executor:
+        """Of the first stage."""
+        return self.parts[0].executor
+
+    def _executor(self, layout: KVLayout) -> Executor:
+        model = DecoderModel(self.spec, layout.layers, torch.float32)
+        model.load_weights(self._hf_model.state_dict().items())
+        kv = DeviceKVCache(self.spec, layout.layers, NUM_PAGES, BLOCK_SIZE, torch.float32)
+        return Executor(model, kv)
+
+    async def start(
+        self, transport: TransportChoice, kvcache: KVCacheConfig, num_pages: int, num_stages: int
+    ) -> None:
+        self.decode_node = self._node("d", transport, KVCacheConfig(), NUM_PAGES, self.layout)
         self.decode = await self.connect(self.decode_node)
+        for number in range(num_stages):
+            stage = StageProcess(number=number, num_stages=num_stages)
+            layout = self.layout.of_layers(layers_of_stage(self.spec.num_layers, stage))
+            node = self._node(stage.part_of("p"), transport, kvcache, num_pages, layout)
+            client = await self.connect(node)
+            self.parts.append(PrefillPart(layout, self._executor(layout), node, client))
 
-    def _node(self, name: str, transport: TransportChoice, kvcache: KVCacheConfig, num_pages: int) -> Node:
-        node = Node(self._folder, name, num_pages * (self.layout.block_bytes + 4096 + 256) + 16384, transport)
+    def _node(
+        self,
+        name: str,
+        transport: TransportChoice,
+        kvcache: KVCacheConfig,
+        num_pages: int,
+        layout: KVLayout,
+    ) -> Node:
+        node = Node(self._folder, name, num_pages * (layout.block_bytes + 4096 + 256) + 16384, transport)
         self._nodes.callback(node.close)
+        self._layout_of[node] = layout
         node.kvcache, node.ack_timeout_s = kvcache, ACK_TIMEOUT_S
         node.start()
         return node
 
     async def holder(self, transport: TransportChoice) -> tuple[Node, WorkerClient]:
         """Another instance."""
-        node = self._node("h", transport, KVCacheConfig(), NUM_PAGES)
+        node = self._node("h", transport, KVCacheConfig(), NUM_PAGES, self.layout)
         return node, await self.connect(node)
 
     async def connect(self, node: Node) -> WorkerClient:
-        return await node.connect(fingerprint=FINGERPRINT, layout=self.layout)
+        return await node.connect(fingerprint=FINGERPRINT, layout=self._layout_of[node])
 
     def keys_of(self, prompt: Sequence[int]) -> list[BlockKey]:
         return block_keys(prompt, BLOCK_SIZE, root_key(FINGERPRINT))
@@ -155,8 +212,16 @@ class Lab:
             yield pool
 
     def put(self, node: Node, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
+        """Its layers of these blocks."""
+        layout = self._layout_of[node]
+        start, end = (layer * layout.layer_bytes for layer in (layout.layers.start, layout.layers.stop))
         with self.client(node) as pool:
-            pool.put(keys, blocks)
+            pool.put(keys, [block[start:end] for block in blocks])
+
+    def put_local(self, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
+        """Into all stages of the prefill instance."""
+        for node in self.prefill_nodes:
+            self.put(node, keys, blocks)
 
     def clear(self, *nodes: Node) -> None:
         """Nothing can be found in their pools."""
@@ -176,23 +241,53 @@ class Lab:
 
         async with asyncio.TaskGroup() as group:
             self.jobs = Jobs(group)
-            copies = setting.make_copies(self.executor.kv, self.prefill.segment)
-            self.runner = PrefillRunner(
-                self.executor,
-                self.prefill,
-                LayerTransfers(copies, overlap=setting.overlap),
-                setting.prefill_chunk,
-                send,
-                self.jobs,
-            )
-            loop = group.create_task(self.runner.run())
+            stages, links = [], [self._next_stage(number) for number in range(len(self.parts) - 1)]
+            for number, (part, link) in enumerate(zip(self.parts, [*links, None], strict=True)):
+                make_copies = setting.make_copies if number == setting.stage else copies_for
+                copies = make_copies(part.executor.kv, part.client.segment)
+                transfers = LayerTransfers(copies, overlap=setting.overlap)
+                stages.append(Stage(part.executor, part.client, transfers, link))
+            self.runner = PrefillRunner(stages[0], PrefillQueue(setting.prefill_chunk), send, self.jobs)
+            running = [group.create_task(self.runner.run())]
+            hear, befores = self.runner.hear, []
+            for link, stage in zip(links, stages[1:], strict=True):
+                before = self._previous_stage(link)
+                befores.append(before)
+                running.append(group.create_task(before.beat()))
+                await asyncio.gather(link.join(), before.join())
+                follower = StageRunner(stage, before, group)
+                running += [group.create_task(work) for work in (follower.run(), before.run(follower.obey))]
+                running.append(group.create_task(link.run(hear)))
+                hear = follower.hear
             yield self.runner
             async with asyncio.timeout(DEADLINE_S):
-                while self.jobs.refs:
+                while any(stage.jobs for stage in stages) or self.jobs.refs:
                     await asyncio.sleep(0.001)
-            loop.cancel()
-        assert self.executor.kv.num_free_pages == NUM_PAGES
-        await self.assert_nothing_is_held(self.prefill)
+            for task in running:
+                task.cancel()
+        for before in befores:
+            before.close(linger_s=0)
+        for link in links:
+            link.close()
+        for part in self.parts:
+            assert part.executor.kv.num_free_pages == NUM_PAGES - self.num_taken_pages
+            await self.assert_nothing_is_held(part.client)
+
+    def _next_stage(self, number: int) -> NextStage:
+        self._num_links += 1
+        return NextStage(
+            f"ipc://{self._folder}/stage-{self._num_links}",
+            CLUSTER_KEY,
+            stage=number + 1,
+            num_stages=len(self.parts),
+            fingerprint=FINGERPRINT,
+            timeout_s=DEADLINE_S,
+        )
+
+    def _previous_stage(self, link: NextStage) -> PreviousStage:
+        capacity = Capacity(NUM_PAGES, NUM_PAGES)
+        hello = StageHello(PROTOCOL_VERSION, link.stage, len(self.parts), FINGERPRINT, capacity, "cpu")
+        return PreviousStage(link.endpoint, b"stage#1", CLUSTER_KEY, hello, DEADLINE_S)
 
     async def assert_nothing_is_held(self, pool: WorkerClient) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -254,13 +349,14 @@ async def prefill_lab(
     transport: TransportChoice = "auto",
     kvcache: KVCacheConfig | None = None,
     num_pages: int = NUM_PAGES,
+    num_stages: int = 1,
 ) -> AsyncIterator[Lab]:
     """Starts the messengers of both sides; ends them, and all others that the test has started."""
     with contextlib.ExitStack() as nodes:
         lab = Lab(model, folder, nodes)
-        await lab.start(transport, kvcache or KVCacheConfig(), num_pages)
+        await lab.start(transport, kvcache or KVCacheConfig(), num_pages, num_stages)
         yield lab
-        for client in (lab.prefill, lab.decode):
+        for client in (*(part.client for part in lab.parts), lab.decode):
             await client.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.chunks import Costs, plan_chunks
+from workers.chunks import ChunkPlan, Costs
 
 SMOLLM2 = Costs(token=2.0 * 576 * (2 * 576 + 2 * 192 + 3 * 1536), pair=4.0 * 576)
 
@@ -22,16 +22,14 @@ def test_chunks_cover_the_prompt_once_and_are_not_too_long(
     start: int, num_tokens: int, num_stages: int, most_tokens: int, multiple: int
 ) -> None:
     end = start + num_tokens
-    chunks = plan_chunks(
-        start, end, costs=SMOLLM2, num_stages=num_stages, most_tokens=most_tokens, multiple=multiple
-    )
+    chunks = ChunkPlan(SMOLLM2, num_stages, most_tokens, multiple)(start, end)
     assert list(itertools.chain(*chunks)) == list(range(start, end))
     assert all(0 < len(chunk) <= most_tokens for chunk in chunks)
 
 
 @pytest.mark.parametrize("num_tokens", [4096, 8192, 100_000])
 def test_chunks_of_a_long_prompt_take_equally_long_and_shrink(num_tokens: int) -> None:
-    chunks = plan_chunks(0, num_tokens, costs=SMOLLM2, num_stages=2, most_tokens=60_000, multiple=16)
+    chunks = ChunkPlan(SMOLLM2, 2, 60_000, 16)(0, num_tokens)
     assert len(chunks) == 16
     taken = [SMOLLM2.of_tokens(chunk.start, len(chunk)) for chunk in chunks]
     assert max(taken) < 1.08 * sum(taken) / len(taken)  # they are rounded to blocks
@@ -41,13 +39,13 @@ def test_chunks_of_a_long_prompt_take_equally_long_and_shrink(num_tokens: int) -
 
 def test_short_prompts_are_not_cut() -> None:
     for num_tokens in (1, 100, 128, 255):
-        chunks = plan_chunks(0, num_tokens, costs=SMOLLM2, num_stages=2, most_tokens=1024, multiple=16)
+        chunks = ChunkPlan(SMOLLM2, 2, 1024, 16)(0, num_tokens)
         assert chunks == [range(num_tokens)]
 
 
 def test_one_stage_cuts_only_what_is_too_long() -> None:
-    assert len(plan_chunks(0, 4096, costs=SMOLLM2, num_stages=1, most_tokens=4096, multiple=16)) == 1
-    assert len(plan_chunks(0, 4097, costs=SMOLLM2, num_stages=1, most_tokens=4096, multiple=16)) == 2
+    assert len(ChunkPlan(SMOLLM2, 1, 4096, 16)(0, 4096)) == 1
+    assert len(ChunkPlan(SMOLLM2, 1, 4096, 16)(0, 4097)) == 2
 
 
 @given(st.integers(0, 100_000), st.integers(1, 100_000))

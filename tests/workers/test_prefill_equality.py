@@ -21,6 +21,7 @@ from tests.workers.prefill_lab import (
     BLOCK_SIZE,
     FINGERPRINT,
     Lab,
+    PrefillPart,
     Result,
     Setting,
     prefill_lab,
@@ -55,16 +56,17 @@ def assert_equal(result: Result, plain: Result, num_reused_blocks: int, *, same_
 
 
 async def plain_run(lab: Lab, prompt: list[int]) -> Result:
-    lab.clear(lab.prefill_node)
+    lab.clear(*lab.prefill_nodes)
     (plain,) = await lab.results(PLAIN, [prompt])
-    lab.clear(lab.prefill_node)
+    lab.clear(*lab.prefill_nodes)
     return plain
 
 
 @pytest.mark.parametrize("length", [5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE])
 @pytest.mark.parametrize("tier", ["dram", "ssd", "shm", "tcp"])
-def test_any_prefix_from_any_tier_in_any_chunks(
-    model: transformers.PreTrainedModel, tmp_path: Path, tier: str, length: int
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_any_prefix_from_any_tier_in_any_chunks_and_stages(
+    model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int, tier: str, length: int
 ) -> None:
     prompt = prompt_of(length, length)
     transport: TransportChoice = "tcp" if tier == "tcp" else "auto"
@@ -79,15 +81,16 @@ def test_any_prefix_from_any_tier_in_any_chunks(
                     transport,
                     ssd if tier == "ssd" else None,
                     num_pages=16 if tier == "ssd" else 96,
+                    num_stages=num_stages,
                 )
             )
             plain = await plain_run(lab, prompt)
             keys = lab.keys_of(prompt)
             holder = await lab.holder(transport) if tier in ("shm", "tcp") else None
             # Disks are slow: two settings are enough for what they change.
-            settings = SETTINGS[2:4] if tier == "ssd" else SETTINGS
+            settings = SETTINGS[2:4] if tier == "ssd" or num_stages > 1 else SETTINGS
             for num_blocks, setting in itertools.product(range(1, len(keys) + 1), settings):
-                lab.clear(lab.prefill_node)
+                lab.clear(*lab.prefill_nodes)
                 source = None
                 if holder is not None:
                     node, client = holder
@@ -95,14 +98,16 @@ def test_any_prefix_from_any_tier_in_any_chunks(
                     lab.put(node, keys[:num_blocks], plain.blocks[:num_blocks])
                     source = PrefixSource(client.address, len(keys))  # believed to have more than it has
                 else:
-                    lab.put(lab.prefill_node, keys[:num_blocks], plain.blocks[:num_blocks])
+                    lab.put_local(keys[:num_blocks], plain.blocks[:num_blocks])
                     if tier == "ssd":
-                        push_out(lab, keys[:num_blocks])
+                        for part in lab.parts:
+                            push_out(lab, part, keys[:num_blocks])
                 (result,) = await lab.results(setting, [prompt], source)
                 assert result.num_cached_tokens == min(num_blocks * BLOCK_SIZE, length - 1)
                 assert_equal(result, plain, num_blocks, same_arithmetic=False)
-                with lab.client(lab.prefill_node) as pool:
-                    assert pool.prefix_len(keys) == len(keys)  # sealed, wherever they came from
+                for node in lab.prefill_nodes:
+                    with lab.client(node) as pool:
+                        assert pool.prefix_len(keys) == len(keys)  # sealed, wherever they came from
             if holder is not None:
                 await lab.assert_nothing_is_held(holder[1])
                 await holder[1].close()
@@ -110,30 +115,30 @@ def test_any_prefix_from_any_tier_in_any_chunks(
     run(test())
 
 
-def push_out(lab: Lab, keys: list[BlockKey]) -> None:
+def push_out(lab: Lab, part: PrefillPart, keys: list[BlockKey]) -> None:
     """Stores others until none of `keys` is in DRAM."""
     numbers = itertools.count(1)
-    with lab.client(lab.prefill_node) as pool:
+    with lab.client(part.node) as pool:
 
         def is_out() -> bool:
             key = next(numbers).to_bytes(16, "big")
-            pool.put([key], [bytes(lab.layout.block_bytes)])
+            pool.put([key], [bytes(part.layout.block_bytes)])
             return pool.exists(keys) == [Tier.SSD] * len(keys)
 
         until(is_out, f"{keys} on SSD only")
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("num_stages", "overlap"), [(1, True), (1, False), (2, True), (3, True)])
 def test_prompts_in_one_pass_are_computed_as_if_alone(
-    model: transformers.PreTrainedModel, tmp_path: Path, overlap: bool
+    model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int, overlap: bool
 ) -> None:
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 7, 8, 30, 3, 41))]
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
+        async with prefill_lab(model, tmp_path, num_stages=num_stages) as lab:
             plain = [await plain_run(lab, prompt) for prompt in prompts]
             for chunk in (4, 16, 200):
-                lab.clear(lab.prefill_node)
+                lab.clear(*lab.prefill_nodes)
                 results = await lab.results(Setting(chunk, overlap), prompts)
                 for result, alone in zip(results, plain, strict=True):
                     assert result.num_cached_tokens == 0
@@ -157,7 +162,9 @@ def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: P
     run(test())
 
 
-@pytest.mark.parametrize(("num_local", "overlap"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("num_local", "overlap", "num_stages"), [(0, True, 1), (2, True, 1), (2, False, 1), (2, True, 2)]
+)
 @pytest.mark.parametrize(
     ("answer", "layer"),
     [
@@ -173,14 +180,15 @@ def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
     layer: int,
     num_local: int,
     overlap: bool,
+    num_stages: int,
 ) -> None:
     prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp") as lab:
+        async with prefill_lab(model, tmp_path, "tcp", num_stages=num_stages) as lab:
             plain = await plain_run(lab, prompt)
             keys = lab.keys_of(prompt)
-            lab.put(lab.prefill_node, keys[:num_local], plain.blocks[:num_local])
+            lab.put_local(keys[:num_local], plain.blocks[:num_local])
             with holding(lab, keys, plain, answer, layer) as holder:
                 source = PrefixSource(holder.address, len(keys))
                 (result,) = await lab.results(Setting(16, overlap), [prompt], source)
@@ -190,8 +198,9 @@ def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
                 num_good = result.num_cached_tokens // BLOCK_SIZE
                 assert num_local <= num_good <= 4
             assert result.num_cached_tokens == num_good * BLOCK_SIZE
-            with lab.client(lab.prefill_node) as pool:
-                assert pool.verify(keys).num_intact == len(keys)
+            for node in lab.prefill_nodes:
+                with lab.client(node) as pool:
+                    assert pool.verify(keys).num_intact == len(keys)
 
     run(test())
 

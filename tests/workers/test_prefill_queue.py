@@ -11,7 +11,7 @@ def ready(
     queue: PrefillQueue, num_tokens: int, time_left_s: float | None = None, now_s: float = 0.0
 ) -> QueuedPrompt:
     prompt = queue.add(num_tokens, time_left_s, now_s)
-    prompt.state = PromptState.READY
+    queue.ready(prompt, 0)
     return prompt
 
 

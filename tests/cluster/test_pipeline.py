@@ -1,0 +1,155 @@
+"""A prefill instance of several stages, as a user starts it."""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mooncake.keys import ClusterKey
+from tests.cluster.harness import Server, eventually
+from tests.cluster.test_faults import (
+    PROMPT,
+    body,
+    cached_tokens,
+    complete,
+    is_ready,
+    text_of,
+    wait_until_idle,
+)
+from tests.ports import free_port
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+LONG = [3 + number % 400 for number in range(300)]
+NUM_STAGES = 2
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny model in float32, small pools."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    return [
+        f"--model={directory}",
+        "--kvcache-block-size=8",
+        "--kvcache-pool-bytes=8MiB",
+        "--kvcache-device-bytes=8MiB",
+        "--worker-prefill-chunk=32",
+    ]
+
+
+@pytest.fixture
+def server(arguments: list[str], run_dir: Path) -> Iterator[Server]:
+    with Server(*arguments, f"--pipeline-stages={NUM_STAGES}", run_dir=run_dir) as running:
+        yield running
+
+
+def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Server, tmp_path: Path) -> None:
+    prompts = [LONG, PROMPT, LONG[:200] + PROMPT, PROMPT[:3]]
+    with Server(*arguments, run_dir=tmp_path) as unsplit:
+        expected = [text_of(complete(unsplit, prompt=prompt, num_tokens=20)) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        for _ in range(2):
+            answers = threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=20), prompts)
+            assert [text_of(answer) for answer in answers] == expected
+    assert cached_tokens(complete(server, prompt=LONG, num_tokens=2)) == 296
+    wait_until_idle(server, num_stages=NUM_STAGES)
+
+
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+@pytest.mark.parametrize("module", ["workers.service", "kvstore.service"])
+def test_killed_stage_fails_the_group_and_no_request(server: Server, module: str, stage: int) -> None:
+    expected = [text_of(complete(server, prompt=LONG[number:], num_tokens=30)) for number in range(4)]
+    pid = server.pids_of(module)[stage]
+    with ThreadPoolExecutor(4) as threads:
+        answers = [
+            threads.submit(complete, server, prompt=LONG[number:], num_tokens=30) for number in range(4)
+        ]
+        os.kill(pid, signal.SIGKILL)
+        assert [text_of(answer.result()) for answer in answers] == expected
+    wait_until_idle(server, num_stages=NUM_STAGES)
+
+
+@pytest.mark.parametrize(
+    "num_kills", [2, pytest.param(40, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills: int) -> None:
+    rng = random.Random(num_kills)
+    prompts = [LONG[40 * index :] for index in range(5)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts]
+    over = threading.Event()
+
+    def keep_asking(index: int) -> int:
+        num_answers, patience = 0, random.Random(index)
+        while not over.is_set():
+            if patience.random() < 0.3:
+                with contextlib.suppress(httpx.TimeoutException):
+                    httpx.post(f"{server.url}/v1/completions", json=body(prompts[index], 100), timeout=0.05)
+                continue
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json=body(prompts[index], num_tokens=20), timeout=120
+            )
+            if answer.status_code == 200:
+                assert text_of(answer.json()) == expected[index]
+                num_answers += 1
+            else:
+                assert answer.status_code in (500, 503), answer.text
+        return num_answers
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+        for _ in range(num_kills):
+            over.wait(rng.uniform(0.2, 3.0))
+            victims = [*server.pids_of("workers.service"), *server.pids_of("kvstore.service")]
+            if victims:
+                os.kill(rng.choice(victims), signal.SIGKILL)
+        over.set()
+        assert sum(answer.result() for answer in answers) > 0
+    eventually(lambda: is_ready(server), "all instances are back", deadline_s=60)
+    assert [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts] == expected
+    wait_until_idle(server, num_stages=NUM_STAGES)
+
+
+def test_stages_on_different_nodes_find_each_other(
+    arguments: list[str], run_dir: Path, tmp_path: Path
+) -> None:
+    """One supervisor a stage, as on two nodes."""
+    ClusterKey.generate().save(tmp_path / "key")
+    conductor, reply, link = free_port(), free_port(), free_port()
+    common = [
+        *arguments,
+        f"--security-key-file={tmp_path / 'key'}",
+        f"--conductor-endpoint=tcp://127.0.0.1:{conductor}",
+        f"--conductor-reply-endpoint=tcp://127.0.0.1:{reply}",
+    ]
+    stages = [
+        [
+            "--role=prefill",
+            "--instance=split",
+            "--pipeline-stages=2",
+            f"--pipeline-stage={number}",
+            f"--pipeline-endpoints=tcp://127.0.0.1:{link}",
+        ]
+        for number in range(2)
+    ]
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        Server("--role=conductor", *common, run_dir=run_dir) as front,
+        Server("--role=decode", *common, run_dir=folders[0]),
+        Server(*stages[1], *common, run_dir=folders[1], until="waiting for stage 0"),
+        Server(*stages[0], *common, run_dir=folders[2]),
+    ):
+        answer = complete(front, prompt=LONG, num_tokens=5)
+        assert cached_tokens(answer) == 0
+        assert cached_tokens(complete(front, prompt=LONG, num_tokens=5)) == 296

@@ -1,0 +1,135 @@
+"""Pipelines of stages in which something goes wrong in one of them: nothing hangs, nothing is kept."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mooncake.messages import WorkFailed
+from tests.kvstore.nodes import run
+from tests.tiny_models import tiny_model
+from tests.workers.gate import Gate
+from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
+from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
+from tests.workers.test_prefill_faults import answers_of, gone
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return tiny_model("smollm2")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_aborted_prompt_leaves_every_stage_at_once(
+    model: transformers.PreTrainedModel, tmp_path: Path, stage: int
+) -> None:
+    layer = (0, 1, 3)[stage]
+    gate = Gate(store=layer)
+
+    async def test() -> None:
+        async with (
+            prefill_lab(model, tmp_path, num_stages=3) as lab,
+            lab.running(Setting(16, overlap=False, make_copies=gate.make, stage=stage)),
+        ):
+            receiving = await lab.order(prompt_of(1, 300))
+            await gate.reached()  # that stage is in the middle of its first pass
+            lab.jobs.cancel(receiving.ref)
+            gate.open()
+            opened_s = time.monotonic()
+            await gone(lab, receiving)
+            for part in lab.parts:
+                async with asyncio.timeout(5):
+                    while part.executor.kv.num_free_pages < part.executor.kv.num_pages:
+                        await asyncio.sleep(0.001)
+            assert time.monotonic() - opened_s < 0.5  # the machine may be busy; each stage stops at a layer
+            assert not receiving.answered.done()
+            await receiving.release()
+
+    run(test())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_damaged_block_in_one_stage_fails_the_attempt_and_is_dropped_there(
+    model: transformers.PreTrainedModel, tmp_path: Path, stage: int
+) -> None:
+    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, num_stages=3) as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            lab.put_local(keys, plain.blocks[:5])
+            client = lab.parts[stage].client
+            reservation = await client.reserve(keys, 0)
+            client.segment.layer_view(reservation.blocks[2].page, 0)[5] ^= 1
+            await client.release(reservation.reservation_id)
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting()):
+                receiving = await lab.order(prompt)
+                (failure,) = await answers_of(lab, receiving)
+                assert isinstance(failure, WorkFailed)
+                assert failure.retryable
+                assert "damaged" in failure.reason
+                await receiving.release()
+            with lab.client(lab.parts[stage].node) as pool:
+                assert pool.prefix_len(keys) == 2
+            (again,) = await lab.results(Setting(), [prompt])
+            assert again.num_cached_tokens == 2 * BLOCK_SIZE  # what the worst stage has
+            assert_equal(again, plain, 2, same_arithmetic=False)
+
+    run(test())
+
+
+def test_stages_that_hold_different_prefixes_reuse_what_all_have(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompt = prompt_of(5, 6 * BLOCK_SIZE)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, num_stages=3) as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            for counts in ((6, 3, 5), (0, 6, 6), (2, 6, 1), (6, 6, 6)):
+                lab.clear(*lab.prefill_nodes)
+                for part, count in zip(lab.parts, counts, strict=True):
+                    if count:
+                        lab.put(part.node, keys[:count], plain.blocks[:count])
+                (result,) = await lab.results(Setting(16), [prompt])
+                assert result.num_cached_tokens == min(min(counts) * BLOCK_SIZE, len(prompt) - 1)
+                assert_equal(result, plain, min(counts), same_arithmetic=False)
+
+    run(test())
+
+
+def test_many_prompts_in_little_memory_wait_for_one_another_and_do_not_lock_up(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    rng = random.Random(7)
+    prompts = [prompt_of(seed, rng.randrange(1, 70)) for seed in range(24)]
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = [await plain_run(lab, prompt) for prompt in prompts]
+        async with prefill_lab(model, tmp_path, num_pages=14, num_stages=3) as lab:
+            for part in lab.parts:  # so little memory on the devices too
+                part.executor.kv.allocate(part.executor.kv.num_free_pages - 14)
+            lab.num_taken_pages = lab.executor.kv.num_pages - 14
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting(24)):
+                for start in range(0, len(prompts), 6):  # the decode side has not room for more
+                    ordered = [await lab.order(prompt) for prompt in prompts[start : start + 6]]
+                    if start == 6:
+                        lab.jobs.cancel(ordered[2].ref)
+                        await gone(lab, ordered[2])
+                        await ordered[2].release()
+                    for index, receiving in enumerate(ordered):
+                        if not (start == 6 and index == 2):
+                            alone = plain[start + index]
+                            assert_equal(await receiving.result(), alone, 0, same_arithmetic=False)
+
+    run(test())

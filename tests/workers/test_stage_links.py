@@ -1,0 +1,197 @@
+"""The link between two stages of a pipeline: who joins, who is refused, who is gone."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mooncake.bus import peer_identity
+from mooncake.errors import ConfigError
+from mooncake.messages import PROTOCOL_VERSION, Capacity
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
+from workers.errors import SessionLostError
+from workers.next_stage import NextStage
+from workers.previous_stage import PreviousStage
+from workers.stage_messages import AboutJob, End, PassShare, StageHello, Stored
+
+TIMEOUT_S = 0.5
+HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20), "cpu")
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/stage"
+
+
+def next_stage(endpoint: str) -> NextStage:
+    return NextStage(endpoint, CLUSTER_KEY, stage=1, num_stages=3, fingerprint="f" * 32, timeout_s=TIMEOUT_S)
+
+
+def previous_stage(endpoint: str, incarnation: int = 1, hello: StageHello = HELLO) -> PreviousStage:
+    return PreviousStage(endpoint, peer_identity("p.1", incarnation), CLUSTER_KEY, hello, TIMEOUT_S)
+
+
+@contextlib.asynccontextmanager
+async def joined(endpoint: str) -> AsyncIterator[tuple[NextStage, PreviousStage]]:
+    """Both ends. The stage behind says nothing more by itself."""
+    behind, before = next_stage(endpoint), previous_stage(endpoint)
+    beating = asyncio.create_task(before.beat())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(behind.join(), before.join())
+        beating.cancel()
+        yield behind, before
+    finally:
+        beating.cancel()
+        before.close(0)
+        behind.close()
+
+
+async def ignore(message: AboutJob) -> None:
+    pass
+
+
+def test_stage_that_comes_first_waits_for_the_one_before(endpoint: str) -> None:
+    async def test() -> None:
+        before = previous_stage(endpoint)
+        beating = asyncio.create_task(before.beat())
+        await asyncio.sleep(0)
+        behind = next_stage(endpoint)
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(behind.join(), before.join())
+        assert behind.capacity == HELLO.capacity
+        beating.cancel()
+        before.close(0)
+        behind.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        (StageHello(0, 1, 3, "f" * 32, Capacity(1, 1), "cpu"), "protocol version differs"),
+        (StageHello(PROTOCOL_VERSION, 2, 3, "f" * 32, Capacity(1, 1), "cpu"), "stage differs: ours is 1"),
+        (StageHello(PROTOCOL_VERSION, 1, 2, "f" * 32, Capacity(1, 1), "cpu"), "number of stages differs"),
+        (StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu"), "model fingerprint differs"),
+    ],
+)
+def test_stage_that_does_not_fit_is_told_why_and_another_may_come(
+    endpoint: str, hello: StageHello, message: str
+) -> None:
+    async def test() -> None:
+        behind = next_stage(endpoint)
+        joining = asyncio.create_task(behind.join())
+        for stage_hello, fits in ((hello, False), (HELLO, True)):
+            before = previous_stage(endpoint, incarnation=1 + fits, hello=stage_hello)
+            beating = asyncio.create_task(before.beat())
+            async with asyncio.timeout(DEADLINE_S):
+                if fits:
+                    await asyncio.gather(before.join(), joining)
+                else:
+                    with pytest.raises(ConfigError, match=message):
+                        await before.join()
+            beating.cancel()
+            before.close(0)
+        behind.close()
+
+    run(test())
+
+
+def test_silence_ends_both_ends(endpoint: str) -> None:
+    async def test() -> None:
+        async with joined(endpoint) as (behind, before):
+            with pytest.raises(SessionLostError, match=r"stage 1 has been silent for 0\.5 s"):
+                await behind.run(ignore)
+            behind.close()
+            with pytest.raises(SessionLostError, match=r"the stage before has been silent for 0\.5 s"):
+                await before.beat()
+
+    run(test())
+
+
+def test_stage_that_is_gone_is_noticed_before_it_has_been_silent_for_long(endpoint: str) -> None:
+    async def test() -> None:
+        async with joined(endpoint) as (behind, before):
+            before.close(0)
+            with pytest.raises(SessionLostError, match="stage 1 is gone"):
+                await behind.run(ignore)
+
+    run(test())
+
+
+def test_new_life_of_the_stage_behind_ends_the_session(endpoint: str) -> None:
+    async def test() -> None:
+        async with joined(endpoint) as (behind, _):
+            again = previous_stage(endpoint, incarnation=2)
+            beating = asyncio.create_task(again.beat())
+            with pytest.raises(SessionLostError, match="stage 1 has begun anew"):
+                await behind.run(ignore)
+            beating.cancel()
+            again.close(0)
+
+    run(test())
+
+
+def test_new_life_of_the_stage_before_ends_the_session(endpoint: str) -> None:
+    async def test() -> None:
+        async with joined(endpoint) as (behind, before):
+            behind.close()
+            anew = next_stage(endpoint)
+            joining = asyncio.create_task(anew.join())
+            beating = asyncio.create_task(before.beat())
+            with pytest.raises(SessionLostError, match="the stage before has begun anew"):
+                await before.run(lambda message: None)
+            joining.cancel()
+            beating.cancel()
+            anew.close()
+
+    run(test())
+
+
+def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> None:
+    """Each has more bytes than a message may have."""
+    states = [torch.full((1200, 1024), float(number)) for number in range(4)]
+
+    async def test() -> None:
+        async with joined(endpoint) as (behind, before), asyncio.TaskGroup() as group:
+            heard: list[AboutJob] = []
+            obeyed: list[object] = []
+
+            async def hear(message: AboutJob) -> None:
+                heard.append(message)
+
+            running = [
+                group.create_task(work)
+                for work in (behind.run(hear), before.run(obeyed.append), before.beat())
+            ]
+            handed: list[int] = []
+
+            async def hand_on() -> None:
+                for number, hidden in enumerate(states):
+                    await behind.compute([PassShare(number, 0, 0, 0, 1200)], hidden)
+                    handed.append(number)
+                await behind.send(End(3))
+
+            handing = group.create_task(hand_on())
+            async with asyncio.timeout(DEADLINE_S):
+                for number, hidden in enumerate(states):
+                    incoming = await before.passes.get()
+                    assert [share.job_id for share in incoming.shares] == [number]
+                    assert torch.equal(
+                        torch.frombuffer(incoming.hidden, dtype=torch.float32).view(1200, 1024), hidden
+                    )
+                    assert len(handed) <= number + 1
+                    await before.taken()
+                await handing
+                await before.send(Stored(3))
+                while not (heard and obeyed):
+                    await asyncio.sleep(0.001)
+            assert (heard, obeyed) == ([Stored(3)], [End(3)])
+            for task in running:
+                task.cancel()
+
+    run(test())

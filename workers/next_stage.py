@@ -1,0 +1,185 @@
+"""The stage behind this one, as this one sees it.
+
+Owns: the link to it (this side listens), room for passes that it has not begun. Does not know: prompts.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+import torch
+
+from mooncake.bus import PeerGoneError, Router
+from mooncake.config import WorkerProcess
+from mooncake.errors import MismatchError
+from mooncake.keys import ClusterKey
+from mooncake.messages import PROTOCOL_VERSION, Capacity
+from mooncake.process import Progress, report
+from workers.errors import SessionLostError
+from workers.stage_messages import (
+    AboutJob,
+    FromBehind,
+    HiddenStates,
+    Pass,
+    PassShare,
+    PassTaken,
+    StageBeat,
+    StageBeatAck,
+    StageHello,
+    StageRefused,
+    StageWelcome,
+)
+
+BEATS_PER_TIMEOUT = 5
+_PASSES_AHEAD = 2
+"""that it has not begun: one that comes while it computes another, and one so that it never waits"""
+_MOST_BYTES = 4 << 20
+"""of hidden states in one message"""
+
+
+def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
+    """The stage behind a worker, which begins to listen for it; None if it is the last one."""
+    stage = process.stage
+    if stage.number + 1 == stage.num_stages:
+        return None
+    return NextStage(
+        stage.endpoints[stage.number],
+        process.cluster_key,
+        stage=stage.number + 1,
+        num_stages=stage.num_stages,
+        fingerprint=fingerprint,
+        timeout_s=process.config.conductor.peer_timeout_s,
+    )
+
+
+class NextStage:
+    """`join` first, then `run` beside the rest."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        key: ClusterKey,
+        *,
+        stage: int,
+        num_stages: int,
+        fingerprint: str,
+        timeout_s: float,
+    ) -> None:
+        """`stage` is the number of the one behind. Without a word for `timeout_s` it counts as gone."""
+        self._router: Router[FromBehind] = Router(endpoint, FromBehind, key)
+        self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
+        self._timeout_s = timeout_s
+        self._peer: bytes | None = None
+        self._num_ahead = 0
+        self._taken = asyncio.Event()
+        self.capacity: Capacity
+        """of this and all stages behind it"""
+        self.engine: str
+        """of this and all stages behind it, for people"""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it connects to."""
+        return self._router.endpoint
+
+    def close(self) -> None:
+        """The stage behind learns it from its next beat, or from silence."""
+        self._router.close()
+
+    async def join(self) -> None:
+        """Returns when it is there and fits. Whoever does not is told so and keeps this instance waiting."""
+        report(Progress(f"waiting for stage {self.stage} at {self.endpoint}", 0, 0))
+        while self._peer is None:
+            sender, message = await self._router.recv()
+            if not isinstance(message, StageHello):
+                await self._answer(sender, StageBeatAck(known=False))
+                continue
+            try:
+                self._check(message)
+            except MismatchError as error:
+                await self._answer(sender, StageRefused(str(error)))
+                continue
+            await self._answer(sender, StageWelcome())
+            self._peer = sender
+            self.capacity, self.engine = message.capacity, message.engine
+
+    async def run(self, hear: Callable[[AboutJob], Awaitable[None]]) -> None:
+        """The loop: receive, act. Raises `SessionLostError` when it is gone or has begun anew."""
+        while True:
+            sender, message = await self._recv()
+            if sender != self._peer:
+                if isinstance(message, StageHello):
+                    raise SessionLostError(f"stage {self.stage} has begun anew")
+                await self._answer(sender, StageBeatAck(known=False))
+                continue
+            match message:
+                case StageHello():
+                    await self.send(StageWelcome())  # it had not heard it yet
+                case StageBeat():
+                    await self.send(StageBeatAck(known=True))
+                case PassTaken():
+                    self._num_ahead -= 1
+                    self._taken.set()
+                case _:
+                    await hear(message)
+
+    async def _recv(self) -> tuple[bytes, FromBehind]:
+        """Whenever it is silent for a while, a word to it tells whether it is still connected."""
+        for _ in range(BEATS_PER_TIMEOUT):
+            try:
+                async with asyncio.timeout(self._timeout_s / BEATS_PER_TIMEOUT):
+                    return await self._router.recv()
+            except TimeoutError:
+                await self.send(StageBeatAck(known=True))
+        raise SessionLostError(f"stage {self.stage} has been silent for {self._timeout_s:g} s")
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Raises `SessionLostError` when it is gone."""
+        assert self._peer is not None
+        try:
+            await self._router.send(self._peer, message)
+        except PeerGoneError as error:
+            raise SessionLostError(f"stage {self.stage} is gone: {error}") from None
+
+    async def compute(self, shares: Sequence[PassShare], hidden: torch.Tensor) -> None:
+        """Hand a pass on, `hidden` [T, hidden_size] on the CPU. Returns when there is room for another."""
+        data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        await self.send(Pass(list(shares), len(data)))
+        for start in range(0, len(data), _MOST_BYTES):
+            await self.send(HiddenStates(bytes(data[start : start + _MOST_BYTES])))
+        self._num_ahead += 1
+        while self._num_ahead >= _PASSES_AHEAD:
+            self._taken.clear()
+            await self._taken.wait()
+
+    def _check(self, hello: StageHello) -> None:
+        for what, ours, theirs in (
+            ("protocol version", PROTOCOL_VERSION, hello.protocol_version),
+            ("number of stages", self._num_stages, hello.num_stages),
+            ("stage", self.stage, hello.stage),
+            ("model fingerprint", self._fingerprint, hello.fingerprint),
+        ):
+            if ours != theirs:
+                raise MismatchError(what, ours, theirs, "start all stages with the same configuration")
+
+    async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:
+        """To whom may have gone."""
+        try:
+            await self._router.send(sender, message)
+        except PeerGoneError:
+            return
+
+
+def least_capacity(capacity: Capacity, behind: NextStage | None) -> Capacity:
+    """What all stages from one on can hold: a prompt has as many pages in each."""
+    if behind is None:
+        return capacity
+    return Capacity(
+        min(capacity.num_pool_pages, behind.capacity.num_pool_pages),
+        min(capacity.num_device_pages, behind.capacity.num_device_pages),
+    )
+
+
+def engines_of(engine: str, behind: NextStage | None) -> str:
+    """What computes in all stages from one on."""
+    return engine if behind is None else f"{engine} + {behind.engine}"

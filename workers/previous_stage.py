@@ -1,0 +1,130 @@
+"""The stage before this one, as this one sees it.
+
+Owns: the link to it (this side connects), the passes that it sends. Does not know: prompts.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from mooncake.bus import Dealer, PeerGoneError
+from mooncake.errors import ConfigError, TransferError
+from mooncake.keys import ClusterKey
+from workers.errors import SessionLostError
+from workers.next_stage import BEATS_PER_TIMEOUT
+from workers.stage_messages import (
+    Begin,
+    End,
+    FromBefore,
+    HiddenStates,
+    Pass,
+    PassShare,
+    PassTaken,
+    Recount,
+    StageBeat,
+    StageBeatAck,
+    StageHello,
+    StageRefused,
+    StageWelcome,
+)
+
+
+class IncomingPass:
+    """A pass, and the hidden states that have come of it."""
+
+    def __init__(self, announced: Pass) -> None:
+        self.shares: list[PassShare] = announced.shares
+        self.hidden = bytearray(announced.num_bytes)
+        self._num_bytes = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is there."""
+        return self._num_bytes == len(self.hidden)
+
+    def take(self, data: bytes) -> None:
+        """Raises TransferError for more than was announced."""
+        end = self._num_bytes + len(data)
+        if end > len(self.hidden):
+            raise TransferError(f"a pass of {len(self.hidden)} bytes came with {end}")
+        self.hidden[self._num_bytes : end] = data
+        self._num_bytes = end
+
+
+class PreviousStage:
+    """`join` first, then `run` beside the rest; both with `beat` beside them."""
+
+    def __init__(
+        self, endpoint: str, identity: bytes, key: ClusterKey, hello: StageHello, timeout_s: float
+    ) -> None:
+        """Without a word for `timeout_s` it counts as gone."""
+        self._dealer: Dealer[FromBefore] = Dealer(endpoint, identity, FromBefore, key)
+        self._hello = hello
+        self._timeout_s = timeout_s
+        self._has_joined = False
+        self._heard_at_s = time.monotonic()
+        self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
+        """whole ones that have not begun; as many as `NextStage` lets come"""
+        self._coming: IncomingPass | None = None
+
+    def close(self, linger_s: float) -> None:
+        """What was not sent may still leave within `linger_s`."""
+        self._dealer.close(linger_s)
+
+    async def beat(self) -> None:
+        """Say hello until it is answered, then that this stage is alive. Raises `SessionLostError`."""
+        while True:
+            await self.send(StageBeat() if self._has_joined else self._hello)
+            await asyncio.sleep(self._timeout_s / BEATS_PER_TIMEOUT)
+            if self._has_joined and time.monotonic() - self._heard_at_s > self._timeout_s:
+                raise SessionLostError(f"the stage before has been silent for {self._timeout_s:g} s")
+
+    async def join(self) -> None:
+        """Returns when it has taken this stage on. Raises `ConfigError` if it never will."""
+        while not self._has_joined:
+            message = await self._dealer.recv()
+            match message:
+                case StageWelcome():
+                    self._has_joined, self._heard_at_s = True, time.monotonic()
+                case StageRefused(message=reason):
+                    raise ConfigError(f"the stage before refused this one: {reason}")
+
+    async def run(self, obey: Callable[[Begin | Recount | End], None]) -> None:
+        """The loop: receive, act. Raises `SessionLostError` when it has begun anew."""
+        while True:
+            message = await self._dealer.recv()
+            self._heard_at_s = time.monotonic()
+            match message:
+                case StageBeatAck(known=known):
+                    if not known:
+                        raise SessionLostError("the stage before has begun anew")
+                case Pass():
+                    self._coming = IncomingPass(message)
+                case HiddenStates(data=data):
+                    self._take(data)
+                case Begin() | Recount() | End():
+                    obey(message)
+
+    async def taken(self) -> None:
+        """The oldest of `passes` is being computed."""
+        await self.send(PassTaken())
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Raises `SessionLostError` when it does not read."""
+        try:
+            await self._dealer.send(message)
+        except PeerGoneError as error:
+            raise SessionLostError(str(error)) from None
+
+    def _take(self, data: bytes) -> None:
+        if self._coming is None:
+            raise SessionLostError("hidden states came without a pass")
+        try:
+            self._coming.take(data)
+        except TransferError as error:
+            raise SessionLostError(str(error)) from None
+        if self._coming.is_whole:
+            self.passes.put_nowait(self._coming)
+            self._coming = None

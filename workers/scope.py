@@ -1,0 +1,45 @@
+"""A block of asynchronous work that somebody else can make fail.
+
+Owns: the way of an error into a task that waits for something. Does not know: what fails, who says so.
+"""
+
+import asyncio
+from types import TracebackType
+
+
+class FailureScope:
+    """`async with scope:` is left by the error that `fail` is given, once, wherever its task waits.
+
+    As `asyncio.timeout` does: the task is cancelled, and the cancellation becomes the error on the way out.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._num_cancelling = 0
+        self._error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Idempotent; later errors and those after the end are of no interest."""
+        if self._error is None and self._task is not None:
+            self._error = error
+            self._task.cancel()
+
+    async def __aenter__(self) -> "FailureScope":
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancelling = task, task.cancelling()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        if self._error is None:
+            return
+        is_only_ours = task.uncancel() <= self._num_cancelling
+        if is_only_ours and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise self._error from None

@@ -1,0 +1,288 @@
+"""One stage of a prefill instance: what it does for a prompt, whichever its layers (Mooncake, sections 3, 5).
+
+An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
+the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`).
+
+Owns: the prompts that are in it, their pages. Does not know: which prompt goes first, who leads.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvstore.worker_client import WorkerClient
+from mooncake.config import WorkerConfig
+from mooncake.errors import PoolError
+from workers.copies import copies_for
+from workers.errors import SessionLostError
+from workers.executor import CancelledOnDevice, Executor, draw
+from workers.layerwise import LayerTransfers, Part
+from workers.next_stage import NextStage
+from workers.prefill_job import PrefillJob
+from workers.prefix_fetch import PrefixFetch
+from workers.reserving import reserve_prompt
+from workers.stage_messages import AboutJob, Begin, End, PassShare, Recount, Stored, Usable
+
+
+class Outcome(NamedTuple):
+    """Of one prompt's share of a pass. `first_token`: of a prompt that ended with it, in the last stage.
+
+    A share that was not computed was aborted, or lacks what was to be reused (`PrefillJob.lacks_reuse`).
+    """
+
+    is_computed: bool
+    first_token: int | None = None
+
+
+class Computed(NamedTuple):
+    """A pass. `hidden`: the states `[T, hidden_size]` of what `shares` name, on the CPU, for the next stage.
+
+    Without a next stage there are none of both.
+    """
+
+    outcomes: list[Outcome]
+    shares: list[PassShare]
+    hidden: torch.Tensor | None
+
+
+def stage_of(
+    executor: Executor, pool: WorkerClient, config: WorkerConfig, next_stage: NextStage | None
+) -> "Stage":
+    """A stage as it is configured."""
+    copies = copies_for(executor.kv, pool.segment)
+    return Stage(executor, pool, LayerTransfers(copies, overlap=config.layerwise_overlap), next_stage)
+
+
+class Stage:
+    """`transfers` are its own; they end with `close`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: WorkerClient,
+        transfers: LayerTransfers,
+        next_stage: NextStage | None = None,
+    ) -> None:
+        self.pool = pool
+        self.jobs: dict[int, PrefillJob] = {}
+        self._executor, self._transfers, self._next = executor, transfers, next_stage
+        self._pages_freed = asyncio.Event()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a block."""
+        return self._executor.kv.page_size
+
+    @property
+    def layers(self) -> range:
+        """Of the model."""
+        return self._executor.model.layers
+
+    def close(self) -> None:
+        """After the last pass."""
+        self._transfers.close()
+
+    # -- a prompt's time here -----------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def serving(self, job: PrefillJob) -> AsyncIterator[None]:
+        """Everything that it has goes back at the end, in the stages behind too if it fails."""
+        self.jobs[job.job_id] = job
+        try:
+            async with job.scope:
+                yield
+        except BaseException:
+            job.drop()
+            await self._tell_behind(End(job.job_id))
+            raise
+        finally:
+            job.usable_behind.cancel()  # who counts anew for this prompt need not go on
+            await job.untouched()
+            self._free_device_pages(job)
+            del self.jobs[job.job_id]
+            if job.reservation is not None:
+                await self.pool.release(job.reservation.reservation_id)
+            if job.fetch is not None:
+                await job.fetch.ended(patience_s=None)  # its messenger has just ended it
+
+    async def admit(self, job: PrefillJob) -> None:
+        """Get its memory, in all stages at the same time; what is committed from now on is sent.
+
+        Prompts are admitted one after the other, in all stages in the same order: so none waits for another
+        that waits for it.
+        """
+        if self._next is not None:
+            await self._next.send(Begin(job.job_id, job.order))
+        order = job.order
+        reservation = job.reservation = await reserve_prompt(self.pool, order.request, self.page_size)
+        await self.pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
+        job.begin(reservation, await self._allocate(len(reservation.blocks)))
+
+    async def fetch(self, job: PrefillJob) -> None:
+        """Begin to fetch what the order's `prefix_source` is believed to have and the own pool lacks."""
+        source, reservation = job.order.prefix_source, job.reservation
+        assert reservation is not None
+        if source is not None and source.messenger != self.pool.address:
+            missing = job.missing_blocks(source.num_blocks)
+            if missing:
+                job.fetch = PrefixFetch(self.pool, reservation.reservation_id, source.messenger, missing)
+                await job.fetch.begun()
+
+    async def num_usable_blocks(self, job: PrefillJob) -> int:
+        """How many blocks need not be computed in this round, neither here nor behind."""
+        num_blocks = job.num_usable_blocks()
+        return num_blocks if self._next is None else min(num_blocks, await job.usable_behind)
+
+    async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
+        """Begin to compute behind so many blocks, unless they have turned out not to be usable here."""
+        if job.fetch is not None and job.fetches_beyond(num_blocks):
+            await job.fetch.ended()  # nobody writes the others while they are computed
+        if job.num_usable_blocks() < num_blocks:
+            return False
+        job.reuse(num_blocks, self.page_size)
+        return True
+
+    async def recount(self, job: PrefillJob, round_: int) -> None:
+        """Begin another round: reuse has failed, here or elsewhere."""
+        job.begin_round(round_)
+        if self._next is not None:
+            await self._next.send(Recount(job.job_id, round_))
+        await job.left_pass()
+        await self._drop_damaged(job)
+        if job.fetch is not None:
+            await job.fetch.ended()
+
+    async def store(self, job: PrefillJob) -> None:
+        """Returns when its KVCache is in the pool, here and behind."""
+        await job.stored_behind.wait()
+        await job.stored()
+        self._free_device_pages(job)
+
+    async def sent(self, job: PrefillJob) -> None:
+        """Returns when the decode side has this stage's part of it. Raises TransferError."""
+        assert job.reservation is not None
+        await self.pool.wait_sent(job.reservation.reservation_id)
+
+    def hear(self, message: AboutJob) -> None:
+        """What the stages behind say, as far as it concerns this stage. Late words are dropped."""
+        job = self.jobs.get(message.job_id)
+        match message:
+            case Usable(round=round_, num_blocks=num_blocks):
+                if job is not None and job.round == round_ and not job.usable_behind.done():
+                    job.usable_behind.set_result(num_blocks)
+            case Stored():
+                if job is not None:
+                    job.stored_behind.set()
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    async def _drop_damaged(self, job: PrefillJob) -> None:
+        """Blocks of the own pool that are not what they were: the next attempt must not find them."""
+        if job.damaged_pages:
+            assert job.reservation is not None
+            keyed = zip(job.order.request.block_keys, job.reservation.blocks, strict=False)
+            await self.pool.verify([key for key, block in keyed if block.page in job.damaged_pages])
+            raise PoolError(f"{len(job.damaged_pages)} cached blocks were damaged and have been dropped")
+
+    async def _allocate(self, num_pages: int) -> list[int]:
+        """Device pages, waiting for those of other prefills. Raises OutOfPages if these are not enough."""
+        kv = self._executor.kv
+        while kv.num_free_pages < num_pages and any(job.device_pages for job in self.jobs.values()):
+            self._pages_freed.clear()
+            await self._pages_freed.wait()
+        return kv.allocate(num_pages)
+
+    def _free_device_pages(self, job: PrefillJob) -> None:
+        pages, job.device_pages = job.device_pages, []
+        self._executor.kv.free(pages)
+        self._pages_freed.set()
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    async def compute(
+        self, shares: Sequence[tuple[PrefillJob, int]], hidden: torch.Tensor | None = None
+    ) -> Computed:
+        """One pass: the next tokens of each prompt. Aborted ones are computed on while others need the pass.
+
+        `hidden`: the states `[T, hidden_size]` that the stage before has handed on, None in the first one.
+        """
+        jobs = [job for job, _ in shares]
+        told = [job.share(num_tokens) for job, num_tokens in shares]
+        parts = [job.join_pass(num_tokens, self.page_size) for job, num_tokens in shares]
+        done = Computed([Outcome(is_computed=False)] * len(jobs), [], None)
+
+        def drop_all() -> None:
+            for job in jobs:
+                job.drop()
+
+        try:
+            done = await self._executor.run(
+                lambda: self._pass_on_device(jobs, parts, told, hidden), on_cancel=drop_all
+            )
+        except CancelledOnDevice:
+            pass
+        finally:
+            for job, outcome in zip(jobs, done.outcomes, strict=True):
+                job.leave_pass(is_computed=outcome.is_computed)
+                if outcome.first_token is not None:
+                    job.stored_behind.set()
+        return done
+
+    def hidden_of(self, data: bytearray) -> torch.Tensor:
+        """The states `[T, hidden_size]` that the stage before has sent."""
+        model = self._executor.model
+        return torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
+
+    async def hand_on(self, computed: Computed) -> None:
+        """To the next stage, if there is one. Returns when that has room for another pass."""
+        if self._next is not None and computed.hidden is not None:
+            await self._next.compute(computed.shares, computed.hidden)
+
+    def _pass_on_device(
+        self,
+        jobs: Sequence[PrefillJob],
+        parts: Sequence[Part],
+        told: Sequence[PassShare],
+        hidden: torch.Tensor | None,
+    ) -> Computed:
+        hidden = self._executor.prefill(parts, self._transfers, hidden)
+        are_computed = [not part.is_dropped for part in parts]
+        if self._next is None:
+            tokens = self._first_tokens(jobs, parts, are_computed, hidden)
+            return Computed([Outcome(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
+        rows = torch.split(hidden, [share.num_tokens for share in told])
+        wanted = [of_share for of_share, is_computed in zip(rows, are_computed, strict=True) if is_computed]
+        shares = [share for share, is_computed in zip(told, are_computed, strict=True) if is_computed]
+        outcomes = [Outcome(is_computed) for is_computed in are_computed]
+        return Computed(outcomes, shares, torch.cat(wanted).cpu() if wanted else None)
+
+    def _first_tokens(
+        self,
+        jobs: Sequence[PrefillJob],
+        parts: Sequence[Part],
+        are_computed: Sequence[bool],
+        hidden: torch.Tensor,
+    ) -> list[int | None]:
+        """Of each prompt that ends with this pass."""
+        tokens: list[int | None] = [None] * len(jobs)
+        ends, row = {}, -1
+        for index, (job, part) in enumerate(zip(jobs, parts, strict=True)):
+            row += len(part.chunk.token_ids)
+            if are_computed[index] and job.progress.num_left == len(part.chunk.token_ids):
+                ends[index] = row
+        if ends:
+            requests = [jobs[index].order.request for index in ends]
+            logits = self._executor.model.logits(hidden[list(ends.values())])
+            sampling = [request.sampling for request in requests]
+            drawn = draw(logits, sampling, [len(request.token_ids) for request in requests])
+            for index, token in zip(ends, drawn, strict=True):
+                tokens[index] = token
+        return tokens
+
+    async def _tell_behind(self, message: End) -> None:
+        if self._next is not None:
+            with contextlib.suppress(SessionLostError):  # then all of it has ended there
+                await self._next.send(message)

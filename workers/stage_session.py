@@ -1,0 +1,106 @@
+"""A session of a stage behind the first: its messenger, the stage before and the one behind, while all are
+there.
+
+Owns: the stage's connections. Does not know: how work is done, the Conductor.
+"""
+
+import asyncio
+
+from kvstore.worker_client import WorkerClient
+from mooncake.blocks import KVLayout
+from mooncake.bus import peer_identity
+from mooncake.config import WorkerProcess
+from mooncake.errors import ConfigError, PoolError
+from mooncake.messages import PROTOCOL_VERSION, Capacity
+from mooncake.process import Progress, Ready, report
+from workers.errors import SessionLostError
+from workers.executor import Executor
+from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of
+from workers.previous_stage import PreviousStage
+from workers.stage import stage_of
+from workers.stage_messages import StageHello
+from workers.stage_runner import StageRunner
+
+_LINGER_S = 0.5
+"""how long the last messages may take to leave"""
+
+
+class StageSession:
+    """Runs until messenger or a neighbour are lost. `layout` is the whole model's."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        incarnation: int,
+        executor: Executor,
+        layout: KVLayout,
+        fingerprint: str,
+    ) -> None:
+        self._process, self._stage = process, process.stage
+        self._part = process.stage.part_of(process.instance)
+        self._incarnation = incarnation
+        self._executor = executor
+        self._layout, self._fingerprint = layout, fingerprint
+        self.is_registered = False
+
+    async def run(self) -> None:
+        """Serve; raises `SessionLostError`, or `ConfigError` when the stage before refuses this one."""
+        pool = await WorkerClient.connect(
+            self._process.messenger_socket,
+            instance=self._part,
+            incarnation=self._incarnation,
+            fingerprint=self._fingerprint,
+            layout=self._layout.of_layers(self._executor.model.layers),
+        )
+        behind = next_stage_of(self._process, self._fingerprint)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_watch(pool))
+                if behind is not None:
+                    await behind.join()
+                await self._serve(group, pool, behind)
+        except* (SessionLostError, PoolError) as errors:
+            raise SessionLostError(str(errors.exceptions[0])) from None
+        except* ConfigError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if behind is not None:
+                behind.close()
+            await pool.close()
+
+    async def _serve(self, group: asyncio.TaskGroup, pool: WorkerClient, behind: NextStage | None) -> None:
+        endpoint = self._stage.endpoints[self._stage.number - 1]
+        identity = peer_identity(self._part, self._incarnation)
+        timeout_s = self._process.config.conductor.peer_timeout_s
+        before = PreviousStage(
+            endpoint, identity, self._process.cluster_key, self._hello(pool, behind), timeout_s
+        )
+        try:
+            stage = stage_of(self._executor, pool, self._process.config.worker, behind)
+            runner = StageRunner(stage, before, group)
+            group.create_task(runner.run())
+            group.create_task(before.beat())
+            if behind is not None:
+                group.create_task(behind.run(runner.hear))
+            report(Progress(f"waiting for stage {self._stage.number - 1} at {endpoint}", 0, 0))
+            await before.join()
+            self.is_registered = True
+            report(Ready(f"stage {self._stage.number} on {self._executor.engine}"))
+            await before.run(runner.obey)
+        finally:
+            before.close(_LINGER_S)
+
+    def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:
+        return StageHello(
+            PROTOCOL_VERSION,
+            self._stage.number,
+            self._stage.num_stages,
+            self._fingerprint,
+            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), behind),
+            engines_of(self._executor.engine, behind),
+        )
+
+
+async def _watch(pool: WorkerClient) -> None:
+    await pool.closed.wait()
+    raise SessionLostError("the messenger is gone")
