@@ -12,11 +12,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvstore.claims import Block, Reservation
 from kvstore.pool import Pool
 from kvstore.segment import Segment
-from messenger.checksums import layer_checksums
 from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.protocol import MAX_FRAME_ENTRIES
@@ -34,6 +34,8 @@ _SETTLING_S = 0.1
 """how long a fetch that is stopped may take to let go of its pages, before it has to do with others"""
 _FEWEST_STEPS = 4
 """in which the layers of few blocks come, if there are so many"""
+_SIGN_OF_LIFE_S = 0.2
+"""while a request is being answered, its caller hears so often whether bytes come"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,15 @@ class _Request:
     end: int
 
 
-class Fetch:
-    """`run` it once. `on_layers(num_blocks, num_layers)`: so many layers of the first so many are there."""
+_UnderWay = deque[tuple[_Request, asyncio.Task[list[bytes]]]]
+"""the oldest request first"""
+
+
+class BlockFetch:
+    """`run` it once. `on_layers(num_blocks, num_layers)`: so many layers of the first so many are there.
+
+    With the same numbers as before it says only that the source goes on sending.
+    """
 
     def __init__(
         self,
@@ -69,6 +78,8 @@ class Fetch:
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0
         """that all of these have"""
+        self._said = self._num_wanted, self._num_layers
+        """to the caller at last"""
         self._streaming: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -97,6 +108,8 @@ class Fetch:
         A source that fails is no error. If it hangs when the fetch is stopped, what has not come gets other
         pages; PoolFullError if there are none.
         """
+        if self._is_stopped:  # before it has begun
+            return
         self._streaming = tasks.create_task(self._stream(source))
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
@@ -111,7 +124,7 @@ class Fetch:
             )
 
     async def _stream(self, source: MessengerAddress) -> None:
-        under_way: deque[tuple[_Request, asyncio.Task[int]]] = deque()
+        under_way: _UnderWay = deque()
         pages = [block.page for block in self._blocks]
         for page in pages:
             self._pool.hold(page)
@@ -120,9 +133,9 @@ class Fetch:
             for request in self._requests(peer.frame_bytes(Urgency.LATENCY)):
                 under_way.append((request, asyncio.create_task(self._ask(peer, request))))
                 if len(under_way) == _MOST_AT_ONCE:
-                    await self._take(under_way)
+                    await self._take(peer, under_way)
             while under_way:
-                await self._take(under_way)
+                await self._take(peer, under_way)
         except TransferError as error:
             log.info("fetching from %s failed: %s", source.instance, error)
         finally:
@@ -143,47 +156,56 @@ class Fetch:
                 yield _Request(range(layer, min(layer + num_at_once, num_layers)), first, end)
                 first = end
 
-    async def _ask(self, peer: Peer, request: _Request) -> int:
-        """How many of the request's blocks have come, from the first on. Raises TransferError."""
+    async def _ask(self, peer: Peer, request: _Request) -> list[bytes]:
+        """The checksums of the request's blocks that have come, from the first on. Raises TransferError."""
         blocks = self._blocks[request.first : request.end]
         keys = [block.key for block in blocks if block.key is not None]
         views = [self._segment.layers_view(block.page, request.layers) for block in blocks]
         layers = self._segment.layout.layers[request.layers.start : request.layers.stop]
-        there = set(await peer.fetch(keys, views, layers))
-        return next((index for index in range(len(blocks)) if index not in there), len(blocks))
+        checksums = await peer.fetch(keys, views, layers)
+        return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
-    async def _take(self, under_way: "deque[tuple[_Request, asyncio.Task[int]]]") -> None:
+    async def _take(self, peer: Peer, under_way: _UnderWay) -> None:
         """Counts what has come for the oldest request, and says so.
 
         If a block is given up, then only when nothing is under way to its page any more.
         """
         num_wanted = self._num_wanted
-        await self._take_first(under_way)
+        await self._take_first(peer, under_way)
         while under_way and self._num_wanted < num_wanted:
-            await self._take_first(under_way)
+            await self._take_first(peer, under_way)
         if not self._is_stopped:
             self._pages.difference_update(block.page for block in self._blocks[self._num_wanted :])
-            self._on_layers(self._num_wanted, self._num_layers)
+            self._said = self._num_wanted, self._num_layers
+            self._on_layers(*self._said)
 
-    async def _take_first(self, under_way: "deque[tuple[_Request, asyncio.Task[int]]]") -> None:
+    async def _take_first(self, peer: Peer, under_way: _UnderWay) -> None:
         """In the order of the requests, so the layers of a block are counted in order too."""
         request, asking = under_way[0]
-        num_there = await asking
+        await self._answered(peer, asking)
+        checksums = await asking
         under_way.popleft()
         if self._is_stopped:
             return
-        end = min(request.first + num_there, self._num_wanted)
-        for block in self._blocks[request.first : end]:
-            view = self._segment.layers_view(block.page, request.layers)
-            checksums = layer_checksums(view, self._segment.layout.layer_bytes)
-            self._pool.arrived(self._reservation, block, request.layers, checksums)
-        if request.first + num_there < request.end:
+        end = min(request.first + len(checksums), self._num_wanted)
+        for block, packed in zip(self._blocks[request.first : end], checksums, strict=False):
+            self._pool.arrived(self._reservation, block, request.layers, packed)
+        if request.first + len(checksums) < request.end:
             self._num_wanted = end
         if request.end >= self._num_wanted:  # all of them have these layers
             self._num_layers = request.layers.stop
 
+    async def _answered(self, peer: Peer, asking: "asyncio.Task[list[bytes]]") -> None:
+        """Returns when the answer is there. On a slow path it comes in many pieces: says that they do."""
+        num_bytes = peer.num_received_bytes
+        while not asking.done():
+            await asyncio.wait([asking], timeout=_SIGN_OF_LIFE_S)
+            if peer.num_received_bytes != num_bytes and not asking.done() and not self._is_stopped:
+                num_bytes = peer.num_received_bytes
+                self._on_layers(*self._said)
 
-async def _end(asking: Sequence[asyncio.Task[int]]) -> None:
+
+async def _end(asking: "Sequence[asyncio.Task[list[bytes]]]") -> None:
     """Returns when none of them writes any more, however often the waiter is cancelled meanwhile."""
     for task in asking:
         task.cancel()

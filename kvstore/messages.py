@@ -172,8 +172,9 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
 class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
     """Bring these blocks of the reservation, of which nothing is there, from the pool of `source`.
 
-    Layers come in order, each of all blocks before the next one; `LayersFetched` says how far they are.
-    Answered by `Fetched` when nothing more will come. Until then nobody else writes these pages.
+    Layers come in order, each of all blocks before the next one; `LayersFetched` says how far they are, and
+    that more is coming. Answered by `Fetched` when nothing more will come. Until then nobody else writes
+    these pages.
     """
 
     call_id: int
@@ -343,8 +344,9 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 class LayersFetched(msgspec.Struct, tag=True, frozen=True):
     """Layers `[0, num_layers)` of the first `num_blocks` blocks of that fetch are there, verified.
 
-    No answer: several come during a fetch. Blocks from `num_blocks` on have been given up: they keep the
-    layers that they had before, and are the caller's to write.
+    No answer: several come during a fetch, with the same numbers again while nothing but a part of the next
+    layers has come. Blocks from `num_blocks` on have been given up: they keep the layers that they had, and
+    are the caller's to write.
     """
 
     call_id: int

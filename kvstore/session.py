@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvstore.claims import Lease, Reservation, layer_mask
 from kvstore.events import BlockTokens
-from kvstore.fetches import Fetch
+from kvstore.fetches import BlockFetch
 from kvstore.listing import list_blocks, pool_stats, verify_block
 from kvstore.messages import (
     LOCATIONS,
@@ -94,7 +94,7 @@ class Session:
         self._send = send
         self._waiting: set[asyncio.Task[None]] = set()
         self._sends: dict[int, tuple[Send, asyncio.Task[None]]] = {}
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[int, BlockFetch] = {}
 
     def handle(self, message: ToPool) -> None:
         """Raises PoolError for what no correct user sends; the session must end then."""
@@ -109,7 +109,9 @@ class Session:
                 self._store.mover.prefetch(_checked(keys))
             case StopFetch(reservation_id):
                 self._stop_fetch(reservation_id)
-            case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks() | FetchBlocks():
+            case FetchBlocks():
+                self._start_fetch(message)
+            case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks():
                 self._spawn(self._answer_later(message))
             case ReservePages() | LeaseBlocks() | PinBlocks() if self._store.is_on_ssd_only(message.keys):
                 self._spawn(self._answer_later(message))
@@ -202,8 +204,6 @@ class Session:
                 return Verified(call_id, sum(map(bool, is_intact.values())), damaged)
             case AwaitSpace(_, space_epoch):
                 await self._store.wait_for_space(space_epoch)
-            case FetchBlocks():
-                return await self._fetch(call)
             case AwaitSent(_, reservation_id):
                 await asyncio.shield(self._find_send(reservation_id).outcome)
             case AwaitArrived(_, reservation_id):
@@ -348,7 +348,18 @@ class Session:
 
     # -- fetches ----------------------------------------------------------------------------------
 
-    async def _fetch(self, call: FetchBlocks) -> Fetched:
+    def _start_fetch(self, call: FetchBlocks) -> None:
+        """What comes right behind this call finds the fetch: it may be its end."""
+        try:
+            fetch = self._new_fetch(call)
+        except PoolError as error:
+            self._reply(failed_call(call.call_id, error))
+            return
+        self._fetches[call.reservation_id] = fetch
+        self._spawn(self._run_fetch(call, fetch))
+
+    def _new_fetch(self, call: FetchBlocks) -> BlockFetch:
+        """Raises PoolError."""
         reservation = self._find(call.reservation_id)
         if call.reservation_id in self._fetches:
             raise PoolError(f"reservation {call.reservation_id} is being fetched already")
@@ -358,16 +369,23 @@ class Session:
             self._wake_send(call.reservation_id)
 
         store = self._store
-        fetch = Fetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
+        fetch = BlockFetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
         if any(store.grants.is_granted(reservation, reservation.blocks[i].page) for i in call.blocks):
             raise PoolError(f"reservation {call.reservation_id} has been granted, others write to it")
-        self._fetches[call.reservation_id] = fetch
+        return fetch
+
+    async def _run_fetch(self, call: FetchBlocks, fetch: BlockFetch) -> None:
+        answer: Answer
         try:
             await fetch.run(call.source, self._tasks)
+        except MooncakeError as error:
+            answer = failed_call(call.call_id, error, self._pool.space_epoch)
+        else:
+            num_layers = [block.arrived.bit_length() for block in fetch.blocks]
+            answer = Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
         finally:
             del self._fetches[call.reservation_id]
-        num_layers = [block.arrived.bit_length() for block in fetch.blocks]
-        return Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
+        self._reply(answer)
 
     def _stop_fetch(self, reservation_id: int) -> None:
         if reservation_id in self._fetches:

@@ -225,9 +225,12 @@ class WorkerClient:
     ) -> tuple[list[int], list[int]]:
         """Prefill: brings `blocks` (indices) of this reservation from the pool of `source`, layer by layer.
 
-        `on_layers(num_blocks, num_layers)`: so many layers of the first so many of them are there. Returns of
-        each block how many layers have come, and its page, which may be another than before. Until then only
-        blocks that have been given up are the caller's to write. Whatever becomes of `source` is no error.
+        `on_layers(num_blocks, num_layers)`: so many layers of the first so many of them are there; it is also
+        called, several times a second, while a part of the next ones comes.
+
+        Returns of each block how many layers have come, and its page, which may be another than before. Until
+        then only blocks that have been given up are the caller's to write. Whatever becomes of `source` is no
+        error.
         """
         call = FetchBlocks(next(self._call_ids), reservation_id, source, list(blocks))
         self._on_layers[call.call_id] = on_layers

@@ -126,6 +126,11 @@ class Lane:
         return self._num_begun > 0
 
     @property
+    def num_received_bytes(self) -> int:
+        """That have come over the connection, of whatever: the other side is alive while they grow."""
+        return self._stream.num_received_bytes
+
+    @property
     def num_outstanding(self) -> int:
         return len(self._outstanding) + len(self._placing) + len(self._fetching)
 
@@ -400,11 +405,11 @@ class Lane:
 
     def _found(self, found: Found, views: Sequence[memoryview], checksums: Sequence[bytes]) -> None:
         """The blocks are there."""
-        intact = [
-            block.index
+        intact = {
+            block.index: actual
             for block, actual in zip(found.blocks, checksums, strict=True)
             if block.checksums == actual
-        ]
+        }
         request = self._fetching.popleft()
         self._answered(request)
         self.post(FetchDone(), within_s=NOT_URGENT_S)

@@ -133,6 +133,12 @@ class Peer:
         return min(_CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport] for lane in self._lanes) // 2
 
     @property
+    def num_received_bytes(self) -> int:
+        """That have come over the connections of now. Over shared memory and RDMA, where the bytes of blocks
+        are not among them, a request is quick or stuck."""
+        return sum(lane.num_received_bytes for lane in self._lanes)
+
+    @property
     def _is_hurried(self) -> bool:
         return self._now_s() < self._hurry_until_s
 
@@ -206,14 +212,15 @@ class Peer:
         views: Sequence[memoryview],
         layers: range,
         urgency: Urgency = Urgency.LATENCY,
-    ) -> list[int]:
-        """Reads `layers` of those of these blocks that the peer has into `views`. Returns their indices.
+    ) -> dict[int, bytes]:
+        """Reads `layers` of those of these blocks that the peer has into `views`. Returns their checksums by
+        index: each layer's xxh3-64, little-endian, with which the bytes in the view have been compared.
 
         Everything in one answer: no more than `frame_bytes` should be asked for at once. Raises
         TransferError. Cancelled, it waits until nothing will be written to `views` any more.
         """
         if not keys:
-            return []
+            return {}
         answer = _Answer()
         request = FetchRequest(
             Fetch(list(keys), layers.start, layers.stop),
@@ -233,12 +240,12 @@ class Peer:
             raise
         if answer.failure is not None:
             raise TransferError(answer.failure)
-        return answer.indices
+        return answer.checksums
 
     async def probe(self, payload: memoryview) -> None:
         """Sends bytes for nobody. Raises TransferError."""
         answer = _Answer()
-        await self.submit(ProbeRequest(payload, Urgency.BULK, functools.partial(answer.give, [])))
+        await self.submit(ProbeRequest(payload, Urgency.BULK, functools.partial(answer.give, {})))
         await answer.is_there.wait()
         if answer.failure is not None:
             raise TransferError(answer.failure)
@@ -440,12 +447,13 @@ class _Answer:
     """What became of a request, for whoever waits for it."""
 
     def __init__(self) -> None:
-        self.indices: list[int] = []
+        self.checksums: dict[int, bytes] = {}
+        """of blocks that have been fetched"""
         self.failure: str | None = None
         self.is_there = asyncio.Event()
 
-    def give(self, indices: list[int], failure: str | None) -> None:
-        self.indices, self.failure = indices, failure
+    def give(self, checksums: dict[int, bytes], failure: str | None) -> None:
+        self.checksums, self.failure = checksums, failure
         self.is_there.set()
 
     async def settled(self) -> None:

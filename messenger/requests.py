@@ -55,15 +55,15 @@ class WriteRequest:
 class FetchRequest:
     """Layers of some blocks, wanted in `views`, which nobody else touches until `done`.
 
-    `done` runs exactly once: with the indices of the blocks that are there now, verified; or with the reason
-    why there are none.
+    `done` runs exactly once: with the verified checksums of each block that is there now, by its index; or
+    with the reason why there is none.
     """
 
     fetch: Fetch
     views: Sequence[memoryview]
     layer_bytes: int
     urgency: Urgency
-    done: Callable[[list[int], str | None], None]
+    done: Callable[[dict[int, bytes], str | None], None]
     num_lanes_lost: int = 0
     """under it"""
 
@@ -72,7 +72,7 @@ class FetchRequest:
         return sum(map(len, self.views))
 
     def lost(self, reason: str) -> None:
-        self.done([], reason)
+        self.done({}, reason)
 
 
 @dataclass(slots=True, eq=False)

@@ -66,6 +66,8 @@ class Stream:
         self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer)
         self._num_moved = 0
         """bytes since others had their turn"""
+        self.num_received_bytes = 0
+        """over the socket, since the beginning"""
 
     async def shake_hands(self) -> None:
         """The TLS handshake, if there is TLS. Raises OSError."""
@@ -208,6 +210,7 @@ class Stream:
             num_bytes = attempt()
         except BlockingIOError:
             num_bytes = await self._readable.first(attempt)
+        self.num_received_bytes += num_bytes
         self.moved(num_bytes)
         await self.take_turns()
 
@@ -224,6 +227,7 @@ class Stream:
             self._keep_fds(data)
         if num_bytes == 0:
             raise ConnectionResetError("connection closed by the peer")
+        self.num_received_bytes += num_bytes
         return num_bytes
 
     def _keep_fds(self, data: bytes) -> None:

@@ -64,15 +64,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
-def tiny_model(family: str, directory: Path | None = None) -> transformers.PreTrainedModel:
-    """A model of `family` (one of FAMILIES), always with the same weights.
+def tiny_model(
+    family: str, directory: Path | None = None, **changes: float | None
+) -> transformers.PreTrainedModel:
+    """A model of `family` (one of FAMILIES), always with the same weights; `changes` are to its config.json.
 
     Writes it, with safetensors, as a Hugging Face directory where one is given (no tokenizer).
     """
     class_name, differences = _FAMILIES[family]
-    sizes = {
-        key: value for key, value in {**_SIZES, **differences}.items() if (key, value) != ("head_dim", None)
-    }
+    config_items = {**_SIZES, **differences, **changes}.items()
+    sizes = {key: value for key, value in config_items if (key, value) != ("head_dim", None)}
     config = getattr(transformers, class_name)(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -106,5 +106,8 @@ class _AtOnce(Executor):
 
     def submit(self, call: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
         done: Future[T] = Future()
-        done.set_result(call(*arguments, **named))
+        try:
+            done.set_result(call(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it, as from a thread
+            done.set_exception(error)
         return done

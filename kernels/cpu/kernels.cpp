@@ -42,6 +42,14 @@
     extern "C" int layer_##NAME(const LayerWeights<T>* weights, const Batch* batch, const Slots* slots, const T* hidden,      \
                                 T* kv, T* out, T* workspace) {                                                                \
         return run_layer(*weights, *batch, *slots, hidden, kv, out, workspace);                                               \
+    }                                                                                                                         \
+    extern "C" int attention_half_##NAME(const LayerWeights<T>* weights, const Batch* batch, const Slots* slots,              \
+                                         const T* hidden, T* kv, T* out, T* workspace) {                                      \
+        return run_attention(*weights, *batch, *slots, hidden, kv, (const T*)nullptr, out, workspace);                        \
+    }                                                                                                                         \
+    extern "C" void mlp_half_##NAME(const LayerWeights<T>* weights, int64_t num_rows, const T* hidden, T* out,                \
+                                    T* workspace, int num_threads) {                                                          \
+        run_mlp(*weights, num_rows, hidden, (const T*)nullptr, out, workspace, num_threads);                                  \
     }
 
 EXPORT(bfloat16, bf16)

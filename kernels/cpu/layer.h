@@ -1,4 +1,5 @@
-// A whole decoder layer: what the other headers have, in order, in one call, so that Python's part is small.
+// A whole decoder layer: what the other headers have, in order, in one call, so that Python's part is small. Its
+// halves can be called alone: after each of them the ranks of a tensor-parallel group add up what they have.
 //
 // Owns: the order, the use of the workspace. Does not know: which layer it is; its caller has checked all sizes.
 #pragma once
@@ -25,29 +26,46 @@ struct LayerWeights {
     float eps;
 };
 
-// `hidden` and `out` are [tokens, hidden_size]; false if a slot is outside of the pages. The workspace has room for
-// tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim + intermediate_size).
+// Norm, attention and the product after it, plus `residual`, which may be null. False if a slot is outside of the pages.
+//
+// `hidden`, `residual` and `out` are [tokens, hidden_size]; the last two may be one. The workspace has room for
+// tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim).
 template <class T>
-bool run_layer(const LayerWeights<T>& w, const Batch& batch, const Slots& slots, const T* hidden, T* kv, T* out, T* workspace) {
-    const long rows = slots.num_tokens, size = w.hidden_size, inner = w.intermediate_size;
+bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Slots& slots, const T* hidden, T* kv, const T* residual, T* out,
+                   T* workspace) {
+    const long rows = slots.num_tokens, size = w.hidden_size;
     const long query_size = long(batch.num_heads) * batch.head_dim;
     const long qkv_size = query_size + 2 * long(batch.num_kv_heads) * batch.head_dim;
     const int threads = batch.num_threads;
     T *narrow = workspace, *qkv = narrow + rows * std::max(size, query_size);
-    T* gated = qkv + rows * qkv_size;
-    const auto words = [](long elements) { return elements / PER_WORD<T>; };
 
     normalise_rows(hidden, rows, size, w.input_norm, w.eps, narrow, threads);
-    multiply_all(Linear<T>{narrow, words(size), w.qkv_bias, nullptr, qkv_size}, w.qkv, rows, qkv, threads);
+    multiply_all(Linear<T>{narrow, size / PER_WORD<T>, w.qkv_bias, nullptr, qkv_size}, w.qkv, rows, qkv, threads);
     const Pages pages = {batch.num_pages, batch.num_heads, batch.num_kv_heads, batch.head_dim, batch.page_size};
     const HeadNorms<T> norms = {w.query_norm, w.key_norm, w.eps};
     if (!rotate_and_write(qkv, kv, slots, pages, norms, threads)) return false;
     attend_any(Attention<T>{qkv, qkv_size, kv, narrow, nullptr}, batch);
-    multiply_all(Linear<T>{narrow, words(query_size), w.o_bias, hidden, size}, w.o, rows, out, threads);
+    multiply_all(Linear<T>{narrow, query_size / PER_WORD<T>, w.o_bias, residual, size}, w.o, rows, out, threads);
+    return true;
+}
 
-    normalise_rows(out, rows, size, w.post_norm, w.eps, narrow, threads);
-    multiply_gated(Gated<T>{narrow, words(size), w.gate, w.up, w.gate_bias, w.up_bias, inner}, rows, gated, threads);
-    multiply_all(Linear<T>{gated, words(inner), w.down_bias, out, size}, w.down, rows, out, threads);
+// Norm and MLP, plus `residual`, which may be null. Any of the three tensors [rows, hidden_size] may be one. The
+// workspace has room for rows * (hidden_size + intermediate_size).
+template <class T>
+void run_mlp(const LayerWeights<T>& w, long rows, const T* hidden, const T* residual, T* out, T* workspace, int threads) {
+    const long size = w.hidden_size, inner = w.intermediate_size;
+    T *narrow = workspace, *gated = narrow + rows * size;
+
+    normalise_rows(hidden, rows, size, w.post_norm, w.eps, narrow, threads);
+    multiply_gated(Gated<T>{narrow, size / PER_WORD<T>, w.gate, w.up, w.gate_bias, w.up_bias, inner}, rows, gated, threads);
+    multiply_all(Linear<T>{gated, inner / PER_WORD<T>, w.down_bias, residual, size}, w.down, rows, out, threads);
+}
+
+// Both halves, each with its residual.
+template <class T>
+bool run_layer(const LayerWeights<T>& w, const Batch& batch, const Slots& slots, const T* hidden, T* kv, T* out, T* workspace) {
+    if (!run_attention(w, batch, slots, hidden, kv, hidden, out, workspace)) return false;
+    run_mlp(w, slots.num_tokens, out, out, out, workspace, batch.num_threads);
     return true;
 }
 

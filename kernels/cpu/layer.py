@@ -3,14 +3,16 @@
 The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys
 and values, rotation and page write, attention, product, norm, gated products, product, with both residuals.
 One call, because thirty layers of nine calls each cost Python 1.4 ms a step, a fifth of a decode step of a
-small model.
+small model. The halves of a layer, attention and MLP, can be called alone, without their residuals: what they
+compute is added up over the ranks of a tensor-parallel group, each with its own heads and columns.
 
 Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
 """
 
 import ctypes
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -122,6 +124,8 @@ class Layer:
         )
         self._address = ctypes.addressof(self._struct)
         self._layer = library.function("layer", self.dtype, *[c_void_p] * 7)
+        self._attention_half = library.function("attention_half", self.dtype, *[c_void_p] * 7)
+        self._mlp_half = library.function("mlp_half", self.dtype, c_void_p, c_int64, *[c_void_p] * 3, c_int)
 
     def __call__(
         self,
@@ -135,19 +139,48 @@ class Layer:
 
         `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError.
         """
-        num_tokens = len(slots)
-        tensors = (
-            ("hidden states", hidden, (num_tokens, self.hidden_size)),
-            ("pages", kv_layer, attention.kv_shape),
-            ("workspace", workspace, (num_tokens * self.workspace_elements,)),
+        return self._with_attention(self._layer, hidden, kv_layer, attention, slots, workspace)
+
+    def attention_half(
+        self,
+        hidden: torch.Tensor,
+        kv_layer: torch.Tensor,
+        attention: PagedAttention,
+        slots: Slots,
+        workspace: torch.Tensor,
+    ) -> torch.Tensor:
+        """What attention adds to `hidden`: norm, attention, the product after it. Otherwise as the whole."""
+        return self._with_attention(self._attention_half, hidden, kv_layer, attention, slots, workspace)
+
+    def mlp_half(self, hidden: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to `hidden` [T, hidden_size]: norm and MLP. Raises ValueError."""
+        num_tokens = len(hidden)
+        self._check("hidden states", hidden, (num_tokens, self.hidden_size))
+        self._check("workspace", workspace, (num_tokens * self.workspace_elements,))
+        out = torch.empty_like(hidden)
+        self._mlp_half(
+            self._address,
+            num_tokens,
+            hidden.data_ptr(),
+            out.data_ptr(),
+            workspace.data_ptr(),
+            torch.get_num_threads(),
         )
-        for name, tensor, shape in tensors:
-            is_right = tensor.shape == shape and tensor.dtype is self.dtype
-            if not is_right or not tensor.is_contiguous() or not tensor.is_cpu:
-                raise ValueError(
-                    f"expected {name} as contiguous {self.dtype} {list(shape)} on the CPU, "
-                    f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                )
+        return out
+
+    def _with_attention(
+        self,
+        function: Any,
+        hidden: torch.Tensor,
+        kv_layer: torch.Tensor,
+        attention: PagedAttention,
+        slots: Slots,
+        workspace: torch.Tensor,
+    ) -> torch.Tensor:
+        num_tokens = len(slots)
+        self._check("hidden states", hidden, (num_tokens, self.hidden_size))
+        self._check("pages", kv_layer, attention.kv_shape)
+        self._check("workspace", workspace, (num_tokens * self.workspace_elements,))
         if (
             attention.num_tokens != num_tokens
             or attention.heads != self.heads
@@ -158,7 +191,7 @@ class Layer:
                 f"got {attention.num_tokens} for {attention.heads}, head_dim {slots.head_dim}"
             )
         out = torch.empty_like(hidden)
-        is_written = self._layer(
+        is_written = function(
             self._address,
             attention.address,
             slots.address,
@@ -172,3 +205,11 @@ class Layer:
                 f"expected slots in pages {list(kv_layer.shape)}, got pages {slots.pages.tolist()}"
             )
         return out
+
+    def _check(self, what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        is_right = tensor.shape == shape and tensor.dtype is self.dtype
+        if not is_right or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(
+                f"expected {what} as contiguous {self.dtype} {list(shape)} on the CPU, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )

@@ -20,6 +20,7 @@ from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 
 _DECODER = msgspec.msgpack.Decoder(Message)
 _HEADER = struct.Struct("<II")
+NUM_PIECES = 6
 
 
 class Answer(Enum):
@@ -32,12 +33,15 @@ class Answer(Enum):
     """with a wrong byte in the last of them"""
     HANG = auto()
     """never"""
+    IN_PIECES = auto()
+    """all of them, in so many pieces as `NUM_PIECES`, each after a `pause`"""
     DIE = auto()
     """every connection ends, and there are no new ones"""
 
 
 class HandMadeHolder:
-    """Holds `blocks`. `decide(layer_begin)` is asked in a thread of each connection, and may block."""
+    """Holds `blocks`. `decide(layer_begin)` and `pause()` are called in a thread of each connection, and may
+    block."""
 
     def __init__(
         self,
@@ -45,10 +49,11 @@ class HandMadeHolder:
         layout: KVLayout,
         blocks: Mapping[BlockKey, bytes],
         decide: Callable[[int], Answer] = lambda layer: Answer.SERVE,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         self._identity = Identity("holder", 1, "elsewhere", fingerprint, layout)
         self._blocks = blocks
-        self._decide = decide
+        self._decide, self._pause = decide, pause
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._socks: list[socket.socket] = []
         self._closing = threading.Event()
@@ -110,12 +115,22 @@ class HandMadeHolder:
             payload += b"".join(pieces)
         if answer is Answer.DAMAGED:
             payload[-1] ^= 1
-        _send(sock, Found(found), bytes(payload))
+        frame = _frame(Found(found), bytes(payload))
+        num_pieces = NUM_PIECES if answer is Answer.IN_PIECES else 1
+        piece_bytes = -(-len(frame) // num_pieces)
+        for begin in range(0, len(frame), piece_bytes):
+            if num_pieces > 1:
+                self._pause()
+            sock.sendall(frame[begin : begin + piece_bytes])
 
 
-def _send(sock: socket.socket, message: Message, payload: bytes = b"") -> None:
+def _send(sock: socket.socket, message: Message) -> None:
+    sock.sendall(_frame(message, b""))
+
+
+def _frame(message: Message, payload: bytes) -> bytes:
     meta = msgspec.msgpack.encode(message)
-    sock.sendall(_HEADER.pack(len(meta), len(payload)) + meta + payload)
+    return _HEADER.pack(len(meta), len(payload)) + meta + payload
 
 
 def _receive(sock: socket.socket) -> Message:

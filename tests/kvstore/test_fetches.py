@@ -1,9 +1,11 @@
 """Blocks that a worker has brought from another messenger's pool."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import pytest
@@ -14,8 +16,9 @@ from mooncake.blocks import BlockKey
 from mooncake.config import TransportChoice
 from mooncake.errors import PoolError
 from mooncake.messages import MessengerAddress
-from tests.kvstore.holder import Answer, HandMadeHolder
+from tests.kvstore.holder import NUM_PIECES, Answer, HandMadeHolder
 from tests.kvstore.nodes import (
+    DEADLINE_S,
     FINGERPRINT,
     LAYOUT,
     Node,
@@ -61,10 +64,12 @@ async def fetcher(start_node: StartNode, transport: TransportChoice = "auto") ->
     await here.client.close()
 
 
-def hand_made(decide: dict[int, Answer], keys: list[BlockKey] = KEYS) -> HandMadeHolder:
+def hand_made(
+    decide: dict[int, Answer], keys: list[BlockKey] = KEYS, pause: Callable[[], object] = lambda: None
+) -> HandMadeHolder:
     """Answers so when it is asked for these layers."""
     blocks = {key: b"".join(block_bytes(key, layer) for layer in ALL_LAYERS) for key in keys}
-    return HandMadeHolder(FINGERPRINT, LAYOUT, blocks, lambda layer: decide.get(layer, Answer.SERVE))
+    return HandMadeHolder(FINGERPRINT, LAYOUT, blocks, lambda layer: decide.get(layer, Answer.SERVE), pause)
 
 
 def blocks_of(reservation: Reservation, num_blocks: int) -> Reservation:
@@ -117,6 +122,32 @@ def test_fetched_layers_are_streamed_on_at_once(start_node: StartNode) -> None:
                 await fetching
                 await here.client.release(reservation.reservation_id)
         await decode.close()
+
+    run(test())
+
+
+def test_source_that_is_slow_is_heard_of_before_a_layer_is_there(start_node: StartNode) -> None:
+    may_send = threading.Semaphore(0)
+
+    async def test() -> None:
+        pause = partial(may_send.acquire, timeout=DEADLINE_S)
+        with closing(hand_made({1: Answer.IN_PIECES}, pause=pause)) as holder:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                fetching = asyncio.create_task(here.fetch(reservation, holder.address, [0, 1, 2]))
+                while not here.heard:
+                    await asyncio.sleep(0.001)
+                for _ in range(NUM_PIECES - 1):
+                    num_heard = len(here.heard)
+                    may_send.release()
+                    while len(here.heard) == num_heard:
+                        await asyncio.sleep(0.001)
+                assert set(here.heard) == {(3, 1)}
+                may_send.release()
+                assert (await fetching)[0] == [4, 4, 4]
+                assert here.heard[-1] == (3, 4)
+                assert_holds(here.client, reservation, KEYS)
+                await here.client.release(reservation.reservation_id)
 
     run(test())
 

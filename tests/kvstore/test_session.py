@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -34,6 +35,8 @@ from kvstore.messages import (
     Done,
     EndLease,
     ErrorKind,
+    FetchBlocks,
+    Fetched,
     FromPool,
     GetStats,
     LeaseBlocks,
@@ -52,6 +55,7 @@ from kvstore.messages import (
     SealBlocks,
     StartSend,
     Stats,
+    StopFetch,
     ToPool,
     UnpinBlocks,
     Verified,
@@ -65,7 +69,7 @@ from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages import Grant, GrantedPage, KVCleared, MessengerAddress, PoolStats, Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node, prompt_keys, run
-from tests.kvstore.tiers import FakeSlab, Running, block_of, checksums_of, key_of, running, until
+from tests.kvstore.tiers import ADDRESS, FakeSlab, Running, block_of, checksums_of, key_of, running, until
 
 NUM_PAGES = 16
 KEYS = prompt_keys(8)
@@ -541,6 +545,53 @@ def test_reservation_promotes_no_block_behind_one_that_nobody_has() -> None:
             assert isinstance(reservation, Reservation)
             assert [block.sealed for block in reservation.blocks] == [True, False, False, False]
             assert slab.num_reads == 1
+
+    run(test())
+
+
+@contextlib.asynccontextmanager
+async def fetching() -> AsyncIterator[tuple[Session, Answers, Reservation]]:
+    """A session that has just read a call (2) to fetch two blocks, from where nobody answers."""
+
+    async def peer(address: MessengerAddress) -> None:
+        await asyncio.Event().wait()
+
+    async with running(8) as r, session(r) as (user, answers):
+        r.store.peers = SimpleNamespace(all=[], peer=peer)  # type: ignore[assignment]
+        user.handle(ReservePages(1, [key_of(1), key_of(2)], 0))
+        reservation = await answers.to(1)
+        assert isinstance(reservation, Reservation)
+        user.handle(FetchBlocks(2, reservation.reservation_id, ADDRESS, [0, 1]))
+        yield user, answers, reservation
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("end", [StopFetch, lambda reservation_id: Release(3, reservation_id)])
+def test_fetch_is_ended_by_what_comes_right_behind_it(
+    has_begun: bool, end: Callable[[int], StopFetch | Release]
+) -> None:
+    async def test() -> None:
+        async with fetching() as (user, answers, reservation):
+            if has_begun:
+                await asyncio.sleep(0)
+            user.handle(end(reservation.reservation_id))
+            pages = [block.page for block in reservation.blocks]
+            assert await answers.to(2) == Fetched(2, [0, 0], pages)
+
+    run(test())
+
+
+def test_what_comes_right_behind_a_fetch_finds_its_pages_taken() -> None:
+    async def test() -> None:
+        async with fetching() as (user, answers, reservation):
+            user.handle(OpenGrant(3, reservation.reservation_id))
+            user.handle(FetchBlocks(4, reservation.reservation_id, ADDRESS, [0]))
+            for call_id, reason in ((3, "cannot be granted"), (4, "is being fetched already")):
+                refused = await answers.to(call_id)
+                assert isinstance(refused, CallFailed)
+                assert reason in refused.message
+            with pytest.raises(PoolError, match="is not the user's to write"):
+                user.handle(Commit(reservation.reservation_id, 0, 1, [reservation.blocks[0].page], bytes(8)))
 
     run(test())
 

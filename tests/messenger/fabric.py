@@ -202,7 +202,10 @@ class Fabric:
         """Whole blocks of the receiver's `pages` into the same pages of the sender."""
         peer = peer or await self.peers.peer(self.address)
         views = [self.sender_memory.page(page) for page in pages]
-        return await peer.fetch([key(page) for page in pages], views, range(self.layout.num_layers))
+        found = await peer.fetch([key(page) for page in pages], views, range(self.layout.num_layers))
+        for index, checksums in found.items():
+            assert checksums == self.sender_memory.checksums(pages[index], range(self.layout.num_layers))
+        return list(found)
 
     def publish(self, pages: Sequence[int]) -> None:
         """Fills pages of the receiver, which can be fetched from now on."""

@@ -1,8 +1,10 @@
 """A TCP proxy on loopback, in the event loop of its test, that breaks connections when it is told to."""
 
 import asyncio
+import contextlib
 import socket
 import struct
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 
@@ -140,6 +142,26 @@ class Proxy:
             link.reset()
         except OSError:
             link.reset()
+
+
+@contextlib.asynccontextmanager
+async def proxied(place: tuple[str, int]) -> AsyncIterator[Proxy]:
+    """A proxy alone. It ends with all its connections."""
+    proxies: asyncio.Queue[Proxy] = asyncio.Queue()
+
+    async def live() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            proxies.put_nowait(Proxy(tasks, place))
+            await asyncio.Event().wait()
+
+    living = asyncio.create_task(live())
+    proxy = await proxies.get()
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
 
 
 def listen(place: tuple[str, int] | str) -> socket.socket:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -207,18 +207,26 @@ def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
 
 @contextlib.contextmanager
 def holding(
-    lab: Lab, keys: list[BlockKey], plain: Result, answer: Answer, at_layer: int
+    lab: Lab,
+    keys: list[BlockKey],
+    plain: Result,
+    answer: Answer,
+    at_layer: int,
+    pause: Callable[[], object] = lambda: None,
+    asked: threading.Event | None = None,
 ) -> Iterator[HandMadeHolder]:
-    """A holder of all blocks that answers so when it is asked for `at_layer`."""
+    """A holder of all blocks that answers so when it is `asked` for `at_layer`."""
     blocks = dict(zip(keys, plain.blocks, strict=False))
     once = threading.Lock()
 
     def decide(layer: int) -> Answer:
         if layer < at_layer:
             return Answer.SERVE
+        if asked is not None:
+            asked.set()
         return answer if layer == at_layer and once.acquire(blocking=False) else Answer.SERVE
 
-    holder = HandMadeHolder(FINGERPRINT, lab.layout, blocks, decide)
+    holder = HandMadeHolder(FINGERPRINT, lab.layout, blocks, decide, pause)
     try:
         yield holder
     finally:

@@ -1,19 +1,30 @@
 """Prefills whose clients, decode sides or holders go away in the middle: nothing hangs, nothing is kept."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import transformers
 
+from kvstore.segment import Segment
+from mooncake.errors import PoolError
 from mooncake.messages import PrefixSource, WorkFailed
+from tests.kvstore.holder import NUM_PIECES, Answer
 from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import until as pool_until
+from tests.messenger.proxy import proxied
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Receiving, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
+from tests.workers.test_prefill_equality import assert_equal, holding, plain_run, prompt_of
+from workers.copies import BlockCopy, Copies, Mark, copies_for
+from workers.engine.kvcache import DeviceKVCache
+from workers.prefix_fetch import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -125,6 +136,7 @@ async def answers_of(lab: Lab, receiving: Receiving) -> list[object]:
 def test_real_holder_that_goes_away_costs_nothing_but_time(
     model: transformers.PreTrainedModel, tmp_path: Path, kill: bool
 ) -> None:
+    """The first layers have come by then, the last ones cannot before it has gone."""
     prompt = prompt_of(3, 5 * BLOCK_SIZE + 3)
 
     async def test() -> None:
@@ -132,15 +144,128 @@ def test_real_holder_that_goes_away_costs_nothing_but_time(
             plain = await plain_run(lab, prompt)
             node, client = await lab.holder("tcp")
             lab.put(node, lab.keys_of(prompt), plain.blocks[:5])
-            go_away: Callable[[], None] = node.kill if kill else lambda: lab.clear(node)
             lab.clear(lab.decode_node)
-            async with lab.running(Setting(8)):
-                receiving = await lab.order(prompt, PrefixSource(client.address, 5))
-                await asyncio.to_thread(go_away)
-                assert_equal(await receiving.result(), plain, 0, same_arithmetic=False)
+            async with lab.running(Setting(8)), proxied(client.address.tcp_endpoints[0]) as proxy:
+                proxy.slow(256, 0.01)
+                near = msgspec.structs.replace(client.address, tcp_endpoints=(proxy.endpoint,))
+                receiving = await lab.order(prompt, PrefixSource(near, 5))
+                stats = await pool_until(lab.prefill, lambda stats: sum(stats.received_bytes.values()) > 0)
+                proxy.black_hole()
+                assert sum(stats.received_bytes.values()) < 5 * lab.layout.block_bytes
+                assert stats.num_sealed == 0
+                if kill:
+                    await asyncio.to_thread(node.kill)
+                    proxy.reset()
+                else:
+                    lab.clear(node)
+                    proxy.heal()
+                result = await receiving.result()
+                assert_equal(result, plain, 0, same_arithmetic=False)
+                if kill:
+                    assert result.num_cached_tokens == 0
             await client.close()
 
     run(test())
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
+    model: transformers.PreTrainedModel, tmp_path: Path, layer: int
+) -> None:
+    prompt = prompt_of(3, 5 * BLOCK_SIZE + 3)
+    piece_s = 0.45
+    assert NUM_PIECES * piece_s > 2.5 * PATIENCE_S
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, "tcp") as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            pause = partial(threading.Event().wait, piece_s)
+            with holding(lab, keys, plain, Answer.IN_PIECES, layer, pause) as holder:
+                (result,) = await lab.results(Setting(), [prompt], PrefixSource(holder.address, len(keys)))
+            assert_equal(result, plain, 5, same_arithmetic=False)
+            assert result.num_cached_tokens == 5 * BLOCK_SIZE
+
+    run(test())
+
+
+@pytest.mark.parametrize("layer", [0, 2], ids=["before the pass", "in the pass"])
+def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
+    model: transformers.PreTrainedModel, tmp_path: Path, layer: int
+) -> None:
+    prompt, gate = prompt_of(3, 5 * BLOCK_SIZE + 3), Gate(load=layer - 1)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, "tcp") as lab:
+            plain = await plain_run(lab, prompt)
+            keys = lab.keys_of(prompt)
+            lab.clear(lab.decode_node)
+            asked = threading.Event()
+            with holding(lab, keys, plain, Answer.HANG, layer, asked=asked) as holder:
+                async with lab.running(Setting(make_copies=gate.make)):
+                    receiving = await lab.order(prompt, PrefixSource(holder.address, len(keys)))
+                    assert await asyncio.to_thread(asked.wait, DEADLINE_S)
+                    if layer:
+                        await gate.reached()
+                        gate.open()
+                    aborted_s = time.monotonic()
+                    lab.jobs.cancel(receiving.ref)
+                    await gone(lab, receiving)
+                    assert time.monotonic() - aborted_s < PATIENCE_S / 2
+                    assert not receiving.answered.done()
+                    await receiving.release()
+                    holder.close()
+
+    run(test())
+
+
+def test_store_that_fails_fails_its_prompt_and_no_other(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(seed, 3 * BLOCK_SIZE + 3) for seed in range(2)]
+    failing = FailingStore(layer=2)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = [await plain_run(lab, prompt) for prompt in prompts]
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting(make_copies=failing.make)):
+                failed, other = [await lab.order(prompt) for prompt in prompts]
+                (failure,) = await answers_of(lab, failed)
+                assert isinstance(failure, WorkFailed)
+                assert failure.retryable
+                assert failure.reason == FailingStore.REASON
+                assert_equal(await other.result(), plain[1], 0, same_arithmetic=False)
+                await failed.release()
+            with lab.client(lab.prefill_node) as pool:
+                assert pool.prefix_len(lab.keys_of(prompts[0])) == 0
+                assert pool.prefix_len(lab.keys_of(prompts[1])) == 3
+            (again,) = await lab.results(Setting(), prompts[:1])
+            assert_equal(again, plain[0], 0, same_arithmetic=False)
+
+    run(test())
+
+
+class FailingStore:
+    """Copies of which one fails: the first store of `layer`."""
+
+    REASON = "the page cannot be written"
+
+    def __init__(self, layer: int) -> None:
+        self._layer: int | None = layer
+
+    def make(self, kv: DeviceKVCache, segment: Segment) -> Copies:
+        copies = copies_for(kv, segment)
+        store = copies.store
+
+        def store_or_fail(layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+            if layer == self._layer:
+                self._layer = None
+                raise PoolError(self.REASON)
+            return store(layer, blocks, computed)
+
+        copies.store = store_or_fail  # type: ignore[method-assign]
+        return copies
 
 
 def test_damaged_block_of_the_own_pool_is_dropped_and_the_attempt_fails(

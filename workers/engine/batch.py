@@ -48,6 +48,10 @@ class Batch:
             [table[span // kv.page_size] for span, table in zip(spans, tables, strict=True)]
         )
         token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
+        if token_ids.min() < 0 or token_ids.max() >= kv.spec.vocab_size:
+            raise ValueError(
+                f"expected token ids in [0, {kv.spec.vocab_size}), got {token_ids.min()} to {token_ids.max()}"
+            )
         self.kv_shape = kv.layer_shape
         self.dtype = kv.dtype
         self.num_tokens = sum(query_lens)
@@ -76,7 +80,8 @@ class Batch:
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
         """Prepares `chunks` (prefill and decode may be mixed) for the pages of `kv`.
 
-        Raises ValueError for no chunk, an empty one, pages that do not reach its end, a position too high.
+        Raises ValueError for no chunk, an empty one, pages that do not reach its end, a position too high,
+        a token that the model does not have.
         """
         if not chunks:
             raise ValueError("a batch needs at least one chunk")

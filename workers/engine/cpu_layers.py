@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import embedding
 
-from kernels.cpu.attention import HEAD_DIMS, Heads
+from kernels.cpu.attention import HEAD_DIMS, Heads, PagedAttention
 from kernels.cpu.elementwise import MULTIPLE, Elementwise, HeadNorms
 from kernels.cpu.layer import Layer, LayerWeights
 from kernels.cpu.library import DTYPES, Library
@@ -35,12 +35,16 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 class CpuLayers:
-    """`workers.engine.model.Layers`; takes the weights out of `weights`, so that they are not held twice."""
+    """`workers.engine.model.Layers` and `PartialLayers`.
+
+    Takes the weights out of `weights`, so that they are not held twice.
+    """
 
     def __init__(self, library: Library, spec: ModelSpec, weights: plain.Weights) -> None:
         self._library, self._spec = library, spec
         self._memory = HugeMemory()
-        self._heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
+        num_heads, num_kv_heads = len(weights.part.heads), len(weights.part.kv_heads)
+        self._heads = Heads(num_heads, num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
         self._elementwise = Elementwise(library, weights.dtype)
         self._layers = {layer: self._pack(weights.layers.pop(layer)) for layer in list(weights.layers)}
         self._final_norm = weights.final_norm
@@ -81,10 +85,23 @@ class CpuLayers:
     def forward_layer(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        computed = self._layers[layer]
-        attention = batch.attention(self._library, self._heads, self._spec.layer_sliding_window(layer))
+        computed, attention = self._layers[layer], self._attention(layer, batch)
         workspace = batch.workspace(computed.workspace_elements)
         return computed(hidden, kv.layer(layer), attention, batch.slots, workspace)
+
+    def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+        """What attention adds to `hidden`; its keys and values are written."""
+        computed, attention = self._layers[layer], self._attention(layer, batch)
+        workspace = batch.workspace(computed.workspace_elements)
+        return computed.attention_half(hidden, kv.layer(layer), attention, batch.slots, workspace)
+
+    def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What the MLP adds to `hidden`."""
+        computed = self._layers[layer]
+        return computed.mlp_half(hidden, batch.workspace(computed.workspace_elements))
+
+    def _attention(self, layer: int, batch: Batch) -> PagedAttention:
+        return batch.attention(self._library, self._heads, self._spec.layer_sliding_window(layer))
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         assert self._final_norm is not None, "these layers do not end with the head"

@@ -23,10 +23,11 @@ class OutOfPages(RuntimeError):
 
 
 class DeviceKVCache:
-    """Pages for the layers `[layers.start, layers.stop)` of one model.
+    """Pages for the layers `[layers.start, layers.stop)` of one model, and for its `kv_heads` (default: all).
 
-    Each layer is a tensor `[num_pages, num_kv_heads, 2, page_size, head_dim]`, K and V adjacent: a page is
-    byte for byte one layer of a KVCache block of `page_size` tokens (`mooncake.blocks.KVLayout`).
+    Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
+    is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
+    (`mooncake.blocks.KVLayout`).
     """
 
     def __init__(
@@ -37,11 +38,14 @@ class DeviceKVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        kv_heads: range | None = None,
     ) -> None:
         self.spec, self.layers = spec, layers
+        self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self.device = dtype, torch.device(device)
-        self.layer_shape = (num_pages, spec.num_kv_heads, 2, page_size, spec.head_dim)
+        self.layer_shape = (num_pages, len(self.kv_heads), 2, page_size, spec.head_dim)
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
         if self.device.type == "cpu":
             self._tensors = [huge_zeros(self.layer_shape, dtype) for _ in layers]

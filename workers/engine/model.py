@@ -3,9 +3,10 @@
 Token-for-token equality with transformers' eager models in float32 is the aim.
 
 Owns: the forward pass of the layers `[a, b)` of one model; models of adjacent ranges form a pipeline (CPP,
-Mooncake section 5.1); which of two implementations of a layer computes. Does not know: scheduling,
-transfers, sampling. Callers that load or store KVCache between layers (section 5.2) write the loop of
-`forward` themselves.
+Mooncake section 5.1), models that share a group compute the same layers in parts (tensor parallelism); which
+of two implementations of a layer computes. Does not know: scheduling, transfers, sampling, how the ranks of a
+group meet. Callers that load or store KVCache between layers (section 5.2) write the loop of `forward`
+themselves.
 """
 
 import logging
@@ -18,7 +19,9 @@ from kernels.cpu.library import Library, choose
 from workers.engine.batch import Batch
 from workers.engine.cpu_layers import CpuLayers, unsupported
 from workers.engine.kvcache import DeviceKVCache
+from workers.engine.sharded_layers import ShardedLayers
 from workers.engine.spec import ModelSpec
+from workers.engine.tensor_parallel import TensorShard, part_of
 from workers.engine.torch_layers import TorchLayers
 from workers.engine.weights import Weights
 
@@ -43,6 +46,9 @@ class DecoderModel:
     On the CPU the project's own kernels compute, if they can compute this model and `allow_native` is set;
     otherwise torch does. `computed_by` says which: "torch" or an instruction set; `fallback_reason` says why
     it is torch on a CPU, and is empty otherwise.
+
+    With a `shard` this is one rank's part of these layers: it holds and writes the KV heads `kv_heads` only.
+    Hidden states and logits are complete, and the same on every rank.
     """
 
     def __init__(
@@ -52,11 +58,14 @@ class DecoderModel:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         *,
+        shard: TensorShard | None = None,
         allow_native: bool = True,
     ) -> None:
         if not 0 <= layers.start < layers.stop <= spec.num_layers or layers.step != 1:
             raise ValueError(f"layers must be a non-empty part of [0, {spec.num_layers}), got {layers}")
         self.spec, self.layers, self.dtype, self.device = spec, layers, dtype, torch.device(device)
+        self._shard = shard
+        self._part = part_of(spec) if shard is None else part_of(spec, shard.rank, shard.size)
         self._library, self.fallback_reason = self._choose(allow_native)
         self.computed_by = "torch" if self._library is None else self._library.isa.value
         self._computed: Layers | None = None
@@ -74,6 +83,11 @@ class DecoderModel:
         return choice.library, choice.reason
 
     @property
+    def kv_heads(self) -> range:
+        """Those that its KVCache has: of the whole model's."""
+        return self._part.kv_heads
+
+    @property
     def is_first_stage(self) -> bool:
         return self.layers.start == 0
 
@@ -85,24 +99,28 @@ class DecoderModel:
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes (Hugging Face name, tensor) pairs of the whole model or of these layers; casts to the dtype.
 
+        Only this rank's part of each tensor is kept.
+
         Raises WeightsError for an unknown tensor, a wrong shape, or a tensor that never came.
         """
-        weights = Weights(self.spec, self.layers, self.dtype, self.device)
+        weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.load(tensors)
         self._prepare(weights)
 
     @torch.inference_mode()
     def init_dummy_weights(self, seed: int = 0) -> None:
-        """Random weights for tests and benchmarks; a stage gets the same as the whole model would."""
-        weights = Weights(self.spec, self.layers, self.dtype, self.device)
+        """Random weights for tests and benchmarks; stages and ranks get what the whole model would."""
+        weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.init_dummy(seed)
         self._prepare(weights)
 
     def _prepare(self, weights: Weights) -> None:
-        if self._library is None:
-            self._computed = TorchLayers(self.spec, weights)
-        else:
-            self._computed = CpuLayers(self._library, self.spec, weights)
+        computed = (
+            TorchLayers(self.spec, weights)
+            if self._library is None
+            else CpuLayers(self._library, self.spec, weights)
+        )
+        self._computed = computed if self._shard is None else ShardedLayers(computed, self.spec, self._shard)
 
     @property
     def _loaded(self) -> Layers:
@@ -123,6 +141,7 @@ class DecoderModel:
 
         Writes the batch's keys and values of this layer to their pages; earlier tokens' must be there.
         """
+        assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
         return self._loaded.forward_layer(layer, hidden, batch, kv)
 
     @torch.inference_mode()
@@ -133,7 +152,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """float32 logits `[S, vocab_size]` of each chunk's last token; for an unsplit model."""
+        """float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage."""
         hidden = self.embed(batch)
         for layer in self.layers:
             hidden = self.forward_layer(layer, hidden, batch, kv)

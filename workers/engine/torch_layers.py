@@ -18,10 +18,11 @@ from workers.engine.weights import Weights
 
 
 class TorchLayers:
-    """`workers.engine.model.Layers`, over weights as they were loaded."""
+    """`workers.engine.model.Layers` and `PartialLayers`, over weights as they were loaded."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights
+        self._num_heads, self._num_kv_heads = len(weights.part.heads), len(weights.part.kv_heads)
         self._scale = spec.head_dim**-0.5
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -31,26 +32,33 @@ class TorchLayers:
     def forward_layer(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        weights, spec = self._weights.layers[layer], self._spec
-        num_rotated = spec.num_heads + spec.num_kv_heads
+        hidden = hidden + self.attention(layer, hidden, batch, kv)
+        return hidden + self.mlp(layer, hidden, batch)
 
+    def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+        """What attention adds to `hidden`; its keys and values are written."""
+        weights, spec = self._weights.layers[layer], self._spec
+        num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv_heads
         normed = _rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
         qkv = linear(normed, weights.qkv, weights.qkv_bias).view(batch.num_tokens, -1, spec.head_dim)
         qk, values = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if weights.q_norm is not None and weights.k_norm is not None:
-            queries, keys = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+            queries, keys = qk[:, :num_heads], qk[:, num_heads:]
             queries = _rms_norm(queries, weights.q_norm, spec.rms_norm_eps)
             qk = torch.cat((queries, _rms_norm(keys, weights.k_norm, spec.rms_norm_eps)), dim=1)
         qk = rotate(qk, *batch.rotation)
         kv_layer = kv.layer(layer)
-        write_kv(kv_layer, qk[:, spec.num_heads :], values, batch.page_of_token, batch.offset_of_token)
+        write_kv(kv_layer, qk[:, num_heads:], values, batch.page_of_token, batch.offset_of_token)
         plan = batch.plan(spec.layer_sliding_window(layer))
-        attended = paged_attention(qk[:, : spec.num_heads], kv_layer, plan, self._scale)
-        hidden = hidden + linear(attended.flatten(1), weights.o, weights.o_bias)
+        attended = paged_attention(qk[:, :num_heads], kv_layer, plan, self._scale)
+        return linear(attended.flatten(1), weights.o, weights.o_bias)
 
-        normed = _rms_norm(hidden, weights.post_norm, spec.rms_norm_eps)
+    def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What the MLP adds to `hidden`."""
+        weights = self._weights.layers[layer]
+        normed = _rms_norm(hidden, weights.post_norm, self._spec.rms_norm_eps)
         gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return hidden + linear(silu(gate) * up, weights.down, weights.down_bias)
+        return linear(silu(gate) * up, weights.down, weights.down_bias)
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         assert self._weights.final_norm is not None, "these layers do not end with the head"

@@ -1,18 +1,26 @@
 """Weights of the layers that a worker owns: their memory, and how a checkpoint fills it, once.
 
-Owns: tensors, Hugging Face names, shape checks, dummy values. Does not know: files, downloads, arithmetic.
+Owns: tensors, Hugging Face names, shape checks, which part of each tensor a rank holds, dummy values. Does
+not know: files, downloads, arithmetic.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from workers.engine.spec import ModelSpec
+from workers.engine.tensor_parallel import RankPart
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+# Some checkpoints (Phi-3's) stack what others have as several tensors.
+_PACKED_NAME = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv_proj|mlp\.gate_up_proj)(\.weight|\.bias)")
+_PACKED_PARTS = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 # Old Llama checkpoints carry the rotary frequencies as a tensor; they are computed from the spec instead.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _DUMMY_STD = 0.02
@@ -24,7 +32,11 @@ class WeightsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up."""
+    """One decoder layer. Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up.
+
+    Of a rank that shares the layer with others: its heads and MLP columns, norms in whole; one rank has the
+    biases of `o` and `down`.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -40,28 +52,57 @@ class LayerWeights:
     down_bias: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A rank's `part` of the `whole` rows, or columns, of a tensor."""
+
+    whole: int
+    part: range
+
+    @classmethod
+    def of_heads(cls, num_heads: int, heads: range, head_dim: int) -> "_Cut":
+        return cls(num_heads * head_dim, range(heads.start * head_dim, heads.stop * head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What a tensor of the checkpoint, of this `shape`, fills: `part` of dimension `dim` goes to `target`.
+
+    Without a target it is another rank's: checked all the same.
+    """
+
+    shape: tuple[int, ...]
+    target: torch.Tensor | None
+    part: range
+    dim: int
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        if self.target is not None:
+            self.target.copy_(tensor.narrow(self.dim, self.part.start, len(self.part)))
+
+
 class Weights:
-    """Memory for `layers`, the embedding on the first stage, final norm and head on the last.
+    """Memory for `layers`, the embedding on the first stage, final norm and head on the last: `part` of them.
 
     With tied embeddings, first and last stage hold the same matrix (twice, if they are different workers).
     """
 
-    def __init__(self, spec: ModelSpec, layers: range, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
-        self._slots: dict[str, torch.Tensor] = {}  # Hugging Face name -> the (part of a) tensor that it fills
+    def __init__(
+        self, spec: ModelSpec, layers: range, dtype: torch.dtype, device: torch.device, part: RankPart
+    ) -> None:
+        self.spec, self.dtype, self.device, self.part = spec, dtype, device, part
+        self._slots: dict[str, _Slot] = {}  # by Hugging Face name
         is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
         self.layers = {layer: self._layer(layer) for layer in layers}
         self.embedding: torch.Tensor | None = None
         self.final_norm: torch.Tensor | None = None
         self.lm_head: torch.Tensor | None = None
         if is_first or (is_last and spec.tie_word_embeddings):
-            self.embedding = self._new("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+            self.embedding = self._vocab_rows("model.embed_tokens.weight")
         if is_last:
-            self.final_norm = self._new("model.norm.weight", spec.hidden_size)
+            self.final_norm = self._norm("model.norm.weight", spec.hidden_size)
             is_tied = spec.tie_word_embeddings
-            self.lm_head = (
-                self.embedding if is_tied else self._new("lm_head.weight", spec.vocab_size, spec.hidden_size)
-            )
+            self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies a checkpoint's tensors in, casting; those of other stages are skipped.
@@ -69,14 +110,14 @@ class Weights:
         Raises WeightsError for an unknown tensor, a wrong shape, or a tensor that never came.
         """
         missing = set(self._slots)
-        for name, tensor in tensors:
+        for name, tensor in self._unpacked(tensors):
             slot = self._slots.get(name)
             if slot is None:
                 self._check_foreign(name)
                 continue
             if slot.shape != tensor.shape:
                 raise WeightsError(f"{name}: expected shape {list(slot.shape)}, got {list(tensor.shape)}")
-            slot.copy_(tensor)
+            slot.fill(tensor)
             missing.discard(name)
         if missing:
             shapes = ", ".join(f"{name} {list(self._slots[name].shape)}" for name in sorted(missing)[:5])
@@ -86,14 +127,14 @@ class Weights:
         self._slots.clear()  # whoever takes a layer now is its only owner
 
     def init_dummy(self, seed: int) -> None:
-        """Small random weights. A tensor's values depend only on `seed` and its name, never on the stage."""
+        """Small random weights. Values depend on `seed` and name only, not on stage or rank."""
         for name, slot in self._slots.items():
             if name.endswith("norm.weight"):
-                slot.fill_(1.0)
+                slot.fill(torch.ones(slot.shape))
                 continue
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            slot.copy_(torch.empty(slot.shape).normal_(0.0, _DUMMY_STD, generator=generator))
+            slot.fill(torch.empty(slot.shape).normal_(0.0, _DUMMY_STD, generator=generator))
         self._slots.clear()
 
     def _check_foreign(self, name: str) -> None:
@@ -106,37 +147,65 @@ class Weights:
         if not (is_elsewhere or is_end or name.endswith(_COMPUTED_SUFFIX)):
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 
-    def _new(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._slots[name] = tensor
+    def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the parts of stacked tensors, under the parts' names; all else as it is."""
+        for name, tensor in tensors:
+            packed = _PACKED_NAME.fullmatch(name)
+            names = [f"{packed[1]}{part}{packed[3]}" for part in _PACKED_PARTS[packed[2]]] if packed else []
+            if not names or any(part not in self._slots for part in names):
+                yield name, tensor
+                continue
+            num_rows = [self._slots[part].shape[0] for part in names]
+            if tensor.shape[0] != sum(num_rows):
+                raise WeightsError(f"{name}: expected {sum(num_rows)} rows, got {tensor.shape[0]}")
+            yield from zip(names, torch.split(tensor, num_rows), strict=True)
+
+    def _vocab_rows(self, name: str) -> torch.Tensor:
+        return self._stacked([name], [_Cut(self.spec.vocab_size, self.part.vocab)], self.spec.hidden_size)
+
+    def _norm(self, name: str, size: int) -> torch.Tensor:
+        return self._stacked([name], [_Cut(size, range(size))])
+
+    def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
+        """One tensor whose consecutive rows are filled by several of the checkpoint's, each cut."""
+        num_rows = [len(cut.part) for cut in cuts]
+        tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
+        for name, cut, target in zip(names, cuts, torch.split(tensor, num_rows), strict=True):
+            self._slots[name] = _Slot((cut.whole, *row_shape), target, cut.part, dim=0)
         return tensor
 
-    def _stacked(self, names: list[str], num_rows: list[int], *row_shape: int) -> torch.Tensor:
-        """One tensor whose consecutive rows are filled by several of the checkpoint's."""
-        tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
-        self._slots.update(zip(names, torch.split(tensor, num_rows), strict=True))
+    def _columns(self, name: str, num_rows: int, cut: _Cut) -> torch.Tensor:
+        tensor = torch.empty((num_rows, len(cut.part)), dtype=self.dtype, device=self.device)
+        self._slots[name] = _Slot((num_rows, cut.whole), tensor, cut.part, dim=1)
+        return tensor
+
+    def _bias_of_sum(self, name: str, size: int) -> torch.Tensor | None:
+        tensor = torch.empty(size, dtype=self.dtype, device=self.device) if self.part.adds_bias else None
+        self._slots[name] = _Slot((size,), tensor, range(size), dim=0)
         return tensor
 
     def _layer(self, layer: int) -> LayerWeights:
-        spec, prefix = self.spec, f"model.layers.{layer}"
-        hidden, ffn = spec.hidden_size, spec.intermediate_size
-        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        qkv, qkv_rows = [f"{prefix}.self_attn.{p}_proj" for p in "qkv"], [q_rows, kv_rows, kv_rows]
-        gate_up, gate_up_rows = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], [ffn, ffn]
+        spec, part, prefix = self.spec, self.part, f"model.layers.{layer}"
+        hidden, head_dim = spec.hidden_size, spec.head_dim
+        queries = _Cut.of_heads(spec.num_heads, part.heads, head_dim)
+        keys = _Cut.of_heads(spec.num_kv_heads, part.kv_heads, head_dim)
+        inner = _Cut(spec.intermediate_size, part.mlp_columns)
+        qkv, qkv_cuts = [f"{prefix}.self_attn.{p}_proj" for p in "qkv"], [queries, keys, keys]
+        gate_up, gate_up_cuts = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], [inner, inner]
         o, down = f"{prefix}.self_attn.o_proj", f"{prefix}.mlp.down_proj"
         return LayerWeights(
-            input_norm=self._new(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._stacked([f"{n}.weight" for n in qkv], qkv_rows, hidden),
-            qkv_bias=self._stacked([f"{n}.bias" for n in qkv], qkv_rows) if spec.qkv_bias else None,
-            q_norm=self._new(f"{prefix}.self_attn.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-            k_norm=self._new(f"{prefix}.self_attn.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
-            o=self._new(f"{o}.weight", hidden, q_rows),
-            o_bias=self._new(f"{o}.bias", hidden) if spec.o_bias else None,
-            post_norm=self._new(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._stacked([f"{n}.weight" for n in gate_up], gate_up_rows, hidden),
-            gate_up_bias=self._stacked([f"{n}.bias" for n in gate_up], gate_up_rows)
+            input_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self._stacked([f"{n}.weight" for n in qkv], qkv_cuts, hidden),
+            qkv_bias=self._stacked([f"{n}.bias" for n in qkv], qkv_cuts) if spec.qkv_bias else None,
+            q_norm=self._norm(f"{prefix}.self_attn.q_norm.weight", head_dim) if spec.qk_norm else None,
+            k_norm=self._norm(f"{prefix}.self_attn.k_norm.weight", head_dim) if spec.qk_norm else None,
+            o=self._columns(f"{o}.weight", hidden, queries),
+            o_bias=self._bias_of_sum(f"{o}.bias", hidden) if spec.o_bias else None,
+            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self._stacked([f"{n}.weight" for n in gate_up], gate_up_cuts, hidden),
+            gate_up_bias=self._stacked([f"{n}.bias" for n in gate_up], gate_up_cuts)
             if spec.mlp_bias
             else None,
-            down=self._new(f"{down}.weight", hidden, ffn),
-            down_bias=self._new(f"{down}.bias", hidden) if spec.mlp_bias else None,
+            down=self._columns(f"{down}.weight", hidden, inner),
+            down_bias=self._bias_of_sum(f"{down}.bias", hidden) if spec.mlp_bias else None,
         )

@@ -63,6 +63,28 @@ def test_has_the_bits_of_its_parts(isa: Isa, dtype: torch.dtype) -> None:
     assert torch.equal(kv_layer, kv_expected)
 
 
+@on_every_isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_half_has_the_bits_of_its_parts_without_the_residual(isa: Isa, dtype: torch.dtype) -> None:
+    library = library_of(isa)
+    w, (attention, slots) = weights(library, dtype), batch(library)
+    hidden = random((NUM_TOKENS, HIDDEN), dtype)
+    layer = Layer(library, w, HEADS)
+    kv_layer, kv_expected = torch.zeros(2, *KV_SHAPE, dtype=dtype)
+    workspace = torch.full((NUM_TOKENS * layer.workspace_elements,), float("nan"), dtype=dtype)
+
+    each = Elementwise(library, dtype)
+    assert w.head_norms is not None
+    qkv = w.qkv(each.rms_norm(hidden, w.input_norm, w.eps)).view(NUM_TOKENS, 8, 64)
+    each.rotate_and_write(qkv, kv_expected, slots, replace(w.head_norms, eps=w.eps))
+    attended = w.o(attention(qkv[:, :4], kv_expected).view(NUM_TOKENS, -1))
+    assert torch.equal(layer.attention_half(hidden, kv_layer, attention, slots, workspace), attended)
+    assert torch.equal(kv_layer, kv_expected)
+    workspace.fill_(float("nan"))
+    transformed = w.down(w.gated(each.rms_norm(hidden, w.post_norm, w.eps)))
+    assert torch.equal(layer.mlp_half(hidden, workspace), transformed)
+
+
 class TestRefuses:
     library = library_of(SUPPORTED[0])
 
@@ -92,7 +114,13 @@ class TestRefuses:
             layer(hidden, kv_layer[1:], attention, slots, workspace)
         with pytest.raises(ValueError, match="expected workspace"):
             layer(hidden, kv_layer, attention, slots, workspace[1:])
+        with pytest.raises(ValueError, match="expected hidden states"):
+            layer.mlp_half(hidden[:, 1:], workspace)
+        with pytest.raises(ValueError, match="expected workspace"):
+            layer.mlp_half(hidden[1:], workspace)
         slots.pages[3] = 3
+        with pytest.raises(ValueError, match="expected slots in pages"):
+            layer.attention_half(hidden, kv_layer, attention, slots, workspace)
         with pytest.raises(ValueError, match="expected slots in pages"):
             layer(hidden, kv_layer, attention, slots, workspace)
 

@@ -35,6 +35,13 @@ def test_freed_pages_can_be_allocated_again_and_not_freed_twice(kv: DeviceKVCach
     assert sorted(kv.allocate(3)) == sorted(pages[:3])
 
 
+def test_a_rank_has_pages_of_its_heads_only() -> None:
+    spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 6, 3, 8, 64)
+    kv = DeviceKVCache(spec, range(1, 3), 6, 4, torch.float32, kv_heads=range(1, 3))
+    assert kv.layer(1).shape == (6, 2, 2, 4, 8)
+    assert DeviceKVCache(spec, range(1), 1, 4, torch.float32).kv_heads == range(3)
+
+
 def test_layers_are_numbered_as_in_the_whole_model(kv: DeviceKVCache) -> None:
     assert kv.layer(1).shape == (6, 1, 2, 4, 8)
     assert kv.layer(1).data_ptr() != kv.layer(2).data_ptr()

@@ -1,0 +1,49 @@
+"""The process of one rank: python -m tests.workers.engine.group_rank FOLDER RANK SIZE TIMEOUT_S generate|sum
+
+`generate` writes its outcome to FOLDER; `sum` adds up until another rank is lost. A lost rank: exit status 3.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.workers.engine.ranks import Outcome, generate
+from workers.engine.model import DecoderModel
+from workers.engine.process_group import join_group
+from workers.engine.spec import ModelSpec
+from workers.engine.tensor_parallel import RankLost, TensorShard
+
+SPEC = ModelSpec("LlamaForCausalLM", 500, 96, 112, 2, 9, 3, 64, 256, tie_word_embeddings=True)
+LOST = 3
+
+
+def generate_of(shard: TensorShard | None) -> Outcome:
+    """The same of every group of one size, whoever its ranks are."""
+    model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16, shard=shard)
+    model.init_dummy_weights(seed=5)
+    return generate([model], [list(range(30)), [7], list(range(300, 311))], num_new=5, chunk_size=16)
+
+
+def main(folder: Path, rank: int, size: int, timeout_s: float, work: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    device = torch.device("cpu")
+    with join_group(store, rank, size, device, interface="lo", timeout_s=timeout_s) as shard:
+        if work == "generate":
+            torch.save(generate_of(shard), folder / f"{rank}.pt")
+            return
+        for number in range(sys.maxsize):
+            tensor = torch.full((64, 96), float(rank))
+            shard.all_reduce(tensor)
+            if number == 0:
+                print(float(tensor[0, 0]), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    except RankLost as lost:
+        print(lost, flush=True)
+        sys.exit(LOST)

@@ -1,0 +1,87 @@
+"""A tensor-parallel group over torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+The process of a rank joins when it starts, before it makes its `DecoderModel`; one group in a process's life.
+
+Owns: the process group, its deadline, the order of sums. Does not know: models; who starts the ranks, and
+what is done when one is lost.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from workers.engine.tensor_parallel import RankLost, TensorShard
+
+
+@contextmanager
+def join_group(
+    store: Store, rank: int, size: int, device: torch.device, *, interface: str, timeout_s: float
+) -> Iterator[TensorShard]:
+    """Meets the other ranks in `store`, and leaves them at the end.
+
+    `store` is new for each group: a `FileStore` in a private directory for the ranks of one host, else a
+    `TCPStore`, which listens on every interface. What is exchanged goes over the network `interface`
+    (`lo` on one host), neither encrypted nor authenticated.
+
+    Raises RankLost if not all have come after `timeout_s`. From then on this is how long a call waits for the
+    others, so it covers how far apart they can be; a process that has died is noticed at once. On CUDA calls
+    are only queued: there NCCL's watchdog ends this process after that time.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    is_cuda = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if is_cuda else None,
+        )
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} of {size} has not met all others in {timeout_s} s: {error}") from error
+    try:
+        all_reduce = _all_reduce_by_nccl if is_cuda else _all_reduce_in_order
+        yield TensorShard(rank, size, all_reduce, _all_gather)
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_gather(part: torch.Tensor) -> torch.Tensor:
+    gathered = torch.empty((dist.get_world_size(), *part.shape), dtype=part.dtype, device=part.device)
+    with _losses_named():
+        dist.all_gather(list(gathered), part)
+    return gathered
+
+
+def _all_reduce_in_order(tensor: torch.Tensor) -> None:
+    """Every rank adds up all parts, in float32 and in the order of the ranks.
+
+    gloo's own sum goes round a ring that starts at another rank for each piece of the tensor, so the bits of
+    a token would depend on the size of its batch. With two ranks this sends as much, and waits half as often.
+    """
+    parts = _all_gather(tensor)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    tensor.copy_(total)
+
+
+def _all_reduce_by_nccl(tensor: torch.Tensor) -> None:
+    with _losses_named():
+        dist.all_reduce(tensor)
+
+
+@contextmanager
+def _losses_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} has lost another: {error}"
+        ) from error

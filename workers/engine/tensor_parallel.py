@@ -1,0 +1,109 @@
+"""Which part of a model a rank of a tensor-parallel group holds (Megatron-LM, arXiv 1909.08053, section 3).
+
+A rank computes with its KV heads and the query heads that use them, its columns of the MLP, its rows of the
+vocabulary; what each has computed of a half of a layer is added up over the group, twice a layer. Shares are
+as even as whole heads and the kernels allow.
+
+Owns: the split, and what a rank needs of its group. Does not know: weights, arithmetic, how ranks meet.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from workers.engine.spec import ModelSpec, UnsupportedModel
+
+# The MLP is cut at multiples of this, which the CPU's kernels ask for and GPUs like.
+_MLP_MULTIPLE = 16
+
+
+class RankLost(RuntimeError):
+    """Another rank is gone, or has not come in time: this group computes nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """One rank of a group of `size`. All ranks make the same calls, in the same order.
+
+    A call blocks until all ranks have made theirs (on CUDA the stream does). Raises RankLost if one does not.
+    """
+
+    rank: int
+    size: int
+    all_reduce: Callable[[torch.Tensor], None]
+    """adds up over the ranks, in place: contiguous, same bits on every rank"""
+    all_gather: Callable[[torch.Tensor], torch.Tensor]
+    """`[size, ...]` of every rank's contiguous `[...]`, in the order of the ranks"""
+
+    def __post_init__(self) -> None:
+        _check(self.rank, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank holds; ranges are those of the whole model. An unsplit model is rank 0 of 1."""
+
+    kv_heads: range
+    heads: range
+    """query heads: those that use `kv_heads`"""
+    mlp_columns: range
+    """of gate and up, rows of down"""
+    vocab: range
+    """rows of embedding and head"""
+    adds_bias: bool
+    """of the products whose results are added up: one rank does"""
+
+
+def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:
+    """The KV heads of `rank`: the first ranks hold one more where `size` does not divide them.
+
+    Raises UnsupportedModel if there is not one for every rank.
+    """
+    _check(rank, size)
+    if size > spec.num_kv_heads:
+        raise UnsupportedModel(
+            f"a tensor-parallel group of {size} needs {size} KV heads or more, "
+            f"the model has {spec.num_kv_heads}"
+        )
+    return _share(spec.num_kv_heads, rank, size)
+
+
+def part_of(spec: ModelSpec, rank: int = 0, size: int = 1) -> RankPart:
+    """What `rank` holds. Raises UnsupportedModel for more ranks than there are parts of something."""
+    kv_heads = kv_heads_of(spec, rank, size)
+    group = spec.num_heads // spec.num_kv_heads
+    return RankPart(
+        kv_heads=kv_heads,
+        heads=range(kv_heads.start * group, kv_heads.stop * group),
+        mlp_columns=_mlp_columns_of(spec, rank, size),
+        vocab=vocab_of(spec, rank, size),
+        adds_bias=rank == 0,
+    )
+
+
+def vocab_of(spec: ModelSpec, rank: int, size: int) -> range:
+    """The token ids whose rows of embedding and head `rank` holds."""
+    return _share(spec.vocab_size, rank, size)
+
+
+def _mlp_columns_of(spec: ModelSpec, rank: int, size: int) -> range:
+    unit = 1 if spec.intermediate_size % _MLP_MULTIPLE else _MLP_MULTIPLE
+    if size * unit > spec.intermediate_size:
+        raise UnsupportedModel(
+            f"a tensor-parallel group of {size} needs an intermediate_size of {size * unit} or more, "
+            f"the model has {spec.intermediate_size}"
+        )
+    units = _share(spec.intermediate_size // unit, rank, size)
+    return range(units.start * unit, units.stop * unit)
+
+
+def _share(count: int, rank: int, size: int) -> range:
+    base, extra = divmod(count, size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+def _check(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"expected a rank in [0, {size}), got {rank}")
