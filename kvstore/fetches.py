@@ -1,4 +1,5 @@
-"""Fetches: blocks that a reservation lacks, on their way from another messenger's pool.
+"""Fetches: blocks that a reservation lacks, on their way from another messenger's pool, or from the pools of
+a group whose shards they are.
 
 Layer by layer of all blocks, so that a prefill computes its first layers, and streams them on to the decode
 side, while later ones travel (Mooncake, sections 3 and 5.2). Pages are held until nobody can write them.
@@ -17,12 +18,15 @@ from itertools import takewhile
 from kvstore.claims import Block, Reservation
 from kvstore.pool import Pool
 from kvstore.segment import Segment
+from kvstore.shares import Share, shares, steps
+from messenger.checksums import layer_checksums
 from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.protocol import MAX_FRAME_ENTRIES
 from messenger.requests import Urgency
+from mooncake.blocks import common
 from mooncake.errors import PoolError, TransferError
-from mooncake.messages import MessengerAddress
+from mooncake.messages import PoolShard
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +51,15 @@ class _Request:
     end: int
 
 
-_UnderWay = deque[tuple[_Request, asyncio.Task[list[bytes]]]]
-"""the oldest request first"""
+_Asking = asyncio.Task[list[bytes]]
+_UnderWay = deque[tuple[_Request, list[_Asking]]]
+"""requests, and what is asked of each source for them; oldest first"""
 
 
 class BlockFetch:
     """`run` it once. `on_layers(num_blocks, num_layers)`: so many layers of the first so many are there.
 
-    With the same numbers as before it says only that the source goes on sending.
+    With the same numbers as before it says only that the sources go on sending.
     """
 
     def __init__(
@@ -102,15 +107,15 @@ class BlockFetch:
     def _is_stopped(self) -> bool:
         return self._stopped.is_set()
 
-    async def run(self, source: MessengerAddress, tasks: asyncio.TaskGroup) -> None:
+    async def run(self, sources: Sequence[PoolShard], tasks: asyncio.TaskGroup) -> None:
         """Returns when nothing more comes, and nobody else writes the pages of `blocks`.
 
-        A source that fails is no error. If it hangs when the fetch is stopped, what has not come gets other
-        pages; PoolFullError if there are none.
+        A source that fails is no error; the others are of no use without it. If one hangs when the fetch is
+        stopped, what has not come gets other pages; PoolFullError if there are none.
         """
         if self._is_stopped:  # before it has begun
             return
-        self._streaming = tasks.create_task(self._stream(source))
+        self._streaming = tasks.create_task(self._stream(sources))
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait([self._streaming, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -123,89 +128,120 @@ class BlockFetch:
                 self._reservation, [block for block in mine if not self._pool.is_complete(block)]
             )
 
-    async def _stream(self, source: MessengerAddress) -> None:
+    async def _stream(self, sources: Sequence[PoolShard]) -> None:
         under_way: _UnderWay = deque()
         pages = [block.page for block in self._blocks]
         for page in pages:
             self._pool.hold(page)
         try:
-            peer = await self._peers.peer(source)
-            for request in self._requests(peer.frame_bytes(Urgency.LATENCY)):
-                under_way.append((request, asyncio.create_task(self._ask(peer, request))))
+            parts = shares(self._segment.layout, sources)
+            peers = [await self._peers.peer(share.messenger) for share in parts]
+            frame_bytes = min(peer.frame_bytes(Urgency.LATENCY) for peer in peers)
+            for request in self._requests(frame_bytes, parts):
+                asking = [
+                    asyncio.create_task(self._ask(peer, share, request))
+                    for peer, share in zip(peers, parts, strict=True)
+                    if common(share.layers, self._model_layers(request))
+                ]
+                under_way.append((request, asking))
                 if len(under_way) == _MOST_AT_ONCE:
-                    await self._take(peer, under_way)
+                    await self._take(peers, under_way)
             while under_way:
-                await self._take(peer, under_way)
+                await self._take(peers, under_way)
         except TransferError as error:
-            log.info("fetching from %s failed: %s", source.instance, error)
+            names = ", ".join(shard.messenger.instance for shard in sources)
+            log.info("fetching from %s failed: %s", names, error)
         finally:
-            await _end([asking for _, asking in under_way])
+            await _end([task for _, asking in under_way for task in asking])
             for page in pages:
                 self._pool.unhold(page)
 
-    def _requests(self, frame_bytes: int) -> Iterator[_Request]:
+    def _requests(self, frame_bytes: int, parts: Sequence[Share]) -> Iterator[_Request]:
         """Layer by layer; of few blocks several layers at once, of many blocks a layer in several parts."""
         layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
         num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
         num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))
         blocks_at_once = min(max(1, frame_bytes // (num_at_once * layer_bytes)), MAX_FRAME_ENTRIES)
-        for layer in range(0, num_layers, num_at_once):
+        for layers in steps(self._segment.layout, parts, num_at_once):
             first = 0
             while first < self._num_wanted:
                 end = min(first + blocks_at_once, self._num_wanted)
-                yield _Request(range(layer, min(layer + num_at_once, num_layers)), first, end)
+                yield _Request(layers, first, end)
                 first = end
 
-    async def _ask(self, peer: Peer, request: _Request) -> list[bytes]:
-        """The checksums of the request's blocks that have come, from the first on. Raises TransferError."""
+    def _model_layers(self, request: _Request) -> range:
+        return self._segment.layout.layers[request.layers.start : request.layers.stop]
+
+    async def _ask(self, peer: Peer, share: Share, request: _Request) -> list[bytes]:
+        """The checksums of the peer's share of the request's blocks that have come, from the first on.
+
+        Raises TransferError.
+        """
         blocks = self._blocks[request.first : request.end]
         keys = [block.key for block in blocks if block.key is not None]
-        views = [self._segment.layers_view(block.page, request.layers) for block in blocks]
-        layers = self._segment.layout.layers[request.layers.start : request.layers.stop]
-        checksums = await peer.fetch(keys, views, layers)
+        layers, heads = self._model_layers(request), None
+        if share.has_same_heads:
+            views = [self._segment.layers_view(block.page, request.layers) for block in blocks]
+        else:
+            heads, layer = share.heads, request.layers.start
+            positions = self._segment.layout.head_positions(heads)
+            views = [self._segment.part_view(block.page, layer, positions) for block in blocks]
+        checksums = await peer.fetch(keys, views, layers, heads=heads)
         return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
-    async def _take(self, peer: Peer, under_way: _UnderWay) -> None:
+    async def _take(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:
         """Counts what has come for the oldest request, and says so.
 
         If a block is given up, then only when nothing is under way to its page any more.
         """
         num_wanted = self._num_wanted
-        await self._take_first(peer, under_way)
+        await self._take_first(peers, under_way)
         while under_way and self._num_wanted < num_wanted:
-            await self._take_first(peer, under_way)
+            await self._take_first(peers, under_way)
         if not self._is_stopped:
             self._pages.difference_update(block.page for block in self._blocks[self._num_wanted :])
             self._said = self._num_wanted, self._num_layers
             self._on_layers(*self._said)
 
-    async def _take_first(self, peer: Peer, under_way: _UnderWay) -> None:
+    async def _take_first(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:
         """In the order of the requests, so the layers of a block are counted in order too."""
         request, asking = under_way[0]
-        await self._answered(peer, asking)
-        checksums = await asking
+        await self._answered(peers, asking)
+        answers = [await task for task in asking]
         under_way.popleft()
         if self._is_stopped:
             return
-        end = min(request.first + len(checksums), self._num_wanted)
-        for block, packed in zip(self._blocks[request.first : end], checksums, strict=False):
+        num_there = min(len(checksums) for checksums in answers)
+        end = min(request.first + num_there, self._num_wanted)
+        for index, block in enumerate(self._blocks[request.first : end]):
+            # Of parts of a layer there are only the parts' own checksums.
+            packed = answers[0][index] if len(answers) == 1 else self._checksums(block, request.layers)
             self._pool.arrived(self._reservation, block, request.layers, packed)
-        if request.first + len(checksums) < request.end:
+        if request.first + num_there < request.end:
             self._num_wanted = end
         if request.end >= self._num_wanted:  # all of them have these layers
             self._num_layers = request.layers.stop
 
-    async def _answered(self, peer: Peer, asking: "asyncio.Task[list[bytes]]") -> None:
-        """Returns when the answer is there. On a slow path it comes in many pieces: says that they do."""
-        num_bytes = peer.num_received_bytes
-        while not asking.done():
-            await asyncio.wait([asking], timeout=_SIGN_OF_LIFE_S)
-            if peer.num_received_bytes != num_bytes and not asking.done() and not self._is_stopped:
-                num_bytes = peer.num_received_bytes
+    def _checksums(self, block: Block, layers: range) -> bytes:
+        view = self._segment.layers_view(block.page, layers)
+        return layer_checksums(view, self._segment.layout.layer_bytes)
+
+    async def _answered(self, peers: Sequence[Peer], asking: Sequence[_Asking]) -> None:
+        """Returns when all answers are there. On a slow path they come in many pieces: says that they do."""
+        num_bytes = _num_received_bytes(peers)
+        while not all(task.done() for task in asking):
+            await asyncio.wait(asking, timeout=_SIGN_OF_LIFE_S)
+            is_over = self._is_stopped or all(task.done() for task in asking)
+            if _num_received_bytes(peers) != num_bytes and not is_over:
+                num_bytes = _num_received_bytes(peers)
                 self._on_layers(*self._said)
 
 
-async def _end(asking: "Sequence[asyncio.Task[list[bytes]]]") -> None:
+def _num_received_bytes(peers: Sequence[Peer]) -> int:
+    return sum(peer.num_received_bytes for peer in peers)
+
+
+async def _end(asking: Sequence[_Asking]) -> None:
     """Returns when none of them writes any more, however often the waiter is cancelled meanwhile."""
     for task in asking:
         task.cancel()

@@ -2,8 +2,11 @@
 
 The receiving half of a transfer. Every remote write names grant, page and generation, and is refused
 before a byte is placed unless all of them are current and its layers have not arrived yet: a sealed
-page is never written. A grant may have several writers (each with other layers or blocks); the loss of
-any of them before the grant is complete fails it.
+page is never written. A grant may have several writers (each with other layers, heads or blocks); the loss
+of any of them before the grant is complete fails it.
+
+A layer that comes in parts (ranges of heads, see parts) counts as arrived when all of it is there. Each part
+is verified by its own checksum; the layer's is computed over memory then.
 
 Owns: open grants. Does not know: sockets.
 """
@@ -13,10 +16,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.claims import Reservation, layer_mask
+from kvstore.claims import Block, Reservation, layer_mask
+from kvstore.parts import Parts
 from kvstore.pool import Pool
 from kvstore.segment import Segment
-from messenger.checksums import CHECKSUM_BYTES
+from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.door import Writer, WriteRefused
 from messenger.protocol import WriteEntry
 from messenger.rdma.windows import Range
@@ -31,7 +35,8 @@ class _OpenGrant:
     grant_id: int
     reservation: Reservation
     incomplete: dict[int, int]
-    """layers being received right now, as a mask, by page that is not complete yet"""
+    """by page that is not complete yet, as a mask: layers being received right now, and those in `parts`"""
+    parts: Parts
     arrived: asyncio.Future[None]
     """done with success, or with the reason why nothing more will come"""
     writers: list[Writer] = field(default_factory=list)
@@ -63,6 +68,7 @@ class Grants:
             grant_id=secrets.randbits(63),
             reservation=reservation,
             incomplete={block.page: 0 for _, block in missing},
+            parts=Parts(self._segment.layout.num_kv_heads),
             arrived=asyncio.get_running_loop().create_future(),
         )
         self._by_reservation[reservation.reservation_id] = grant
@@ -96,7 +102,7 @@ class Grants:
         if grant_id not in self._completed and writer not in self._find(grant_id).writers:
             self._find(grant_id).writers.append(writer)
 
-    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview | None:
+    def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
         if grant_id in self._completed:
             return None
         grant = self._find(grant_id)
@@ -115,6 +121,8 @@ class Grants:
             raise WriteRefused(
                 f"{entry.num_layers} layers came with {len(entry.checksums)} bytes of checksums"
             )
+        if heads is not None:
+            return self._begin_part(grant, block, entry, layers, heads)
         if not layer_mask(layers) & ~block.arrived:
             if self._pool.table.checksums(entry.page, layers) == entry.checksums:
                 return None
@@ -131,6 +139,33 @@ class Grants:
         self._pool.hold(entry.page)
         return self._segment.layers_view(entry.page, layers)
 
+    def _begin_part(
+        self, grant: _OpenGrant, block: Block, entry: WriteEntry, layers: range, heads: range
+    ) -> memoryview | None:
+        """As `begin`, which has checked page and layers."""
+        try:
+            positions = self._segment.layout.head_positions(heads)
+        except ValueError as error:
+            raise WriteRefused(str(error)) from None
+        if len(layers) > 1:
+            raise WriteRefused(
+                f"some heads of {len(layers)} layers in one range, they are no such range here"
+            )
+        page, layer = entry.page, layers.start
+        what = f"heads [{heads.start}, {heads.stop}) of layer {entry.layer_begin} of page {page}"
+        view = self._segment.part_view(page, layer, positions)
+        if block.arrived & layer_mask(layers) or grant.parts.have_arrived(page, layer, positions):
+            # Of a part that is there only the bytes are known.
+            if layer_checksums(view, len(view)) == entry.checksums:
+                return None
+            raise WriteRefused(f"{what} are there already, and differ")
+        is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.parts.knows(page, layer)
+        if is_whole or not grant.parts.begin(page, layer, positions):
+            raise WriteRefused(f"{what} were written before")
+        grant.incomplete[page] |= layer_mask(layers)
+        self._pool.hold(page)
+        return view
+
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
         if grant_id in self._completed:
             return [], lambda: None
@@ -145,14 +180,20 @@ class Grants:
         block_bytes = self._segment.layout.block_bytes
         return [(page, Range(self._segment.page_offset(page), block_bytes)) for page in pages], on_closed
 
-    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
+    def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         grant = self._open.get(grant_id)
         if grant is None:
             self._pool.unhold(entry.page)
             raise WriteRefused("the grant was revoked while this write was being received")
-        layers = self._positions(entry)
+        layers, checksums = self._positions(entry), entry.checksums
+        if heads is not None:
+            layout = self._segment.layout
+            if not grant.parts.complete(entry.page, layers.start, layout.head_positions(heads)):
+                self._pool.unhold(entry.page)
+                return False
+            checksums = layer_checksums(self._segment.layers_view(entry.page, layers), layout.layer_bytes)
         block = grant.reservation.by_page[entry.page]
-        self._pool.arrived(grant.reservation, block, layers, entry.checksums)
+        self._pool.arrived(grant.reservation, block, layers, checksums)
         self._pool.unhold(entry.page)
         grant.incomplete[entry.page] &= ~layer_mask(layers)
         if self._pool.is_complete(block):
@@ -160,10 +201,12 @@ class Grants:
             self._finish_if_complete(grant)
         return not grant.incomplete
 
-    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+    def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         grant = self._open.get(grant_id)
         if grant is not None:
-            grant.incomplete[entry.page] &= ~layer_mask(self._positions(entry))
+            layers, layout = self._positions(entry), self._segment.layout
+            if heads is None or grant.parts.abandon(entry.page, layers.start, layout.head_positions(heads)):
+                grant.incomplete[entry.page] &= ~layer_mask(layers)
         self._pool.unhold(entry.page)
 
     def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:

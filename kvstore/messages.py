@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import Grant, MessengerAddress, PoolStats, Tier
+from mooncake.messages import Grant, MessengerAddress, PoolShard, PoolStats, Tier
 from mooncake.proofs import NONCE_BYTES
 
 MAX_MESSAGE_BYTES = 384 * 1024
@@ -170,7 +170,9 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
 
 
 class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Bring these blocks of the reservation, of which nothing is there, from the pool of `source`.
+    """Bring these blocks of the reservation, of which nothing is there, from another pool.
+
+    `sources`: the shards of a group that together hold these blocks, or one pool that does.
 
     Layers come in order, each of all blocks before the next one; `LayersFetched` says how far they are, and
     that more is coming. Answered by `Fetched` when nothing more will come. Until then nobody else writes
@@ -179,7 +181,7 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
 
     call_id: int
     reservation_id: int
-    source: MessengerAddress
+    sources: list[PoolShard]
     blocks: list[int]
 
 

@@ -3,15 +3,19 @@
 Owns: their leases. Does not know: sockets.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 from kvstore.claims import NOBODY
 from kvstore.mover import Mover
 from kvstore.pool import Pool
 from kvstore.segment import Segment
+from messenger.checksums import layer_checksums
 from messenger.door import Readable
 from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.errors import PoolError
+
+log = logging.getLogger(__name__)
 
 _LEASE_S = 60.0
 """a reader that takes longer finds out by the checksums that its blocks have gone"""
@@ -27,24 +31,29 @@ class Reads:
         self._now_s = now_s
 
     async def lease(
-        self, keys: Sequence[BlockKey], layers: range
+        self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
         """As `ReadSource.lease`: blocks that only SSD has come to DRAM first, as far as there is room."""
         _check(keys)
         async with self._mover.promoted(keys, patiently=False):
-            return self._lease(keys, layers)
+            return self._lease(keys, layers, heads)
 
     def lease_now(
-        self, keys: Sequence[BlockKey], layers: range
+        self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
         """As `ReadSource.lease_now`: None if a block is on SSD only."""
         _check(keys)
-        return self._lease(keys, layers) if self._mover.is_promoted(keys) else None
+        return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
-    def _lease(self, keys: Sequence[BlockKey], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+    def _lease(
+        self, keys: Sequence[BlockKey], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
         lease = self._pool.lease(NOBODY, keys, self._now_s() + _LEASE_S)
         segment, table = self._segment, self._pool.table
         layers = segment.layout.positions(layers)
+        if heads is not None:
+            blocks = self._parts(lease.pages, layers.start, segment.layout.head_positions(heads))
+            return blocks, lambda: self._pool.end_lease(lease.lease_id)
         blocks = [
             Readable(
                 index,
@@ -56,6 +65,22 @@ class Reads:
             if page is not None
         ]
         return blocks, lambda: self._pool.end_lease(lease.lease_id)
+
+    def _parts(self, pages: Sequence[int | None], layer: int, heads: range) -> list[Readable]:
+        """`heads` of one layer of each page, which have no checksum yet. Damaged blocks are dropped: the
+        checksum of a part would hide that."""
+        segment, layers, blocks = self._segment, range(layer, layer + 1), []
+        for index, page in enumerate(pages):
+            if page is None:
+                continue
+            if not segment.is_intact(page, layers, self._pool.table.checksums(page, layers)):
+                log.error("page %d is damaged, its block is dropped", page)
+                self._pool.drop(page)
+                continue
+            view = segment.part_view(page, layer, heads)
+            offset = segment.part_offset(page, layer, heads)
+            blocks.append(Readable(index, view, offset, layer_checksums(view, len(view))))
+        return blocks
 
 
 def _check(keys: Sequence[BlockKey]) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from kvstore.pages import PageTable, record_bytes, table_bytes
+from messenger.checksums import layer_checksums
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
@@ -123,6 +124,7 @@ class Segment:
         self.num_pages = header.num_pages
         self.page_stride = header.page_stride
         self._layer_bytes = header.layout.layer_bytes
+        self._head_bytes = header.layout.head_bytes
 
     @classmethod
     def open(cls, fd: int) -> "Segment | None":
@@ -174,6 +176,19 @@ class Segment:
     def layer_view(self, page: int, layer: int) -> memoryview:
         """The bytes of one layer of `page`."""
         return self.layers_view(page, range(layer, layer + 1))
+
+    def part_offset(self, page: int, layer: int, heads: range) -> int:
+        """Byte offset of consecutive `heads` of one layer of `page` in the segment."""
+        return self.layers_offset(page, layer) + heads.start * self._head_bytes
+
+    def part_view(self, page: int, layer: int, heads: range) -> memoryview:
+        """The bytes of consecutive `heads` of one layer of `page`."""
+        start = self.part_offset(page, layer, heads)
+        return self.buffer[start : start + len(heads) * self._head_bytes]
+
+    def is_intact(self, page: int, layers: range, checksums: bytes) -> bool:
+        """Whether the bytes of `layers` of `page` have these checksums."""
+        return layer_checksums(self.layers_view(page, layers), self._layer_bytes) == checksums
 
     def huge_chunks(self) -> range:
         """Where the parts begin that `use_huge_pages` takes, one after the other."""

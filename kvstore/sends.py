@@ -3,22 +3,28 @@
 The sending half of a transfer (Mooncake, section 3, step 3: streamed layer by layer, overlapped with
 the prefill). A page that is being sent is held until its frame is acknowledged or its connection gone.
 
+What travels are the layers and heads that this pool and the receiver both have: a sender of a group gives
+its part of the blocks, a receiver of a group gets its part. The layers' own checksums go with them, unless
+only some of this pool's heads are sent: then those of what is sent, made when the layer is found intact.
+
 Owns: what has been sent of one reservation. Does not know: connections.
 """
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from kvstore.claims import Block, Reservation, layer_mask
 from kvstore.pool import Pool
 from kvstore.segment import Segment
-from messenger.checksums import layer_checksums
+from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.peer import Transfer
 from messenger.peers import Peers
 from messenger.protocol import MAX_FRAME_ENTRIES, WriteEntry
 from messenger.requests import Outcome, Urgency
+from mooncake.blocks import KVLayout, common
 from mooncake.errors import PoolError, TransferError
 from mooncake.messages import Grant, GrantedPage
 
@@ -63,8 +69,12 @@ class Send:
         self._targets = [
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
-        self._num_unsubmitted = len(self._targets) * segment.layout.num_layers
-        self._num_unacknowledged = self._num_unsubmitted
+        self._num_unsubmitted = self._num_unacknowledged = 0
+        """layers, since it is known which the receiver has"""
+        self._heads: range | None = None
+        """of the model, those that are sent; None if the receiver has the same as this pool"""
+        self._layer_bytes = segment.layout.layer_bytes
+        """of what is sent of a layer"""
         self._changed = asyncio.Event()
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -84,13 +94,28 @@ class Send:
         try:
             if self._targets:
                 peer = await self._peers.peer(self._grant.messenger)
-                with peer.transfer(self._grant.grant_id, self._ref_text, self.wake) as transfer:
+                self._plan(peer.layout)
+                opening = peer.transfer(self._grant.grant_id, self._ref_text, self.wake, heads=self._heads)
+                with opening as transfer:
                     await self._stream(transfer, peer.frame_bytes(Urgency.LATENCY))
         except TransferError as error:
             log.info("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
             self.finish(error)
         else:
             self.finish(None)
+
+    def _plan(self, theirs: KVLayout) -> None:
+        """What travels to a receiver with that shard. Nothing does if the grant is only others' to fill."""
+        ours = self._segment.layout
+        layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
+        if not layers or not heads:
+            return
+        skipped = layer_mask(range(ours.num_layers)) & ~layer_mask(ours.positions(layers))
+        for target in self._targets:
+            target.submitted = skipped
+        self._num_unsubmitted = self._num_unacknowledged = len(self._targets) * len(layers)
+        if ours.heads != theirs.heads:
+            self._heads, self._layer_bytes = heads, len(heads) * ours.head_bytes
 
     async def _stream(self, transfer: Transfer, frame_bytes: int) -> None:
         while self._num_unacknowledged:
@@ -100,8 +125,11 @@ class Send:
             if not ranges:
                 await self._changed.wait()
                 continue
-            entries = [self._entry(r) for r in ranges]
-            num_bytes = sum(len(r.layers) for r in ranges) * self._segment.layout.layer_bytes
+            if self._heads is None:
+                entries = [self._entry(r) for r in ranges]
+            else:
+                entries = [entry for r in ranges for entry in self._part_entries(r, self._heads)]
+            num_bytes = sum(len(r.layers) for r in ranges) * self._layer_bytes
             for r in ranges:
                 self._pool.hold(r.page)
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
@@ -111,7 +139,9 @@ class Send:
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges
-        num_layers_left = max(1, frame_bytes // self._segment.layout.layer_bytes)
+        num_layers_left = max(1, frame_bytes // self._layer_bytes)
+        if self._heads is not None:  # each layer is an entry
+            num_layers_left = min(num_layers_left, MAX_FRAME_ENTRIES)
         for target in self._targets:
             while ready := target.block.arrived & ~target.submitted:
                 if not num_layers_left or len(ranges) == MAX_FRAME_ENTRIES:
@@ -134,20 +164,37 @@ class Send:
             self._segment.layers_offset(r.page, r.layers.start),
         )
 
+    def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
+        """One a layer: at one end other heads lie between them. Raises TransferError for a damaged page."""
+        segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
+        checksums = self._pool.table.checksums(r.page, r.layers)
+        is_part = len(part) < segment.layout.num_kv_heads
+        if is_part and not segment.is_intact(r.page, r.layers, checksums):
+            self._drop(r.page)
+            raise TransferError(f"page {r.page}, which was to be sent, is damaged")
+        for number, layer in enumerate(r.layers):
+            checksum = checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            if is_part:
+                view = segment.part_view(r.page, layer, part)
+                checksum = layer_checksums(view, len(view))
+            first = segment.layout.first_layer + layer
+            offset = segment.part_offset(r.page, layer, part)
+            yield WriteEntry(granted.page, granted.generation, first, first + 1, checksum, offset)
+
     def _frame_done(self, ranges: list[_Range], outcome: Outcome) -> None:
         for r in ranges:
             page = r.page
             if outcome is Outcome.PLACED:
                 self._num_unacknowledged -= len(r.layers)
-            if outcome is Outcome.CORRUPT and self._is_damaged(page, r.layers):
-                log.error("page %d is damaged, its block is dropped", page)
-                self._pool.drop(page)
+            if outcome is Outcome.CORRUPT:
+                checksums = self._pool.table.checksums(page, r.layers)
+                if not self._segment.is_intact(page, r.layers, checksums):
+                    self._drop(page)
             self._pool.unhold(page)
 
-    def _is_damaged(self, page: int, layers: range) -> bool:
-        view = self._segment.layers_view(page, layers)
-        actual = layer_checksums(view, self._segment.layout.layer_bytes)
-        return actual != self._pool.table.checksums(page, layers)
+    def _drop(self, page: int) -> None:
+        log.error("page %d is damaged, its block is dropped", page)
+        self._pool.drop(page)
 
 
 def _block_at(reservation: Reservation, index: int) -> Block:

@@ -377,7 +377,7 @@ class Session:
     async def _run_fetch(self, call: FetchBlocks, fetch: BlockFetch) -> None:
         answer: Answer
         try:
-            await fetch.run(call.source, self._tasks)
+            await fetch.run(call.sources, self._tasks)
         except MooncakeError as error:
             answer = failed_call(call.call_id, error, self._pool.space_epoch)
         else:

@@ -53,7 +53,7 @@ from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import Grant, MessengerAddress, PoolStats
+from mooncake.messages import Grant, PoolShard, PoolStats
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _SERIAL = 0
@@ -219,20 +219,20 @@ class WorkerClient:
     async def fetch(
         self,
         reservation_id: int,
-        source: MessengerAddress,
+        sources: Sequence[PoolShard],
         blocks: Sequence[int],
         on_layers: Callable[[int, int], None],
     ) -> tuple[list[int], list[int]]:
-        """Prefill: brings `blocks` (indices) of this reservation from the pool of `source`, layer by layer.
+        """Prefill: brings `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
 
         `on_layers(num_blocks, num_layers)`: so many layers of the first so many of them are there; it is also
         called, several times a second, while a part of the next ones comes.
 
         Returns of each block how many layers have come, and its page, which may be another than before. Until
-        then only blocks that have been given up are the caller's to write. Whatever becomes of `source` is no
-        error.
+        then only blocks that have been given up are the caller's to write. Whatever becomes of `sources` is
+        no error.
         """
-        call = FetchBlocks(next(self._call_ids), reservation_id, source, list(blocks))
+        call = FetchBlocks(next(self._call_ids), reservation_id, list(sources), list(blocks))
         self._on_layers[call.call_id] = on_layers
         try:
             answer = await self._call(call)

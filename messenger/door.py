@@ -33,13 +33,14 @@ class WriteTarget(Protocol):
     """Owner of the pages that remote writes go to.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
-    not be given to anybody else in between.
+    not be given to anybody else in between. `heads`, the same in all three: the part of its layer that
+    `entry` brings, or None if it brings all that this side has.
     """
 
     def open(self, grant_id: int, writer: Writer) -> None:
         """A writer has announced itself. Idempotent. Raises WriteRefused."""
 
-    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview | None:
+    def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
         """Where the bytes of `entry` go; None if they are there already: a lost connection may have kept the
         acknowledgement. Raises WriteRefused before a byte is placed."""
 
@@ -47,11 +48,11 @@ class WriteTarget(Protocol):
         """The pages of the grant that are not complete, with their places in the segment. They are given to
         nobody else until what is returned with them is called. Raises WriteRefused."""
 
-    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
+    def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         """The bytes are there and verified. Whether they were the last. Raises WriteRefused (once) if nobody
         wants them any more."""
 
-    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+    def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         """Nothing more will be placed for `entry`; the bytes there are worth nothing."""
 
     def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
@@ -60,7 +61,7 @@ class WriteTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A block that stays where it is until its lease ends."""
+    """Layers of a block, or a part of one, that stay where they are until their lease ends."""
 
     index: int
     """into the keys that were asked for"""
@@ -70,13 +71,18 @@ class Readable:
 
 
 class ReadSource(Protocol):
-    """Owner of the blocks that others may read."""
+    """Owner of the blocks that others may read.
 
-    async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+    `layers` and `heads` are the model's, and there. With `heads`, which are not all, `layers` is one.
+    """
+
+    async def lease(
+        self, keys: Sequence[bytes], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
         """Those of `keys` that are there, and what ends their lease. Raises MooncakeError."""
 
     def lease_now(
-        self, keys: Sequence[bytes], layers: range
+        self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
         """The same, or None if that would take a while. Raises MooncakeError."""
 

@@ -12,7 +12,10 @@ from mooncake.blocks import KVLayout
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A messenger, and what its KV bytes mean. Equal `fingerprint` and `layout` allow exchange."""
+    """A messenger, and what its KV bytes mean.
+
+    Those with equal `fingerprint` may exchange bytes if their `layout`s are shards of the same blocks.
+    """
 
     instance: str
     incarnation: int

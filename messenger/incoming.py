@@ -20,7 +20,6 @@ from messenger.protocol import (
     Close,
     Expose,
     Exposed,
-    ExposedPage,
     Fetch,
     FetchDone,
     Found,
@@ -40,6 +39,7 @@ from messenger.rdma.windows import Range
 from messenger.session import Session, SessionLane
 from messenger.stream import Outbox
 from messenger.transports import Inlet, Transport
+from mooncake.blocks import KVLayout
 from mooncake.errors import MooncakeError, TransferError
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ class IncomingLane:
         frames: Frames,
         inlet: Inlet,
         exposures: Exposures | None,
-        *,
-        may_only_probe: bool,
+        layout: KVLayout | None,
     ) -> None:
+        """`layout`: of the sender's blocks, None if it has none and may only probe."""
         self.ended = asyncio.Event()
         """set when nothing that came over it will be placed any more"""
         self._door = door
@@ -72,8 +72,9 @@ class IncomingLane:
         self._stream = frames.stream
         self._inlet = inlet
         self._exposures = exposures
-        self._may_only_probe = may_only_probe
-        self._layer_bytes = door.identity.layout.layer_bytes
+        self._may_only_probe = layout is None
+        self._layout = door.identity.layout
+        self._has_same_heads = layout is not None and layout.heads == self._layout.heads
         self._session: Session
         self._outbox = Outbox(self._stream)
         self._acks: list[bytes] = []
@@ -201,10 +202,8 @@ class IncomingLane:
             return
         async with asyncio.timeout(self._door.settings.ack_timeout_s):
             opened = await self._exposures.expose(transfer_id, pages, on_closed)
-        skipped_bytes = self._door.identity.layout.first_layer * self._layer_bytes
-        exposed = [ExposedPage(page.page, page.address - skipped_bytes, page.remote_key) for page in opened]
         if transfer_id in self._session.grants:
-            self.post(encode_frame(Exposed(transfer_id, exposed)))
+            self.post(encode_frame(Exposed(transfer_id, opened)))
         else:
             self.conceal(transfer_id)
             self.post(encode_frame(Exposed(transfer_id, [], "the transfer has ended")))
@@ -213,17 +212,18 @@ class IncomingLane:
 
     def _write(self, write: Write, payload_bytes: int) -> Coroutine[None, None, None] | None:
         """Places one write, all of it or none."""
-        entries, layer_bytes = write.entries, self._layer_bytes
+        entries = write.entries
+        heads, layer_bytes = self._part(write.heads)
         if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
             raise TransferError(f"a write has {len(entries)} entries, allowed are 1 to {MAX_FRAME_ENTRIES}")
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
-        if num_bytes > max(MAX_FRAME_BYTES, layer_bytes):
+        if num_bytes > max(MAX_FRAME_BYTES, self._layout.layer_bytes):
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
-        placing = _Placing(self._door.target, write)
+        placing = _Placing(self._door.target, write, heads, layer_bytes)
         try:
             try:
                 self._session.ensure_open(write.transfer_id, write.grant_id)
-                placing.begin(layer_bytes, is_on_wire=self._inlet.transport is Transport.TCP)
+                placing.begin(is_on_wire=self._inlet.transport is Transport.TCP)
             except WriteRefused as error:
                 placing.abandon()
                 return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, brief(str(error))))
@@ -240,7 +240,7 @@ class IncomingLane:
     async def _receive(self, placing: "_Placing", num_bytes: int) -> None:
         try:
             with self._deadline:
-                checksums = await self._inlet.place(placing.entries, placing.views, self._layer_bytes)
+                checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
         except BaseException:
             placing.abandon()
             raise
@@ -264,6 +264,22 @@ class IncomingLane:
                 self._acknowledge(None, num_bytes)
         finally:
             placing.abandon()
+
+    def _part(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
+        """Which part of each layer of this side a frame is about, None for all of it, and the bytes of that.
+
+        Raises TransferError for no heads, or if nothing is said and they are not the same at both ends.
+        """
+        layout = self._layout
+        if heads is None:
+            if not self._has_same_heads:
+                raise TransferError(f"which heads of [{layout.heads.start}, {layout.heads.stop}) is not said")
+            return None, layout.layer_bytes
+        begin, end = heads
+        if begin >= end:
+            raise TransferError(f"heads [{begin}, {end}) are no heads")
+        part = range(begin, end)
+        return (None if part == layout.heads else part), (end - begin) * layout.head_bytes
 
     async def _discard(self, payload_bytes: int, answer: WriteAck) -> None:
         with self._deadline:
@@ -298,8 +314,8 @@ class IncomingLane:
             raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
         if not self._num_queued and self._exposures is None:
             try:
-                layers = self._check_fetch(fetch)
-                leased = self._door.reads.lease_now(fetch.keys, layers)
+                layers, heads = self._check_fetch(fetch)
+                leased = self._door.reads.lease_now(fetch.keys, layers, heads)
             except MooncakeError as error:
                 self._refuse_fetch(error)
                 return
@@ -319,8 +335,8 @@ class IncomingLane:
 
     async def _answer(self, fetch: Fetch) -> None:
         try:
-            layers = self._check_fetch(fetch)
-            blocks, end_lease = await self._door.reads.lease(fetch.keys, layers)
+            layers, heads = self._check_fetch(fetch)
+            blocks, end_lease = await self._door.reads.lease(fetch.keys, layers, heads)
             if self._exposures is None:
                 self._send_found(blocks, end_lease)
             else:
@@ -328,19 +344,26 @@ class IncomingLane:
         except MooncakeError as error:
             self._refuse_fetch(error)
 
-    def _check_fetch(self, fetch: Fetch) -> range:
-        """The layers that are wanted. Raises TransferError."""
+    def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
+        """The layers that are wanted, and the part of each. Raises TransferError."""
         layers = range(fetch.layer_begin, fetch.layer_end)
+        heads, layer_bytes = self._part(fetch.heads)
         try:
-            self._door.identity.layout.positions(layers)
+            self._layout.positions(layers)
+            if heads is not None:
+                self._layout.head_positions(heads)
         except ValueError as error:
             raise TransferError(str(error)) from None
-        num_bytes = len(fetch.keys) * len(layers) * self._layer_bytes
+        if heads is not None and len(layers) > 1:
+            raise TransferError(
+                f"some heads of {len(layers)} layers in one fetch; ask for one layer at a time"
+            )
+        num_bytes = len(fetch.keys) * len(layers) * layer_bytes
         if len(fetch.keys) > 1 and (num_bytes > MAX_FRAME_BYTES or len(fetch.keys) > MAX_FRAME_ENTRIES):
             raise TransferError(
                 f"{num_bytes} bytes of {len(fetch.keys)} blocks in one fetch; ask for fewer blocks"
             )
-        return layers
+        return layers, heads
 
     def _refuse_fetch(self, error: MooncakeError) -> None:
         self._read.append((lambda: None, 0))
@@ -382,24 +405,27 @@ class IncomingLane:
 class _Placing:
     """One write on its way to its pages. `complete` or `abandon` it; after either, `abandon` does nothing."""
 
-    def __init__(self, target: WriteTarget, write: Write) -> None:
+    def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write
+        self.layer_bytes = layer_bytes
+        """of what comes of each layer"""
         self.entries: list[WriteEntry] = []
         """that are to be placed, each in its view"""
         self.views: list[memoryview] = []
         self._target = target
+        self._heads = heads
         self._begun: list[WriteEntry] = []
 
-    def begin(self, layer_bytes: int, *, is_on_wire: bool) -> None:
+    def begin(self, *, is_on_wire: bool) -> None:
         """What is there already goes nowhere: it is only taken off the wire. Raises WriteRefused."""
         for entry in self.write.entries:
             if entry.num_layers < 1:
                 raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")
-            view = self._target.begin(self.write.grant_id, entry)
+            view = self._target.begin(self.write.grant_id, entry, self._heads)
             if view is not None:
                 self._begun.append(entry)
             elif is_on_wire:
-                view = memoryview(bytearray(entry.num_layers * layer_bytes))
+                view = memoryview(bytearray(entry.num_layers * self.layer_bytes))
             else:
                 continue
             self.entries.append(entry)
@@ -409,9 +435,9 @@ class _Placing:
         """Whether these were the last bytes of the grant. Raises WriteRefused."""
         is_last = False
         while self._begun:
-            is_last |= self._target.complete(self.write.grant_id, self._begun.pop())
+            is_last |= self._target.complete(self.write.grant_id, self._begun.pop(), self._heads)
         return is_last
 
     def abandon(self) -> None:
         while self._begun:
-            self._target.abandon(self.write.grant_id, self._begun.pop())
+            self._target.abandon(self.write.grant_id, self._begun.pop(), self._heads)

@@ -35,6 +35,7 @@ from messenger.rdma.remote import RemotePages
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, WriteRequest
 from messenger.stream import Outbox
 from messenger.transports import Inlet, Path, Transport
+from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
 _MOST_CLOSES = 1024
@@ -77,12 +78,15 @@ class Lane:
         frames: Frames,
         inlet: Inlet,
         source: memoryview,
+        layout: KVLayout,
         owner: Owner,
         answer_timeout_s: float,
         endpoint: Endpoint | None = None,
     ) -> None:
         self.number = number
         self.path = path
+        self.layout = layout
+        """of the peer's blocks"""
         self.outstanding_bytes = 0
         self._frames = frames
         self._stream = frames.stream
@@ -98,7 +102,7 @@ class Lane:
         self._fetching: deque[FetchRequest] = deque()
         self._placing: dict[WriteRequest, asyncio.Task[None]] = {}
         """on their way by RDMA, before the peer is told"""
-        self._remote = RemotePages(endpoint, self.post) if endpoint is not None else None
+        self._remote = RemotePages(endpoint, layout, self.post) if endpoint is not None else None
         self._outbox = Outbox(self._stream, self._pump)
         self._patience = Patience()
         self._is_pumping_soon = False

@@ -24,6 +24,7 @@ from messenger.lane import NOT_URGENT_S, Lane
 from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry, brief
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transports import Path, Traffic, Transport
+from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Transfer:
         opening: Open,
         urgency: Urgency,
         on_change: Callable[[], None],
+        heads: tuple[int, int] | None,
     ) -> None:
         self.opening = opening
         self.failure: str | None = None
@@ -63,6 +65,7 @@ class Transfer:
         self._peer = peer
         self._urgency = urgency
         self._on_change = on_change
+        self._heads = heads
 
     def check(self) -> None:
         """Raises TransferError once this transfer has failed."""
@@ -82,7 +85,7 @@ class Transfer:
             done(outcome)
             self._on_change()
 
-        write = Write(self.opening.transfer_id, self.opening.grant_id, entries)
+        write = Write(self.opening.transfer_id, self.opening.grant_id, entries, self._heads)
         request = WriteRequest(write, num_bytes, self._urgency, finish, lambda: self.failure is None)
         await self._peer.submit(request)
         self.check()
@@ -126,6 +129,13 @@ class Peer:
     def lanes(self) -> Sequence[Lane]:
         return self._lanes
 
+    @property
+    def layout(self) -> KVLayout:
+        """Of the peer's blocks. Raises TransferError if there is no lane any more."""
+        if self.closed_reason is not None:
+            raise TransferError(self.closed_reason)
+        return self._lanes[0].layout
+
     def frame_bytes(self, urgency: Urgency) -> int:
         """How much should be asked for at once: of bulk little enough for those in a hurry to get past it."""
         if urgency is Urgency.LATENCY or not self._is_hurried or not self._lanes:
@@ -156,15 +166,18 @@ class Peer:
         ref_text: str,
         on_change: Callable[[], None],
         urgency: Urgency = Urgency.LATENCY,
+        heads: range | None = None,
     ) -> Iterator[Transfer]:
         """A transfer to `grant_id`; left by an exception it is given up, and the peer is told why.
 
-        `on_change` is called when a frame is through or the transfer has failed.
+        `on_change` is called when a frame is through or the transfer has failed. `heads` of the model are the
+        part of each layer that is written; None if both sides have the same, and all of them are.
         """
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
         opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
-        transfer = Transfer(self, opening, urgency, on_change)
+        part = None if heads is None else (heads.start, heads.stop)
+        transfer = Transfer(self, opening, urgency, on_change, part)
         self._transfers[opening.transfer_id] = transfer
         if self._announcement is None:
             self._announcement = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._announce)
@@ -212,10 +225,12 @@ class Peer:
         views: Sequence[memoryview],
         layers: range,
         urgency: Urgency = Urgency.LATENCY,
+        heads: range | None = None,
     ) -> dict[int, bytes]:
         """Reads `layers` of those of these blocks that the peer has into `views`. Returns their checksums by
         index: each layer's xxh3-64, little-endian, with which the bytes in the view have been compared.
 
+        With `heads` of the model only that part of them: of one layer, unless they are all that the peer has.
         Everything in one answer: no more than `frame_bytes` should be asked for at once. Raises
         TransferError. Cancelled, it waits until nothing will be written to `views` any more.
         """
@@ -223,7 +238,9 @@ class Peer:
             return {}
         answer = _Answer()
         request = FetchRequest(
-            Fetch(list(keys), layers.start, layers.stop),
+            Fetch(
+                list(keys), layers.start, layers.stop, None if heads is None else (heads.start, heads.stop)
+            ),
             views,
             len(views[0]) // len(layers),
             urgency,

@@ -256,8 +256,8 @@ class Peers:
             endpoint.connect(welcome.endpoint)
             await card.write_scratch(endpoint, welcome.scratch)
             inlet = RemoteReads(endpoint, card.memory)
-        timeout_s = self._settings.ack_timeout_s
-        return Lane(number, path, frames, inlet, source.buffer, peer, timeout_s, endpoint)
+        layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
+        return Lane(number, path, frames, inlet, source.buffer, layout, peer, timeout_s, endpoint)
 
 
 def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:

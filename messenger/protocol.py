@@ -9,11 +9,11 @@ they are one *session*, and a transfer may use all of them.
     Introduction(proof, ...)       ->                     both have shown that they know the cluster's key
                                    <-     Welcome | Refused
     Open(transfer, grant)          ->                     from now on my loss is that grant's failure
-    Write(transfer, entries)       ->                     over TCP the bytes follow the frame
+    Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
     Close(transfer, reason)        ->                     done, or given up: it has stopped to write
                                    <-     Ended           the receiver gave it up, and waits for Close
-    Fetch(keys, layers)            ->                     read blocks, if they are there
+    Fetch(keys, layers, heads)     ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
     FetchDone                      ->                     the oldest Found has been read: let go of it
     Abandon(lane)                  ->                     forget that lane: what was on it comes again here
@@ -24,6 +24,11 @@ they are one *session*, and a transfer may use all of them.
 
 A frame is `meta length u32 | payload length u32` (little-endian), a msgpack message, then the payload.
 The payload never passes through this module: it is received straight into pages.
+
+Each side has a shard of the same model's blocks: a range of its layers, and of each layer a range of its
+heads. Layers and heads in messages are the model's. Where both sides have the same heads nothing is said of
+them, and several layers of a block travel as one range. Else a frame names the *part* of each layer that it
+carries: heads that both sides have. What is not all heads of both is one range within a layer only.
 
 Owns: messages, framing, what may be said in which phase. Does not know: sockets, pages.
 """
@@ -38,7 +43,7 @@ from messenger.identity import Identity
 from messenger.rdma.info import EndpointInfo, Scratch
 from mooncake.errors import MismatchError, TransferError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_META_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096
 """meta of a frame from somebody who has not shown that he knows the cluster's key"""
@@ -110,8 +115,8 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
     """Layers `[layer_begin, layer_end)` of the model in one remote page, contiguous on both sides.
 
-    `checksums` holds one little-endian xxh3-64 per layer. `source_offset` is the byte offset in the
-    sender's segment, from which the receiver copies when it maps that segment.
+    `checksums` holds one little-endian xxh3-64 per layer, of the bytes that are sent. `source_offset` is the
+    byte offset in the sender's segment, from which the receiver copies when it maps that segment.
     """
 
     page: int
@@ -129,12 +134,14 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 class Write(msgspec.Struct, tag=True, frozen=True):
     """Place these bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
-    Names the grant again: on another lane this may come before the `Open`.
+    Names the grant again: on another lane this may come before the `Open`. `heads`: `[begin, end)` of the
+    model, the part of each layer that is sent; None: all, and both sides have the same.
     """
 
     transfer_id: int
     grant_id: int
     entries: list[WriteEntry]
+    heads: tuple[int, int] | None = None
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
@@ -145,11 +152,15 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """Send layers `[layer_begin, layer_end)` of the model of those of these blocks that are there."""
+    """Send layers `[layer_begin, layer_end)` of the model of those of these blocks that are there.
+
+    `heads` as in `Write`: a part that is not all of the holder's heads can be had of one layer at a time.
+    """
 
     keys: list[bytes]
     layer_begin: int
     layer_end: int
+    heads: tuple[int, int] | None = None
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -182,7 +193,7 @@ class Expose(msgspec.Struct, tag=True, frozen=True):
 
 
 class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
-    """Layer 0 of the model in `page` begins, or would begin, at `address` of the receiver."""
+    """The receiver's shard of the block in `page` begins at its `address`."""
 
     page: int
     address: int
@@ -369,5 +380,6 @@ def check_identity(ours: Identity, theirs: Identity) -> None:
         raise MismatchError(
             "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"
         )
-    if theirs.layout.of_layers(ours.layout.layers) != ours.layout:
+    of_ours = theirs.layout.of_layers(ours.layout.layers).of_heads(ours.layout.heads)
+    if of_ours != ours.layout:
         raise MismatchError("KV layout", ours.layout, theirs.layout, "use the same block size and dtype")

@@ -93,8 +93,8 @@ class Sessions:
             local_info = endpoint.local_info() if endpoint is not None else None
             await welcome(stream, door.identity, introduction, segment, local_info, scratch)
             on_failure.pop_all()
-        may_only_probe = introduction.identity is None
-        return IncomingLane(door, frames, inlet, exposures, may_only_probe=may_only_probe)
+        layout = introduction.identity.layout if introduction.identity is not None else None
+        return IncomingLane(door, frames, inlet, exposures, layout)
 
     async def _run(self, lane: IncomingLane, introduction: Introduction) -> None:
         identity, number = introduction.identity, introduction.lane

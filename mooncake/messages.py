@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Role(StrEnum):
@@ -81,6 +81,13 @@ class MessengerAddress(msgspec.Struct, frozen=True):
     """each reaches it; several are used together"""
     event_endpoints: tuple[str, str] = ("", "")
     """where KV events are published, and where replays and snapshots are asked for"""
+
+
+class PoolShard(msgspec.Struct, frozen=True):
+    """A messenger, and which layers and heads of a model's blocks its pool holds."""
+
+    messenger: MessengerAddress
+    layout: KVLayout
 
 
 class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
@@ -278,7 +285,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     role: Role
     fingerprint: str
     layout: KVLayout
-    messenger: MessengerAddress
+    shards: tuple[PoolShard, ...]
+    """of the instance's part of the pool: one for each stage of a prefill pipeline"""
     capacity: Capacity
     engine: str
     """what computes: a device, and on CPUs the kernels"""
@@ -358,9 +366,10 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
-    """An instance whose pool is believed to hold the first `num_blocks` blocks of a prompt."""
+    """Where the first `num_blocks` blocks of a prompt are believed to be: in one instance's pool, or in those
+    of a group, whose shards together are whole blocks."""
 
-    messenger: MessengerAddress
+    shards: tuple[PoolShard, ...]
     num_blocks: int
 
 

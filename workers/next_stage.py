@@ -13,7 +13,7 @@ from mooncake.bus import PeerGoneError, Router
 from mooncake.config import WorkerProcess
 from mooncake.errors import MismatchError
 from mooncake.keys import ClusterKey
-from mooncake.messages import PROTOCOL_VERSION, Capacity
+from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard
 from mooncake.process import Progress, report
 from workers.errors import SessionLostError
 from workers.stage_messages import (
@@ -76,6 +76,8 @@ class NextStage:
         """of this and all stages behind it"""
         self.engine: str
         """of this and all stages behind it, for people"""
+        self.shards: tuple[PoolShard, ...]
+        """of this and all stages behind it"""
 
     @property
     def endpoint(self) -> str:
@@ -101,7 +103,7 @@ class NextStage:
                 continue
             await self._answer(sender, StageWelcome())
             self._peer = sender
-            self.capacity, self.engine = message.capacity, message.engine
+            self.capacity, self.engine, self.shards = message.capacity, message.engine, message.shards
 
     async def run(self, hear: Callable[[AboutJob], Awaitable[None]]) -> None:
         """The loop: receive, act. Raises `SessionLostError` when it is gone or has begun anew."""

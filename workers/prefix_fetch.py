@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import MooncakeError
-from mooncake.messages import MessengerAddress
+from mooncake.messages import PoolShard
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class PrefixFetch:
     """Blocks `indices` of a reservation, which nobody else writes until it has ended."""
 
     def __init__(
-        self, pool: WorkerClient, reservation_id: int, source: MessengerAddress, indices: Sequence[int]
+        self, pool: WorkerClient, reservation_id: int, sources: Sequence[PoolShard], indices: Sequence[int]
     ) -> None:
         self.indices = list(indices)
         self.num_layers = [0] * len(indices)
@@ -49,7 +49,7 @@ class PrefixFetch:
         self.error: MooncakeError | None = None
         """of the own messenger, or PoolFullError: what the source hung in has no other pages"""
         self._pool, self._reservation_id = pool, reservation_id
-        self._source = source
+        self._sources = sources
         self._begun_s = self._heard_s = time.monotonic()
         """when it began, and when the holder last gave a sign of life"""
         num_tokens = len(indices) * pool.segment.layout.block_size
@@ -75,7 +75,8 @@ class PrefixFetch:
         while not (self.has_ended or self._is_near):
             left_s = self._left_s(PATIENCE_S)
             if left_s <= 0 or self._is_too_slow:
-                log.info("%s sends nothing or too slowly, its blocks are computed", self._source.instance)
+                names = ", ".join(shard.messenger.instance for shard in self._sources)
+                log.info("%s: nothing comes, or too slowly, the blocks are computed", names)
                 await self.ended(patience_s=0)
                 return
             self._heard.clear()
@@ -136,7 +137,7 @@ class PrefixFetch:
     async def _run(self) -> None:
         try:
             self.num_layers, self.pages = await self._pool.fetch(
-                self._reservation_id, self._source, self.indices, self._on_layers
+                self._reservation_id, self._sources, self.indices, self._on_layers
             )
         except MooncakeError as error:
             self.error = error

@@ -23,6 +23,7 @@ from mooncake.messages import (
     Heartbeat,
     HeartbeatAck,
     Leave,
+    PoolShard,
     Prefill,
     Register,
     Registered,
@@ -205,7 +206,7 @@ class Session:
             self._process.role,
             self._fingerprint,
             self._layout,
-            pool.address,
+            (PoolShard(pool.address, pool.segment.layout), *(self._next.shards if self._next else ())),
             least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._next),
             engines_of(self._executor.engine, self._next),
         )

@@ -125,10 +125,10 @@ class Stage:
         """Begin to fetch what the order's `prefix_source` is believed to have and the own pool lacks."""
         source, reservation = job.order.prefix_source, job.reservation
         assert reservation is not None
-        if source is not None and source.messenger != self.pool.address:
+        if source is not None and all(shard.messenger != self.pool.address for shard in source.shards):
             missing = job.missing_blocks(source.num_blocks)
             if missing:
-                job.fetch = PrefixFetch(self.pool, reservation.reservation_id, source.messenger, missing)
+                job.fetch = PrefixFetch(self.pool, reservation.reservation_id, source.shards, missing)
                 await job.fetch.begun()
 
     async def num_usable_blocks(self, job: PrefillJob) -> int:

@@ -24,13 +24,14 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
-from mooncake.messages import Capacity, Prefill
+from mooncake.messages import Capacity, PoolShard, Prefill
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
     """First message of a stage to the one before it; the stages behind it are there.
 
     `capacity`: the least of its own and theirs. `engine`: what computes in all of them, for people.
+    `shards`: their parts of the pool.
     """
 
     protocol_version: int
@@ -39,6 +40,7 @@ class StageHello(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
     capacity: Capacity
     engine: str
+    shards: tuple[PoolShard, ...]
 
 
 class StageBeat(msgspec.Struct, tag=True, frozen=True):

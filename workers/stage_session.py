@@ -11,7 +11,7 @@ from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import WorkerProcess
 from mooncake.errors import ConfigError, PoolError
-from mooncake.messages import PROTOCOL_VERSION, Capacity
+from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard
 from mooncake.process import Progress, Ready, report
 from workers.errors import SessionLostError
 from workers.executor import Executor
@@ -98,6 +98,7 @@ class StageSession:
             self._fingerprint,
             least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), behind),
             engines_of(self._executor.engine, behind),
+            (PoolShard(pool.address, pool.segment.layout), *(behind.shards if behind else ())),
         )
 
 

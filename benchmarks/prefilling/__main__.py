@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.prefilling.bench import BLOCK_SIZE, LAYOUT, Bench, instances, seal
 from kvstore.worker_client import WorkerClient
-from mooncake.messages import PrefixSource
+from mooncake.messages import PoolShard, PrefixSource
 
 OVERLAP_TOKENS = (1024, 2048, 4096, 8160)
 REUSE_TOKENS, REUSED_SHARE = 4096, 0.95
@@ -109,7 +109,7 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
         for name, (pool, _bar) in bars.items():
             tokens = bench.new_prompt(REUSE_TOKENS)
             await seal(pool, tokens, num_blocks)
-            source = PrefixSource(pool.address, num_blocks)
+            source = PrefixSource((PoolShard(pool.address, LAYOUT),), num_blocks)
             elapsed_s = await bench.prefill_s(
                 tokens, bench.transfers(), source=source, num_cached_tokens=num_cached
             )

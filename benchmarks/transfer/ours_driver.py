@@ -60,7 +60,7 @@ class Slices:
     def open(self, grant_id: int, writer: Writer) -> None:
         """Everybody may write."""
 
-    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview:
+    def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview:
         end = entry.layer_end * self._slice_bytes
         if not 0 <= entry.layer_begin < entry.layer_end or end > len(self._memory):
             raise WriteRefused("outside the memory")
@@ -69,21 +69,25 @@ class Slices:
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
         return [(0, Range(0, len(self._memory)))], lambda: None
 
-    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
+    def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         begin = entry.layer_begin * CHECKSUM_BYTES
         self._checksums[begin : begin + len(entry.checksums)] = entry.checksums
         return False
 
-    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+    def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         """The next write comes over it."""
 
     def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
         """Nobody waits for it."""
 
-    async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
-        return self.lease_now(keys, layers)
+    async def lease(
+        self, keys: Sequence[bytes], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
+        return self.lease_now(keys, layers, heads)
 
-    def lease_now(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+    def lease_now(
+        self, keys: Sequence[bytes], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
         """A key is the number of a slice."""
         blocks = []
         for index, key in enumerate(keys):

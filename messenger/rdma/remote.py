@@ -14,14 +14,16 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
 from messenger.transports import Source, Transport, expect_payload
+from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
 
 class RemotePages:
-    """One lane's way to place bytes. `ask` sends a message to the peer."""
+    """One lane's way to place bytes. `ask` sends a message to the peer, whose blocks have `layout`."""
 
-    def __init__(self, endpoint: Endpoint, ask: Callable[[Message], None]) -> None:
+    def __init__(self, endpoint: Endpoint, layout: KVLayout, ask: Callable[[Message], None]) -> None:
         self._endpoint = endpoint
+        self._layout = layout
         self._ask = ask
         self._opened: dict[int, asyncio.Future[dict[int, ExposedPage]]] = {}
         """by transfer"""
@@ -38,17 +40,20 @@ class RemotePages:
             self.forget(transfer_id)
 
     async def write(self, write: Write, layer_bytes: int) -> None:
-        """Places the bytes of all entries. Raises TransferError."""
+        """Places the bytes of all entries, `layer_bytes` of each layer. Raises TransferError."""
         if write.transfer_id not in self._opened:
             self._opened[write.transfer_id] = asyncio.get_running_loop().create_future()
             self._ask(Expose(write.transfer_id, write.grant_id))
         pages = await self._pages(write.transfer_id)
+        layout = self._layout
+        skipped_heads = 0 if write.heads is None else write.heads[0] - layout.first_head
+        skipped_bytes = skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
         slices, keys = [], []
         for entry in write.entries:
             page = pages.get(entry.page)
             if page is None:
                 continue  # it is complete, and this comes again; or the peer refuses it when it hears of it
-            address = page.address + entry.layer_begin * layer_bytes
+            address = page.address + skipped_bytes + entry.layer_begin * layout.layer_bytes
             slices.append((entry.source_offset, address, entry.num_layers * layer_bytes))
             keys.append(page.remote_key)
         await self._endpoint.write(slices, keys)

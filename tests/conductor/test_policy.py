@@ -27,6 +27,7 @@ from mooncake.messages import (
     HeartbeatAck,
     Leave,
     MessengerAddress,
+    PoolShard,
     PoolStats,
     Prefill,
     Prefilled,
@@ -62,7 +63,7 @@ def registration(name: str, role: Role, incarnation: int = 1, pages: int = 100) 
         role,
         "model",
         LAYOUT,
-        address(name),
+        (PoolShard(address(name), LAYOUT),),
         Capacity(pages, pages),
         "cpu",
     )

@@ -13,6 +13,7 @@ from mooncake.messages import (
     Capacity,
     Heartbeat,
     MessengerAddress,
+    PoolShard,
     PoolStats,
     Register,
     Role,
@@ -160,7 +161,15 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     p0 = peer_identity("p0", 1)
     register = Register(
-        PROTOCOL_VERSION, "p0", 1, Role.PREFILL, "model", layout, address, Capacity(100, 100), "cpu (torch)"
+        PROTOCOL_VERSION,
+        "p0",
+        1,
+        Role.PREFILL,
+        "model",
+        layout,
+        (PoolShard(address, layout),),
+        Capacity(100, 100),
+        "cpu (torch)",
     )
     conductor.handle(p0, register, 0.0)
     heartbeat = Heartbeat(0, 0, 0, STATS, {"computed": 50, "dram": 30, "remote": 20})

@@ -42,6 +42,7 @@ class HandMadeSender:
         key: ClusterKey = CLUSTER_KEY,
         session: bytes | None = None,
         lane: int = 0,
+        identity: Identity = IDENTITY,
     ) -> None:
         if segment_bytes is None:
             self.sock = socket.create_connection(address.tcp_endpoints[0], DEADLINE_S)
@@ -54,7 +55,7 @@ class HandMadeSender:
         challenge = self.receive()
         assert isinstance(challenge, Challenge)
         proof = key.proof(b"messenger sender", challenge.nonce, nonce)
-        introduction = Introduction(proof, IDENTITY, session or secrets.token_bytes(16), lane, segment_bytes)
+        introduction = Introduction(proof, identity, session or secrets.token_bytes(16), lane, segment_bytes)
         fds = [] if segment_fd is None else [segment_fd]
         socket.send_fds(self.sock, [encode_frame(introduction)], fds)
         self.welcome: Message | None = None
@@ -73,6 +74,9 @@ class HandMadeSender:
         num_bytes = entry.num_layers * LAYOUT.layer_bytes
         self.send(Write(1, grant.grant_id, [entry]), payload, num_bytes)
 
+    def write_part(self, grant: Grant, entry: WriteEntry, payload: bytes, heads: tuple[int, int]) -> None:
+        self.send(Write(1, grant.grant_id, [entry], heads), payload)
+
     def receive(self) -> Message:
         """The next frame; its payload is left on the stream. Raises ConnectionError at the end."""
         header = self.sock.recv(8, socket.MSG_WAITALL)
@@ -81,6 +85,9 @@ class HandMadeSender:
         meta_bytes, _ = struct.unpack("<II", header)
         message: Message = _DECODER.decode(self.sock.recv(meta_bytes, socket.MSG_WAITALL))
         return message
+
+    def close(self) -> None:
+        self.sock.close()
 
     def is_dropped(self) -> bool:
         """Reads until the receiver hangs up."""
@@ -98,3 +105,11 @@ def entry_for(
     page = grant.pages[0]
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
     return WriteEntry(page.page, page.generation + generation, layer, layer + 1, checksum, 0), data
+
+
+def part_for(grant: Grant, key: BlockKey, heads: range, *, layer: int = 0) -> tuple[WriteEntry, bytes]:
+    """Some heads of one layer of the first page of `grant`, and their bytes."""
+    entry, data = entry_for(grant, key, layer=layer)
+    data = data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
+    return msgspec.structs.replace(entry, checksums=checksum), data

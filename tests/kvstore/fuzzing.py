@@ -6,6 +6,8 @@ those that end the connection come last.
 """
 
 import contextlib
+import functools
+import itertools
 import os
 import secrets
 import socket
@@ -49,7 +51,7 @@ NUM_BLOBS = 16
 MOST_FETCHES = 50
 FLIGHT_FRAMES = 60
 _MESSAGE = msgspec.msgpack.Decoder(Message)
-_LAYER_BYTES = LAYOUT.layer_bytes
+_LAYER_BYTES, _HEAD_BYTES = LAYOUT.layer_bytes, LAYOUT.head_bytes
 
 
 @dataclass
@@ -72,16 +74,17 @@ class Target:
         os.write(source_fd, source)
         return Target(address, socket_path, keys, source, source_fd)
 
-    @property
+    @functools.cached_property
     def layers(self) -> dict[bytes, bytes]:
-        """Every layer that may ever arrive, by its checksum."""
-        pieces = [self.source[at : at + _LAYER_BYTES] for at in range(0, len(self.source), _LAYER_BYTES)]
-        return {checksums_of(piece): piece for piece in pieces}
+        """Every layer that may ever arrive, by its checksum: its heads may come from anywhere."""
+        pieces = [self.source[at : at + _HEAD_BYTES] for at in range(0, len(self.source), _HEAD_BYTES)]
+        layers = map(b"".join, itertools.product(pieces, repeat=LAYOUT.num_kv_heads))
+        return {checksums_of(layer): layer for layer in layers}
 
 
-def checksums_of(data: bytes) -> bytes:
-    layers = range(0, len(data), _LAYER_BYTES)
-    digests = [xxhash.xxh3_64_intdigest(data[at : at + _LAYER_BYTES]) for at in layers]
+def checksums_of(data: bytes, layer_bytes: int = _LAYER_BYTES) -> bytes:
+    layers = range(0, len(data), layer_bytes)
+    digests = [xxhash.xxh3_64_intdigest(data[at : at + layer_bytes]) for at in layers]
     return struct.pack(f"<{len(digests)}Q", *digests)
 
 
@@ -289,10 +292,14 @@ class PeerFuzzer:
     def _write(self, transfer_id: int, grant: Grant, *, is_local: bool) -> tuple[Write, bytes]:
         random = self._random
         entries, payload = [], b""
+        heads = self._heads()
+        layer_bytes = _LAYER_BYTES if heads is None else (heads[1] - heads[0]) * _HEAD_BYTES
         for granted in random.sample(grant.pages, min(len(grant.pages), random.choice((1, 1, 2)))):
             page, generation = granted.page, granted.generation
             begin = random.randrange(LAYOUT.num_layers)
             end = random.randrange(begin, LAYOUT.num_layers) + 1
+            if heads is not None and random.random() < 0.9:
+                end = begin + 1
             if random.random() < 0.1:  # bytes and checksums are those of the layers, wherever they are
                 shift, grow = random.randrange(-5, 6), random.randrange(4)
                 begin, end = begin + shift, end + shift + grow
@@ -301,18 +308,33 @@ class PeerFuzzer:
             if random.random() < 0.05:
                 generation = random.randrange(generation + 2)
             offset = random.randrange(NUM_BLOBS - end + begin) * _LAYER_BYTES
-            data = self._target.source[offset : offset + (end - begin) * _LAYER_BYTES]
-            entries.append(WriteEntry(page, generation, begin, end, checksums_of(data), offset))
+            if heads is not None:  # any head may come for any other
+                offset = random.randrange(NUM_BLOBS // 2) * _HEAD_BYTES
+            data = self._target.source[offset : offset + (end - begin) * layer_bytes]
+            checksums = checksums_of(data, layer_bytes)
+            entries.append(WriteEntry(page, generation, begin, end, checksums, offset))
             payload += data
         if random.random() < 0.03:  # the same twice in one frame
             entries, payload = entries * 2, payload * 2
-        return Write(transfer_id, grant.grant_id, entries), b"" if is_local else payload
+        return Write(transfer_id, grant.grant_id, entries, heads), b"" if is_local else payload
+
+    def _heads(self) -> tuple[int, int] | None:
+        """The part of each layer that a frame is about: two in three times all of it, seldom what is none."""
+        random = self._random
+        if random.random() < 0.65:
+            return None
+        begin = random.randrange(LAYOUT.num_kv_heads)
+        end = random.randrange(begin, LAYOUT.num_kv_heads) + 1
+        shift = random.randrange(-2, 3) if random.random() < 0.1 else 0
+        return begin + shift, end + shift
 
     def _fetch(self) -> Fetch:
         random = self._random
         begin = random.randrange(LAYOUT.num_layers)
         keys = random.sample(self._target.keys, random.randrange(1, 9))
-        return Fetch(keys, begin, random.randrange(begin, LAYOUT.num_layers) + 1)
+        heads = self._heads()
+        end = begin + 1 if heads is not None and random.random() < 0.9 else LAYOUT.num_layers
+        return Fetch(keys, begin, random.randrange(begin, end) + 1, heads)
 
     def _grant(self) -> Grant:
         known = [*self._grants, *self._target.grants[-4:]]

@@ -132,10 +132,11 @@ def prompt_keys(num_blocks: int, first_token: int = 0) -> list[BlockKey]:
     return block_keys(tokens, LAYOUT.block_size, root_key(FINGERPRINT))
 
 
-def block_bytes(key: BlockKey | None, layer: int) -> bytes:
-    """What a model would compute for this layer of this block."""
+def block_bytes(key: BlockKey | None, layer: int, heads: range = LAYOUT.heads) -> bytes:
+    """What a model would compute for this layer of this block, or for some of its heads."""
     seed = int.from_bytes(key or b"private", "little") + layer
-    return np.random.default_rng(seed).bytes(LAYOUT.layer_bytes)
+    data = np.random.default_rng(seed).bytes(LAYOUT.layer_bytes)
+    return data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
 
 
 async def write_layers(
@@ -143,11 +144,11 @@ async def write_layers(
 ) -> None:
     """Writes and commits `layers` (of this segment) of every block that is not sealed, as a prefill does."""
     pages, checksums = [], []
-    first_layer = client.segment.layout.first_layer
+    first_layer, heads = client.segment.layout.first_layer, client.segment.layout.heads
     for key, block in zip(keys, reservation.blocks, strict=True):
         if not block.sealed:
             for layer in layers:
-                client.segment.layer_view(block.page, layer)[:] = block_bytes(key, first_layer + layer)
+                client.segment.layer_view(block.page, layer)[:] = block_bytes(key, first_layer + layer, heads)
             pages.append(block.page)
             checksums.append(
                 [xxhash.xxh3_64_intdigest(client.segment.layer_view(block.page, layer)) for layer in layers]
@@ -156,9 +157,10 @@ async def write_layers(
 
 
 def assert_holds(client: WorkerClient, reservation: Reservation, keys: Sequence[BlockKey | None]) -> None:
+    layout = client.segment.layout
     for key, block in zip(keys, reservation.blocks, strict=True):
-        for layer in range(LAYOUT.num_layers):
-            assert client.segment.layer_view(block.page, layer) == block_bytes(key, layer)
+        for position, layer in enumerate(layout.layers):
+            assert client.segment.layer_view(block.page, position) == block_bytes(key, layer, layout.heads)
 
 
 def open_descriptors(pid: int) -> int:

@@ -12,10 +12,10 @@ import pytest
 
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
-from mooncake.blocks import BlockKey
+from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import TransportChoice
 from mooncake.errors import PoolError
-from mooncake.messages import MessengerAddress
+from mooncake.messages import MessengerAddress, PoolShard
 from tests.kvstore.holder import NUM_PIECES, Answer, HandMadeHolder
 from tests.kvstore.nodes import (
     DEADLINE_S,
@@ -50,7 +50,7 @@ class Fetcher:
         self, reservation: Reservation, source: MessengerAddress, blocks: list[int]
     ) -> tuple[list[int], list[int]]:
         return await self.client.fetch(
-            reservation.reservation_id, source, blocks, lambda *layers: self.heard.append(layers)
+            reservation.reservation_id, [whole(source)], blocks, lambda *layers: self.heard.append(layers)
         )
 
 
@@ -62,6 +62,11 @@ async def fetcher(start_node: StartNode, transport: TransportChoice = "auto") ->
     yield here
     await until(here.client, unused)
     await here.client.close()
+
+
+def whole(holder: MessengerAddress) -> PoolShard:
+    """A pool of undivided blocks."""
+    return PoolShard(holder, LAYOUT)
 
 
 def hand_made(
@@ -264,7 +269,9 @@ def test_page_that_is_being_fetched_is_not_the_workers_to_write(start_node: Star
             reservation = await client.reserve(KEYS, 0)
             heard = asyncio.Event()
             fetching = asyncio.create_task(
-                client.fetch(reservation.reservation_id, holder.address, [0, 1, 2], lambda *_: heard.set())
+                client.fetch(
+                    reservation.reservation_id, [whole(holder.address)], [0, 1, 2], lambda *_: heard.set()
+                )
             )
             await heard.wait()
             await client.commit(reservation.reservation_id, range(3, 4), [reservation.blocks[0].page], [[0]])
@@ -272,5 +279,96 @@ def test_page_that_is_being_fetched_is_not_the_workers_to_write(start_node: Star
             with pytest.raises(PoolError, match="is not the user's to write"):
                 await fetching
             await client.close()
+
+    run(test())
+
+
+RANKS = [LAYOUT.of_heads(range(1)), LAYOUT.of_heads(range(1, 2))]
+STAGES = [LAYOUT.of_layers(range(1)), LAYOUT.of_layers(range(1, LAYOUT.num_layers))]
+
+
+async def holding(node: Node, layout: KVLayout) -> WorkerClient:
+    """A worker whose pool has its shards of all blocks."""
+    client = await node.connect(layout=layout)
+    stored = await client.reserve(KEYS, 0)
+    await write_layers(client, stored, KEYS, range(layout.num_layers))
+    await client.release(stored.reservation_id)
+    return client
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(
+    ("shards", "asker"),
+    [(STAGES, LAYOUT), (RANKS, LAYOUT), ([LAYOUT], RANKS[1])],
+    ids=["from stages", "from ranks", "by a rank"],
+)
+def test_blocks_come_from_the_pools_of_a_group(
+    start_node: StartNode, transport: TransportChoice, shards: list[KVLayout], asker: KVLayout
+) -> None:
+    async def test() -> None:
+        holders = [
+            await holding(start_node(f"holder-{number}", transport=transport), shard)
+            for number, shard in enumerate(shards)
+        ]
+        client = await start_node("fetcher", transport=transport).connect(layout=asker)
+        reservation = await client.reserve(KEYS, 0)
+        sources = [PoolShard(holder.address, shard) for holder, shard in zip(holders, shards, strict=True)]
+        heard: list[tuple[int, int]] = []
+        num_layers, _ = await client.fetch(
+            reservation.reservation_id, sources, [0, 1, 2], lambda *layers: heard.append(layers)
+        )
+        assert num_layers == [len(ALL_LAYERS)] * 3
+        assert heard == [(3, layer + 1) for layer in ALL_LAYERS]
+        assert_holds(client, reservation, KEYS)
+        await client.release(reservation.reservation_id)
+        for each in (*holders, client):
+            await until(each, unused)
+            await each.close()
+
+    run(test())
+
+
+def test_member_of_a_group_that_dies_ends_the_fetch_and_what_had_come_stays(start_node: StartNode) -> None:
+    async def test() -> None:
+        first = await holding(start_node("holder-0", transport="tcp"), STAGES[0])
+        blocks = {key: b"".join(block_bytes(key, layer) for layer in STAGES[1].layers) for key in KEYS}
+        with closing(HandMadeHolder(FINGERPRINT, STAGES[1], blocks, lambda _: Answer.DIE)) as last:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                sources = [PoolShard(first.address, STAGES[0]), PoolShard(last.address, STAGES[1])]
+                num_layers, _ = await here.client.fetch(
+                    reservation.reservation_id, sources, [0, 1, 2], lambda *layers: here.heard.append(layers)
+                )
+                assert num_layers == [1, 1, 1]
+                assert here.heard == [(3, 1)]
+                await write_layers(here.client, reservation, KEYS, range(1, LAYOUT.num_layers))
+                assert_holds(here.client, reservation, KEYS)
+                assert (await here.client.stats(check_integrity=True)).num_sealed == 3
+                await here.client.release(reservation.reservation_id)
+        await first.close()
+
+    run(test())
+
+
+def test_rank_that_dies_ends_the_fetch_of_the_layer_whose_other_part_has_come(start_node: StartNode) -> None:
+    async def test() -> None:
+        first = await holding(start_node("holder-0", transport="tcp"), RANKS[0])
+        layers = {key: [block_bytes(key, layer, RANKS[1].heads) for layer in ALL_LAYERS] for key in KEYS}
+        blocks = {key: b"".join(parts) for key, parts in layers.items()}
+        decide = {2: Answer.DIE}
+        holder = HandMadeHolder(FINGERPRINT, RANKS[1], blocks, lambda layer: decide.get(layer, Answer.SERVE))
+        with closing(holder) as last:
+            async with fetcher(start_node, "tcp") as here:
+                reservation = await here.client.reserve(KEYS, 0)
+                sources = [PoolShard(first.address, RANKS[0]), PoolShard(last.address, RANKS[1])]
+                num_layers, _ = await here.client.fetch(
+                    reservation.reservation_id, sources, [0, 1, 2], lambda *heard: here.heard.append(heard)
+                )
+                (num_there,) = set(num_layers)
+                assert num_there <= 2  # whatever of the first layers had come
+                await write_layers(here.client, reservation, KEYS, range(num_there, LAYOUT.num_layers))
+                assert_holds(here.client, reservation, KEYS)
+                await here.client.release(reservation.reservation_id)
+        await first.close()
 
     run(test())

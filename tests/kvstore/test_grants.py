@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from messenger.protocol import Close, Write, WriteAck, WriteEntry
-from mooncake.errors import PoolFullError
-from tests.kvstore.by_hand import HandMadeSender, entry_for
+from messenger.protocol import Abandon, Close, RefusalKind, Write, WriteAck, WriteEntry
+from mooncake.errors import PoolFullError, TransferError
+from tests.kvstore.by_hand import IDENTITY, HandMadeSender, entry_for, part_for
 from tests.kvstore.nodes import (
     DEADLINE_S,
     LAYOUT,
@@ -131,6 +131,172 @@ def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> 
             with contextlib.suppress(ConnectionResetError):  # it may not have read all of ours
                 assert sock.recv(1) == b""
         await client.stats(check_integrity=True)
+        await client.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("heads", "changed", "complaint"),
+    [
+        ((1, 3), {}, "heads [1, 3) are no part of [0, 2)"),
+        ((2, 3), {}, "heads [2, 3) are no part of [0, 2)"),
+        ((-1, 1), {}, "heads [-1, 1) are no part of [0, 2)"),
+        ((0, 1), {"layer_end": 2, "checksums": bytes(16)}, "some heads of 2 layers"),
+        ((0, 1), {"layer_begin": 4, "layer_end": 5}, "are no part of [0, 4)"),
+        ((0, 1), {"page": 1 << 40}, "is no part of grant"),
+        ((0, 1), {"generation": 99}, "has generation"),
+        ((0, 1), {"checksums": b""}, "bytes of checksums"),
+    ],
+)
+def test_part_outside_its_grant_is_refused_before_a_byte_is_placed(
+    start_node: StartNode, heads: tuple[int, int], changed: dict[str, object], complaint: str
+) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
+        key = prompt_keys(1)
+        grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+            entry, _ = part_for(grant, key[0], range(1))
+            entry = msgspec.structs.replace(entry, **changed)
+            num_bytes = entry.num_layers * (heads[1] - heads[0]) * LAYOUT.head_bytes
+            sender.write_part(grant, entry, bytes(num_bytes), heads)
+            assert complaint in str(sender.receive())
+            assert client.segment.buffer[client.segment.page_offset(0) :] == before
+        await client.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("heads", [None, (1, 1), (1, 0), (0, 1 << 62), (-(1 << 63), (1 << 64) - 1)])
+def test_heads_that_are_none_or_not_said_end_the_connection(
+    start_node: StartNode, heads: tuple[int, int] | None
+) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        rank = msgspec.structs.replace(IDENTITY, layout=LAYOUT.of_heads(range(1)))
+        with contextlib.closing(HandMadeSender(grant.messenger, identity=rank)) as sender:
+            entry, data = part_for(grant, key[0], range(1))
+            sender.send(Write(1, grant.grant_id, [entry], heads), data)
+            assert sender.is_dropped()
+        await client.release(reservation.reservation_id)
+        assert (await until(client, unused)).num_sealed == 0
+        await client.close()
+
+    run(test())
+
+
+def test_layer_is_there_when_its_parts_are_and_none_is_written_twice(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        page = reservation.blocks[0].page
+        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+            (first, first_bytes), (last, last_bytes) = (
+                part_for(grant, key[0], heads) for heads in (range(1), range(1, 2))
+            )
+            wrong = msgspec.structs.replace(last, checksums=first.checksums)
+
+            def answer(entry: WriteEntry, data: bytes, heads: tuple[int, int]) -> str:
+                sender.write_part(grant, entry, data, heads)
+                return str(sender.receive())
+
+            placed = str(WriteAck())
+            assert answer(last, last_bytes, (1, 2)) == placed
+            assert answer(last, last_bytes, (1, 2)) == placed  # the acknowledgement may have been lost
+            assert "are there already, and differ" in answer(wrong, first_bytes, (1, 2))
+            assert "were written before" in answer(*entry_for(grant, key[0]), (0, 2))
+            assert client.segment.layer_view(page, 0) == bytes(len(first_bytes)) + last_bytes
+            assert answer(first, first_bytes, (0, 1)) == placed
+            assert client.segment.layer_view(page, 0) == first_bytes + last_bytes
+            # The whole layer is there now, in whichever way it comes again.
+            assert answer(last, last_bytes, (1, 2)) == placed
+            assert answer(*entry_for(grant, key[0]), (0, 2)) == placed
+            assert "are there already, and differ" in answer(wrong, first_bytes, (1, 2))
+            assert client.segment.layer_view(page, 0) == first_bytes + last_bytes
+            for layer in ALL_LAYERS[1:]:
+                sender.write(grant, *entry_for(grant, key[0], layer=layer))
+                assert sender.receive() == WriteAck()
+        await client.wait_arrived(reservation.reservation_id)
+        await client.release(reservation.reservation_id)
+        assert await client.verify(key) == []
+        await client.close()
+
+    run(test())
+
+
+def test_part_cannot_join_a_layer_that_is_being_received_whole(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        session = bytes(16)
+        with (
+            contextlib.closing(HandMadeSender(grant.messenger, session=session)) as whole,
+            contextlib.closing(HandMadeSender(grant.messenger, session=session, lane=1)) as part,
+        ):
+            entry, data = entry_for(grant, key[0])
+            whole.write(grant, entry, data[:100])
+            while client.segment.layer_view(entry.page, 0)[:100] != data[:100]:
+                await client.stats(check_integrity=True)
+            part.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
+            assert "were written before" in str(part.receive())
+            whole.sock.sendall(data[100:])
+            assert whole.receive() == WriteAck()
+        await client.close()
+
+    run(test())
+
+
+def test_part_that_does_not_come_whole_can_come_again(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        session = bytes(16)
+        with contextlib.closing(HandMadeSender(grant.messenger, session=session)) as sender:
+            entry, data = part_for(grant, key[0], range(1))
+            with contextlib.closing(HandMadeSender(grant.messenger, session=session, lane=1)) as lost:
+                lost.send(Write(1, grant.grant_id, [entry], (0, 1)), data[:100], len(data))
+                while client.segment.layer_view(entry.page, 0)[:100] != data[:100]:
+                    await client.stats(check_integrity=True)
+            sender.send(Abandon(1))
+            for heads in (range(1), range(1, 2)):
+                sender.write_part(grant, *part_for(grant, key[0], heads), (heads.start, heads.stop))
+                assert sender.receive() == WriteAck()
+            assert client.segment.layer_view(entry.page, 0) == entry_for(grant, key[0])[1]
+        await client.close()
+
+    run(test())
+
+
+def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        key = prompt_keys(1)
+        reservation = await client.reserve(key, 0)
+        grant = await client.grant(reservation.reservation_id)
+        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+            sender.open(grant)
+            sender.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
+            assert sender.receive() == WriteAck()
+            entry, data = part_for(grant, key[0], range(1, 2))
+            sender.write_part(grant, entry, data[:-1] + bytes([data[-1] ^ 1]), (1, 2))
+            answer = sender.receive()
+            assert isinstance(answer, WriteAck)
+            assert answer.refusal is RefusalKind.CORRUPT
+            with pytest.raises(TransferError, match=r"checksum of page .* does not match"):
+                await client.wait_arrived(reservation.reservation_id)
+        await client.release(reservation.reservation_id)
+        assert (await until(client, unused)).num_sealed == 0
         await client.close()
 
     run(test())

@@ -12,7 +12,7 @@ import pytest
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from messenger.transports import Transport
-from mooncake.blocks import BlockKey
+from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import TransferError
 from mooncake.messages import Grant, Tier
 from tests.kvstore.nodes import (
@@ -124,13 +124,21 @@ def test_only_lacking_blocks_travel_and_sealed_ones_at_once(
     run(test())
 
 
+STAGES = [LAYOUT.of_layers(range(1)), LAYOUT.of_layers(range(1, LAYOUT.num_layers))]
+RANKS = [LAYOUT.of_heads(range(1)), LAYOUT.of_heads(range(1, 2))]
+both_groups = pytest.mark.parametrize("shards", [STAGES, RANKS], ids=["stages", "ranks"])
+
+
 @both_transports
-def test_stages_fill_one_grant_each_with_its_own_layers(start_node: StartNode, transport: Transport) -> None:
+@both_groups
+def test_members_of_a_group_fill_one_grant_each_with_its_own_shard(
+    start_node: StartNode, transport: Transport, shards: list[KVLayout]
+) -> None:
     async def test() -> None:
         stages = []
-        for name, layers in (("stage-0", range(1)), ("stage-1", range(1, LAYOUT.num_layers))):
-            node = start_node(name, transport=transport.value)
-            stages.append(await node.connect(layout=LAYOUT.of_layers(layers)))
+        for number, shard in enumerate(shards):
+            node = start_node(f"stage-{number}", transport=transport.value)
+            stages.append(await node.connect(layout=shard))
         decode = await start_node("decode", transport=transport.value).connect()
         keys = prompt_keys(3)
         for wanted, sent in ((keys[:2], 2), (keys, 1)):  # the second time only what is lacking
@@ -159,15 +167,13 @@ def test_stages_fill_one_grant_each_with_its_own_layers(start_node: StartNode, t
 
 
 @both_transports
-def test_a_stage_that_is_lost_fails_the_grant_that_another_has_filled(
-    start_node: StartNode, transport: Transport
+@both_groups
+def test_a_member_that_is_lost_fails_the_grant_that_others_write_to(
+    start_node: StartNode, transport: Transport, shards: list[KVLayout]
 ) -> None:
     async def test() -> None:
         nodes = [start_node(name, transport=transport.value) for name in ("stage-0", "stage-1")]
-        stages = [
-            await node.connect(layout=LAYOUT.of_layers(layers))
-            for node, layers in zip(nodes, (range(1), range(1, LAYOUT.num_layers)), strict=True)
-        ]
+        stages = [await node.connect(layout=shard) for node, shard in zip(nodes, shards, strict=True)]
         decode = await start_node("decode", transport=transport.value).connect()
         keys = prompt_keys(2)
         to = await decode.reserve(keys, 0)
@@ -176,7 +182,8 @@ def test_a_stage_that_is_lost_fails_the_grant_that_another_has_filled(
             source = await stage.reserve(keys, 0)
             await stage.send(source.reservation_id, grant, "request 1")
             await write_layers(stage, source, keys, range(1))
-        await until(decode, lambda s: s.received_bytes[transport] == 2 * 2 * LAYOUT.layer_bytes)
+        num_bytes = sum(2 * shard.layer_bytes for shard in shards)
+        await until(decode, lambda s: s.received_bytes[transport] == num_bytes)
         nodes[1].kill()
         with pytest.raises(TransferError, match="connection from stage-1 was lost"):
             await decode.wait_arrived(to.reservation_id)

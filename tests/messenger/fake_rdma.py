@@ -115,6 +115,16 @@ class FakeEndpoint:
             memmove(address, memory.address + offset, num_bytes)
             network.num_landed += is_real
 
+    async def read(self, slices: Sequence[tuple[int, int, int]], keys: Sequence[int]) -> None:
+        self._check()
+        await asyncio.sleep(0)
+        for (offset, address, num_bytes), key in zip(slices, keys, strict=True):
+            assert self._other is not None
+            begin, end = self._other.openings.get(key, (0, 0))
+            if not begin <= address <= address + num_bytes <= end:
+                raise self._fail(RdmaError("the peer refused access", Remedy.GIVE_UP))
+            memmove(self._memory.address + offset, address, num_bytes)
+
     def _check(self) -> None:
         """Raises what the failure means for those that have not caused it."""
         if self.failure is not None:

@@ -62,7 +62,10 @@ class GrantState:
 
 
 class Pages:
-    """`WriteTarget` and `ReadSource` over `memory`. What breaks the contract goes to `violations`."""
+    """`WriteTarget` and `ReadSource` over `memory`. What breaks the contract goes to `violations`.
+
+    All have the same heads here.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -104,7 +107,8 @@ class Pages:
             grant.writers.append(writer)
             self._opened[grant_id, id(writer)] = self._opened.get((grant_id, id(writer)), 0) + 1
 
-    def begin(self, grant_id: int, entry: WriteEntry) -> memoryview | None:
+    def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
+        assert heads is None
         grant = self._usable(grant_id)
         if not grant.writers and not grant.is_complete:
             self.violations.append(f"a write to grant {grant_id}, which nobody has opened")
@@ -146,7 +150,7 @@ class Pages:
         block_bytes = self.memory.layout.block_bytes
         return [(page, Range(self.memory.offset(page, 0), block_bytes)) for page in pages], on_closed
 
-    def complete(self, grant_id: int, entry: WriteEntry) -> bool:
+    def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         grant = self._end(grant_id, entry)
         layers = range(entry.layer_begin, entry.layer_end)
         if self.memory.checksums(entry.page, layers) != entry.checksums:
@@ -160,7 +164,7 @@ class Pages:
         grant.is_complete = len(grant.arrived) == len(grant.pages) * self.memory.layout.num_layers
         return grant.is_complete
 
-    def abandon(self, grant_id: int, entry: WriteEntry) -> None:
+    def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         self._end(grant_id, entry)
         self._scrub(entry)
 
@@ -187,13 +191,17 @@ class Pages:
         if reason is not None and not grant.is_complete and grant.failure is None:
             grant.failure = reason
 
-    async def lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
+    async def lease(
+        self, keys: Sequence[bytes], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
         await self.may_read.wait()
+        assert heads is None
         return self._lease(keys, layers)
 
     def lease_now(
-        self, keys: Sequence[bytes], layers: range
+        self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
+        assert heads is None
         return self._lease(keys, layers) if self.may_read.is_set() else None
 
     def _lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:

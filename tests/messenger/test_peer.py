@@ -395,9 +395,9 @@ def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None:
             await until(lambda: peer.flow.in_flight_bytes == MAX_QUEUED_REQUESTS * LARGE.block_bytes)
             complete = node.pages.complete
 
-            def record(grant_id: int, entry: WriteEntry) -> bool:
+            def record(grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
                 order.append(grant_id)
-                return complete(grant_id, entry)
+                return complete(grant_id, entry, heads)
 
             node.pages.complete = record  # type: ignore[method-assign]
             urgent = asyncio.create_task(node.write(2, [18], Urgency.LATENCY))
@@ -505,8 +505,8 @@ def test_a_write_refused_on_completion_is_heard_of(tmp_path: Path) -> None:
             node.pages.grant(1, [0])
             begin = node.pages.begin
 
-            def begin_and_revoke(grant_id: int, entry: WriteEntry) -> memoryview | None:
-                view = begin(grant_id, entry)
+            def begin_and_revoke(grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
+                view = begin(grant_id, entry, heads)
                 if grant_id == 1:
                     node.pages.grants[1].failure = "revoked"
                 return view

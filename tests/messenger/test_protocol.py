@@ -155,9 +155,10 @@ def test_mismatch_names_both_values(theirs: Identity, what: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [range(2), range(1), range(1, 2)])
-def test_peer_with_another_split_of_the_cluster_is_accepted(layers: range) -> None:
+@pytest.mark.parametrize("heads", [range(LAYOUT.num_kv_heads), range(1), range(1, 3)])
+def test_peer_with_another_split_of_the_cluster_is_accepted(layers: range, heads: range) -> None:
     other = msgspec.structs.replace(IDENTITY, instance="decode-7", incarnation=1, host_id="elsewhere")
-    theirs = msgspec.structs.replace(other, layout=LAYOUT.of_layers(layers))
+    theirs = msgspec.structs.replace(other, layout=LAYOUT.of_layers(layers).of_heads(heads))
     check_identity(IDENTITY, theirs)
     check_identity(theirs, IDENTITY)
 

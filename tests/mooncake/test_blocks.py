@@ -1,11 +1,12 @@
 import hashlib
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.blocks import KVLayout, block_keys, model_fingerprint, root_key
+from mooncake.blocks import KVLayout, block_keys, common, model_fingerprint, root_key
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70)
 ROOT = root_key("model")
@@ -62,3 +63,35 @@ def test_a_shard_knows_which_layers_of_the_model_it_has() -> None:
             shard.positions(layers)
     with pytest.raises(ValueError, match="at least 1"):
         LAYOUT.of_layers(range(0))
+
+
+def test_a_shard_knows_which_heads_of_the_model_it_has() -> None:
+    shard = LAYOUT.of_heads(range(1, 3)).of_layers(range(2, 5))
+    assert (shard.first_head, shard.num_kv_heads, shard.heads) == (1, 2, range(1, 3))
+    assert shard.head_bytes == LAYOUT.head_bytes == LAYOUT.layer_bytes // 3
+    assert shard.layer_bytes == 2 * shard.head_bytes
+    assert shard.block_bytes == 3 * shard.layer_bytes
+    assert shard.head_positions(range(1, 3)) == range(2)
+    assert shard.head_positions(range(2, 3)) == range(1, 2)
+    for heads in (range(2), range(2, 4), range(2, 2), range(3, 4), range(2, 1)):
+        with pytest.raises(ValueError, match=r"heads .* are no part of \[1, 3\)"):
+            shard.head_positions(heads)
+    with pytest.raises(ValueError, match="at least 1"):
+        LAYOUT.of_heads(range(1, 1))
+    with pytest.raises(ValueError, match="at least 1"):
+        LAYOUT.of_heads(range(-1, 1))
+
+
+def test_what_two_ranges_have_in_common() -> None:
+    assert common(range(4), range(2, 6)) == range(2, 4)
+    assert common(range(2, 6), range(4)) == range(2, 4)
+    assert common(range(3), range(3)) == range(3)
+    assert not common(range(2), range(2, 4))
+    assert not common(range(2, 4), range(1))
+
+
+def test_shards_travel_with_their_place_and_whole_blocks_without() -> None:
+    for layout in (LAYOUT, LAYOUT.of_layers(range(3, 4)).of_heads(range(2, 3))):
+        encoded = msgspec.msgpack.encode(layout)
+        assert msgspec.msgpack.decode(encoded, type=KVLayout) == layout
+        assert (b"first_head" in encoded) == (layout != LAYOUT)

@@ -22,6 +22,7 @@ from mooncake.messages import (
     Decode,
     Failed,
     FrontHello,
+    PoolShard,
     Prefill,
     Register,
     Rejected,
@@ -103,7 +104,7 @@ class InstanceUnderTest:
             role,
             FINGERPRINT,
             cluster.layout,
-            pool.address,
+            (PoolShard(pool.address, cluster.layout),),
             Capacity(pool.num_pages, kv.num_pages),
             self.executor.engine,
         )

@@ -20,6 +20,8 @@ from mooncake.messages import (
     PROTOCOL_VERSION,
     Capacity,
     Grant,
+    MessengerAddress,
+    PoolShard,
     Prefill,
     Prefilled,
     PrefixSource,
@@ -286,7 +288,7 @@ class Lab:
 
     def _previous_stage(self, link: NextStage) -> PreviousStage:
         capacity = Capacity(NUM_PAGES, NUM_PAGES)
-        hello = StageHello(PROTOCOL_VERSION, link.stage, len(self.parts), FINGERPRINT, capacity, "cpu")
+        hello = StageHello(PROTOCOL_VERSION, link.stage, len(self.parts), FINGERPRINT, capacity, "cpu", ())
         return PreviousStage(link.endpoint, b"stage#1", CLUSTER_KEY, hello, DEADLINE_S)
 
     async def assert_nothing_is_held(self, pool: WorkerClient) -> None:
@@ -296,6 +298,10 @@ class Lab:
                 assert stats.integrity is None
                 if not (stats.num_reservations or stats.num_used or stats.num_quarantined):
                     return
+
+    def source(self, holder: MessengerAddress, num_blocks: int) -> PrefixSource:
+        """A pool that is believed to have so many."""
+        return PrefixSource((PoolShard(holder, self.layout),), num_blocks)
 
     async def order(
         self,

@@ -13,7 +13,7 @@ import transformers
 
 from mooncake.blocks import BlockKey
 from mooncake.config import KVCacheConfig, TransportChoice
-from mooncake.messages import PrefixSource, Tier
+from mooncake.messages import Tier
 from tests.kvstore.holder import Answer, HandMadeHolder
 from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
@@ -96,7 +96,7 @@ def test_any_prefix_from_any_tier_in_any_chunks_and_stages(
                     node, client = holder
                     lab.clear(node)
                     lab.put(node, keys[:num_blocks], plain.blocks[:num_blocks])
-                    source = PrefixSource(client.address, len(keys))  # believed to have more than it has
+                    source = lab.source(client.address, len(keys))  # believed to have more than it has
                 else:
                     lab.put_local(keys[:num_blocks], plain.blocks[:num_blocks])
                     if tier == "ssd":
@@ -190,7 +190,7 @@ def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
             keys = lab.keys_of(prompt)
             lab.put_local(keys[:num_local], plain.blocks[:num_local])
             with holding(lab, keys, plain, answer, layer) as holder:
-                source = PrefixSource(holder.address, len(keys))
+                source = lab.source(holder.address, len(keys))
                 (result,) = await lab.results(Setting(16, overlap), [prompt], source)
             assert_equal(result, plain, num_local, same_arithmetic=False)
             num_good = 4 if answer is Answer.EVICTED else num_local

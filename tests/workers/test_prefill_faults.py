@@ -13,7 +13,7 @@ import transformers
 
 from kvstore.segment import Segment
 from mooncake.errors import PoolError
-from mooncake.messages import PrefixSource, WorkFailed
+from mooncake.messages import WorkFailed
 from tests.kvstore.holder import NUM_PIECES, Answer
 from tests.kvstore.nodes import DEADLINE_S, run
 from tests.kvstore.nodes import until as pool_until
@@ -148,7 +148,7 @@ def test_real_holder_that_goes_away_costs_nothing_but_time(
             async with lab.running(Setting(8)), proxied(client.address.tcp_endpoints[0]) as proxy:
                 proxy.slow(256, 0.01)
                 near = msgspec.structs.replace(client.address, tcp_endpoints=(proxy.endpoint,))
-                receiving = await lab.order(prompt, PrefixSource(near, 5))
+                receiving = await lab.order(prompt, lab.source(near, 5))
                 stats = await pool_until(lab.prefill, lambda stats: sum(stats.received_bytes.values()) > 0)
                 proxy.black_hole()
                 assert sum(stats.received_bytes.values()) < 5 * lab.layout.block_bytes
@@ -182,7 +182,7 @@ def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
             keys = lab.keys_of(prompt)
             pause = partial(threading.Event().wait, piece_s)
             with holding(lab, keys, plain, Answer.IN_PIECES, layer, pause) as holder:
-                (result,) = await lab.results(Setting(), [prompt], PrefixSource(holder.address, len(keys)))
+                (result,) = await lab.results(Setting(), [prompt], lab.source(holder.address, len(keys)))
             assert_equal(result, plain, 5, same_arithmetic=False)
             assert result.num_cached_tokens == 5 * BLOCK_SIZE
 
@@ -203,7 +203,7 @@ def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
             asked = threading.Event()
             with holding(lab, keys, plain, Answer.HANG, layer, asked=asked) as holder:
                 async with lab.running(Setting(make_copies=gate.make)):
-                    receiving = await lab.order(prompt, PrefixSource(holder.address, len(keys)))
+                    receiving = await lab.order(prompt, lab.source(holder.address, len(keys)))
                     assert await asyncio.to_thread(asked.wait, DEADLINE_S)
                     if layer:
                         await gate.reached()
@@ -308,7 +308,7 @@ def test_reused_tokens_are_counted_by_source(model: transformers.PreTrainedModel
             lab.put(lab.prefill_node, keys[:2], plain.blocks[:2])
             lab.clear(lab.decode_node)
             async with lab.running(Setting()) as runner:
-                receiving = await lab.order(prompt, PrefixSource(client.address, 5))
+                receiving = await lab.order(prompt, lab.source(client.address, 5))
                 await receiving.result()
                 assert runner.num_tokens == {
                     "dram": 2 * BLOCK_SIZE,

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from mooncake.blocks import KVLayout
-from mooncake.messages import MessengerAddress
+from mooncake.messages import MessengerAddress, PoolShard
 from tests.kvstore.nodes import DEADLINE_S, run
 from workers import prefix_fetch
 from workers.prefix_fetch import PATIENCE_S, PrefixFetch
 
 NUM_LAYERS, NUM_BLOCKS = 4, 3
-SOURCE = MessengerAddress("holder", 1, "elsewhere", "", ())
+LAYOUT = KVLayout(NUM_LAYERS, num_kv_heads=1, head_dim=16, block_size=16, dtype="float32")
+SOURCES = (PoolShard(MessengerAddress("holder", 1, "elsewhere", "", ()), LAYOUT),)
 TOO_LONG_S = 1.01 * PATIENCE_S
 
 
@@ -21,8 +22,7 @@ class FakePool:
     """The own messenger, which says what the test lets it say."""
 
     def __init__(self) -> None:
-        layout = KVLayout(NUM_LAYERS, num_kv_heads=1, head_dim=16, block_size=16, dtype="float32")
-        self.segment = SimpleNamespace(layout=layout)
+        self.segment = SimpleNamespace(layout=LAYOUT)
         self.num_stopped = 0
         self.says: Callable[[int, int], None]
         self.is_asked = asyncio.Event()
@@ -31,7 +31,7 @@ class FakePool:
     async def fetch(
         self,
         reservation_id: int,
-        source: MessengerAddress,
+        sources: Sequence[PoolShard],
         blocks: Sequence[int],
         on_layers: Callable[[int, int], None],
     ) -> tuple[list[int], list[int]]:
@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 async def fetching() -> tuple[PrefixFetch, FakePool]:
     pool = FakePool()
-    fetch = PrefixFetch(pool, 1, SOURCE, range(NUM_BLOCKS))  # type: ignore[arg-type]
+    fetch = PrefixFetch(pool, 1, SOURCES, range(NUM_BLOCKS))  # type: ignore[arg-type]
     await pool.is_asked.wait()
     return fetch, pool
 
@@ -163,7 +163,7 @@ def test_source_that_is_seen_to_be_too_slow_is_given_up_early(clock: Clock) -> N
 def test_fetch_can_be_stopped_as_soon_as_it_has_begun(clock: Clock) -> None:
     async def test() -> None:
         pool = FakePool()
-        fetch = PrefixFetch(pool, 1, SOURCE, range(NUM_BLOCKS))  # type: ignore[arg-type]
+        fetch = PrefixFetch(pool, 1, SOURCES, range(NUM_BLOCKS))  # type: ignore[arg-type]
         await fetch.ended(patience_s=0)
         assert fetch.has_ended
         assert pool.num_stopped == 1

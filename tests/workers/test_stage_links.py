@@ -18,7 +18,7 @@ from workers.previous_stage import PreviousStage
 from workers.stage_messages import AboutJob, End, PassShare, StageHello, Stored
 
 TIMEOUT_S = 0.5
-HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20), "cpu")
+HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20), "cpu", ())
 
 
 @pytest.fixture
@@ -73,10 +73,13 @@ def test_stage_that_comes_first_waits_for_the_one_before(endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        (StageHello(0, 1, 3, "f" * 32, Capacity(1, 1), "cpu"), "protocol version differs"),
-        (StageHello(PROTOCOL_VERSION, 2, 3, "f" * 32, Capacity(1, 1), "cpu"), "stage differs: ours is 1"),
-        (StageHello(PROTOCOL_VERSION, 1, 2, "f" * 32, Capacity(1, 1), "cpu"), "number of stages differs"),
-        (StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu"), "model fingerprint differs"),
+        (StageHello(0, 1, 3, "f" * 32, Capacity(1, 1), "cpu", ()), "protocol version differs"),
+        (StageHello(PROTOCOL_VERSION, 2, 3, "f" * 32, Capacity(1, 1), "cpu", ()), "stage differs: ours is 1"),
+        (StageHello(PROTOCOL_VERSION, 1, 2, "f" * 32, Capacity(1, 1), "cpu", ()), "number of stages differs"),
+        (
+            StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu", ()),
+            "model fingerprint differs",
+        ),
     ],
 )
 def test_stage_that_does_not_fit_is_told_why_and_another_may_come(

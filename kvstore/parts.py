@@ -1,0 +1,71 @@
+"""Parts: layers of granted pages that come as ranges of heads, from several senders with other shards.
+
+A rank of a tensor-parallel group sends the heads that it has; the layer is there when those of all ranks
+are.
+
+Invariants, of each layer that has begun to come in parts and is not complete: no head is both arrived and
+being received, and some head is either. A layer without such a head is not known here.
+
+Owns: which heads of such layers have come. Does not know: bytes, grants, layers that come whole.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Masks of heads: bit h is that of the h-th of this shard."""
+
+    arrived: int = 0
+    receiving: int = 0
+
+
+class Parts:
+    """Of one grant, whose shard has `num_heads`. Layers and heads are positions in it."""
+
+    def __init__(self, num_heads: int) -> None:
+        self._all_heads = (1 << num_heads) - 1
+        self._layers: dict[tuple[int, int], _Layer] = {}
+        """by page and layer"""
+
+    def knows(self, page: int, layer: int) -> bool:
+        """Whether some of its heads have come, or are being received."""
+        return (page, layer) in self._layers
+
+    def have_arrived(self, page: int, layer: int, heads: range) -> bool:
+        """Whether all of these have come, to a layer that is not complete."""
+        known = self._layers.get((page, layer))
+        return known is not None and not _mask(heads) & ~known.arrived
+
+    def begin(self, page: int, layer: int, heads: range) -> bool:
+        """These are being received from now on. False, and nothing changes, if some of them were begun."""
+        known = self._layers.get((page, layer))
+        if known is None:
+            known = self._layers[page, layer] = _Layer()
+        elif (known.arrived | known.receiving) & _mask(heads):
+            return False
+        known.receiving |= _mask(heads)
+        return True
+
+    def complete(self, page: int, layer: int, heads: range) -> bool:
+        """They are there. Whether all of the layer is now, which is forgotten then."""
+        known = self._layers[page, layer]
+        known.receiving &= ~_mask(heads)
+        known.arrived |= _mask(heads)
+        if known.arrived != self._all_heads:
+            return False
+        del self._layers[page, layer]
+        return True
+
+    def abandon(self, page: int, layer: int, heads: range) -> bool:
+        """They are not being received any more. Whether the layer has no heads at all now."""
+        known = self._layers[page, layer]
+        known.receiving &= ~_mask(heads)
+        if known.arrived or known.receiving:
+            return False
+        del self._layers[page, layer]
+        return True
+
+
+def _mask(heads: range) -> int:
+    return (1 << heads.stop) - (1 << heads.start)
