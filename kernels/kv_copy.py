@@ -3,10 +3,14 @@
 A layer of the device's KVCache is `[num_pages, num_kv_heads, 2, page_size, head_dim]` (index 0 is K,
 1 is V), so one page is byte for byte one layer of a KVCache block.
 
+On CUDA, whole pages are copied by `kernels.cuda.page_copy`; everything else is torch.
+
 Owns: the copies. Does not know: which page belongs to whom.
 """
 
 import torch
+
+from kernels.cuda import why_unavailable
 
 
 def write_kv(
@@ -30,6 +34,10 @@ def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
     `pages`: int64 `[n]`. Reads and writes n pages each.
     """
+    if _has_kernels(kv_layer):
+        from kernels.cuda import page_copy
+
+        return page_copy.gather_pages(kv_layer, pages)
     return kv_layer.index_select(0, pages)
 
 
@@ -38,4 +46,13 @@ def scatter_pages(kv_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
 
     Reads and writes n pages each.
     """
-    kv_layer.index_copy_(0, pages, blocks)
+    if _has_kernels(kv_layer):
+        from kernels.cuda import page_copy
+
+        page_copy.scatter_pages(kv_layer, pages, blocks)
+    else:
+        kv_layer.index_copy_(0, pages, blocks)
+
+
+def _has_kernels(kv_layer: torch.Tensor) -> bool:
+    return kv_layer.is_cuda and not why_unavailable()

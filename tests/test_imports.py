@@ -94,3 +94,26 @@ def test_transformers_does_not_take_our_kernels_for_another() -> None:
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.split() == ["0.0.0", "False"]
+
+
+def test_a_worker_on_a_cpu_needs_no_triton() -> None:
+    probe = "import sys; sys.modules['triton'] = None; import workers.service; print('fine')"
+    result = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.split() == ["fine"], result.stderr
+
+
+def test_the_engine_and_the_kernels_need_only_torch_numpy_and_triton() -> None:
+    # So that benchmarks of a device run where nothing else is installed.
+    probe = (
+        "import sys\n"
+        "for name in ('msgspec', 'zmq', 'xxhash', 'pydantic', 'fastapi', 'transformers', 'yaml'):\n"
+        "    sys.modules[name] = None\n"
+        "import benchmarks.device.checks, benchmarks.device.steps, benchmarks.device.serving\n"
+        "print('fine')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.split() == ["fine"], result.stderr

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kernels.kv_copy import gather_pages, scatter_pages
 from kvstore.segment import Segment
 from messenger.checksums import copy_layers
 from workers.engine.kvcache import DeviceKVCache
@@ -123,7 +124,7 @@ class CudaCopies:
             self._load_stream.wait_event(free)
             on_device = staged.to(self._kv.device, non_blocking=True)
             index = pages.to(self._kv.device, non_blocking=True)
-            self._kv.layer(layer).index_copy_(0, index, on_device)
+            scatter_pages(self._kv.layer(layer), index, on_device)
             return Loaded(self._load_stream.record_event(), damaged)
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
@@ -133,7 +134,7 @@ class CudaCopies:
         with torch.cuda.stream(self._store_stream):
             self._store_stream.wait_event(computed)
             index = pages.to(self._kv.device, non_blocking=True)
-            staged.copy_(self._kv.layer(layer).index_select(0, index), non_blocking=True)
+            staged.copy_(gather_pages(self._kv.layer(layer), index), non_blocking=True)
             copied = self._store_stream.record_event()
         copied.synchronize()  # this thread only
         checksums = []

@@ -38,9 +38,8 @@ class Executor:
 
     @property
     def engine(self) -> str:
-        """What computes, for people: `cuda:0`, `cpu (avx512_bf16)`, `cpu (torch)`."""
-        device = self.kv.device
-        return f"cpu ({self.model.computed_by})" if device.type == "cpu" else str(device)
+        """What computes, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
+        return f"{self.kv.device} ({self.model.computed_by})"
 
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
         """Make `call` on the device thread.

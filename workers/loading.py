@@ -12,6 +12,7 @@ from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
 from mooncake.config import KVCacheConfig, StageProcess, WorkerProcess
 from mooncake.errors import ConfigError, ModelError
 from mooncake.process import Progress, report
+from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, UnsupportedModel
@@ -53,7 +54,10 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
             model.load_weights(iter_weights(checkpoint, layers, _report_weights))
     except (UnsupportedModel, WeightsError) as error:
         raise ModelError(f"{checkpoint.name}: {error}") from None
-    return Executor(model, DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device))
+    kv = DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device)
+    if device.type == "cuda":
+        warm_up(model, kv)
+    return Executor(model, kv)
 
 
 def _check_layout(spec: ModelSpec, layout: KVLayout) -> None:

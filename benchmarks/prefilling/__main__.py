@@ -1,6 +1,6 @@
 """What loads, stores and reuse cost and save, beside the computation alone.
 
-    python benchmarks/prefill.py [--only overlap|reuse] [--rounds N] [--tokens N,N,...]
+    python benchmarks/prefill.py [--only overlap|reuse|pipeline] [--rounds N] [--tokens N,N,...]
 
 SmolLM2-135M's shape with random weights, bfloat16, one thread; real messenger processes, nothing leaves the
 machine. All ways are measured in turn in each round; tables have medians, and bars as far as there are any.
@@ -8,6 +8,9 @@ machine. All ways are measured in turn in each round; tables have medians, and b
 - overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored;
   and Figure 7 of the Mooncake paper: computed whole, stores throttled to take as long as the computation.
 - reuse: a prompt of 4k tokens, of which 95% are in the own pool's DRAM, or in another instance's over TCP.
+- pipeline: two stages of one core each against one stage of one core, as `mooncake-serve` runs them, with the
+  default model. The timeline of the last prompt of each size is written to `--timelines FOLDER`, as a Chrome
+  trace and as a picture.
 
 Owns: the comparisons, their tables and bars. Does not know: how a prefill is run.
 """
@@ -18,10 +21,13 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from benchmarks.prefilling.bench import BLOCK_SIZE, LAYOUT, Bench, instances, seal
+from benchmarks.prefilling.pipeline import SIZES as PIPELINE_TOKENS
+from benchmarks.prefilling.pipeline import pipeline
 from kvstore.worker_client import WorkerClient
 from mooncake.messages import PoolShard, PrefixSource
 
@@ -126,8 +132,8 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
     return is_met
 
 
-async def measure(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Whether all bars are met."""
+async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bool:
+    """Whether all bars of overlap and reuse are met."""
     is_met = True
     async with instances() as (pool, holder):
         bench = Bench(pool)
@@ -142,6 +148,21 @@ async def measure(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bo
     return is_met
 
 
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Whether all bars are met."""
+    only, num_rounds = arguments.only, arguments.rounds
+    sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else None
+    is_met = True
+    if only != "pipeline":
+        is_met &= await beside_transfers(only, num_rounds, sizes or OVERLAP_TOKENS)
+    if only in (None, "pipeline"):
+        print()
+        is_met &= await pipeline(
+            arguments.stages, num_rounds, sizes or PIPELINE_TOKENS, arguments.chunks, arguments.timelines
+        )
+    return is_met
+
+
 def main() -> None:
     """Exit code 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
@@ -149,13 +170,19 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--only", choices=["overlap", "reuse"])
+    parser.add_argument("--only", choices=["overlap", "reuse", "pipeline"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", default=",".join(map(str, OVERLAP_TOKENS)), help="of section overlap")
+    parser.add_argument("--tokens", help="of sections overlap and pipeline")
+    parser.add_argument("--stages", type=int, default=2, help="of section pipeline")
+    parser.add_argument(
+        "--chunks", choices=["balanced", "fixed"], default="balanced", help="of section pipeline"
+    )
+    parser.add_argument(
+        "--timelines", type=Path, default=Path(), metavar="FOLDER", help="of section pipeline"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = [int(size) for size in arguments.tokens.split(",")]
-    if not asyncio.run(measure(arguments.only, arguments.rounds, sizes)):
+    if not asyncio.run(measure(arguments)):
         sys.exit("a bar is not met")
 
 

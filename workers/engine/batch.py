@@ -7,6 +7,7 @@ plans), computed at most once. Does not know: why the scheduler chose these chun
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from kernels.cpu.elementwise import Slots
 from kernels.cpu.library import Library
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.rotary import cos_sin, rotation_factors
+from workers.engine.upload import upload
 
 
 @dataclass(slots=True)
@@ -30,6 +32,16 @@ class Chunk:
     token_ids: Sequence[int]
     start: int
     pages: Sequence[int]
+
+
+class HostTokens(NamedTuple):
+    """A batch's tokens, int64 `[T]`, and the row of each chunk's last one, int64 `[S]`; on the CPU."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    page_of_token: np.ndarray
+    offset_of_token: np.ndarray
+    last_rows: np.ndarray
 
 
 class Batch:
@@ -53,7 +65,7 @@ class Batch:
                 f"expected token ids in [0, {kv.spec.vocab_size}), got {token_ids.min()} to {token_ids.max()}"
             )
         self.kv_shape = kv.layer_shape
-        self.dtype = kv.dtype
+        self.dtype, self.device = kv.dtype, kv.device
         self.num_tokens = sum(query_lens)
         self.query_lens = tuple(query_lens)
         """new tokens of each chunk"""
@@ -61,16 +73,9 @@ class Batch:
         """tokens of each sequence, the new ones included"""
         self.page_tables = tables
         """int64, of each sequence, on the CPU"""
-        self.token_ids = torch.from_numpy(token_ids).to(kv.device)
-        """int64 [T]"""
-        self.positions = torch.from_numpy(positions).to(kv.device)
-        """int64 [T]"""
-        self.page_of_token = torch.from_numpy(page_of_token).to(kv.device)
-        """int64 [T], where the token's KV is written"""
-        self.offset_of_token = self.positions % kv.page_size
-        """int64 [T]"""
-        self.last_rows = torch.from_numpy(np.cumsum(query_lens) - 1).to(kv.device)
-        """int64 [S], the row of each chunk's last token"""
+        self.host = HostTokens(
+            token_ids, positions, page_of_token, positions % kv.page_size, np.cumsum(query_lens) - 1
+        )
         self._spec = kv.spec
         self._plans: dict[int | None, AttentionPlan] = {}
         self._workspace: torch.Tensor | None = None
@@ -90,6 +95,36 @@ class Batch:
         return cls(chunks, kv)
 
     @cached_property
+    def _uploaded(self) -> list[torch.Tensor]:
+        """`host`, on the device; a captured graph that computes the batch never asks for it."""
+        return upload(self.host, self.device)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int64 [T]"""
+        return self._uploaded[0]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]"""
+        return self._uploaded[1]
+
+    @property
+    def page_of_token(self) -> torch.Tensor:
+        """int64 [T], where the token's KV is written"""
+        return self._uploaded[2]
+
+    @property
+    def offset_of_token(self) -> torch.Tensor:
+        """int64 [T], within that page"""
+        return self._uploaded[3]
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """int64 [S], the row of each chunk's last token"""
+        return self._uploaded[4]
+
+    @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token's angles: two float32 tensors `[T, head_dim / 2]`."""
         return cos_sin(self._spec, self.positions)
@@ -104,7 +139,7 @@ class Batch:
         if sliding_window not in self._plans:
             tables = [torch.from_numpy(table) for table in self.page_tables]
             _, num_kv_heads, _, page_size, _ = self.kv_shape
-            geometry = PageGeometry(num_kv_heads, page_size, self.dtype, self.positions.device)
+            geometry = PageGeometry(num_kv_heads, page_size, self.dtype, self.device)
             plan = plan_attention(self.query_lens, self.kv_lens, tables, geometry, sliding_window)
             self._plans[sliding_window] = plan
         return self._plans[sliding_window]

@@ -4,18 +4,18 @@ Token-for-token equality with transformers' eager models in float32 is the aim.
 
 Owns: the forward pass of the layers `[a, b)` of one model; models of adjacent ranges form a pipeline (CPP,
 Mooncake section 5.1), models that share a group compute the same layers in parts (tensor parallelism); which
-of two implementations of a layer computes. Does not know: scheduling, transfers, sampling, how the ranks of a
-group meet. Callers that load or store KVCache between layers (section 5.2) write the loop of `forward`
-themselves.
+implementation of a layer computes. Does not know: scheduling, transfers, sampling, how the ranks of a group
+meet. Callers that load or store KVCache between layers (section 5.2) write the loop of `forward` themselves.
 """
 
 import logging
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kernels.cpu.library import Library, choose
+from workers.engine import cuda
 from workers.engine.batch import Batch
 from workers.engine.cpu_layers import CpuLayers, unsupported
 from workers.engine.kvcache import DeviceKVCache
@@ -24,6 +24,10 @@ from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, part_of
 from workers.engine.torch_layers import TorchLayers
 from workers.engine.weights import Weights
+
+if TYPE_CHECKING:  # they import Triton, which a CPU does without
+    from workers.engine.decode_graphs import DecodeGraphs
+    from workers.engine.triton_layers import TritonLayers
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +47,9 @@ class Layers(Protocol):
 class DecoderModel:
     """Layers `[layers.start, layers.stop)` of a model; nothing can be computed before weights are loaded.
 
-    On the CPU the project's own kernels compute, if they can compute this model and `allow_native` is set;
-    otherwise torch does. `computed_by` says which: "torch" or an instruction set; `fallback_reason` says why
-    it is torch on a CPU, and is empty otherwise.
+    On the CPU and on CUDA the project's own kernels compute, if they can compute this model and
+    `allow_native` is set; otherwise torch does. `computed_by` says which: "torch", "triton" or an instruction
+    set; `fallback_reason` says why it is torch, and is empty otherwise.
 
     With a `shard` this is one rank's part of these layers: it holds and writes the KV heads `kv_heads` only.
     Hidden states and logits are complete, and the same on every rank.
@@ -67,20 +71,32 @@ class DecoderModel:
         self._shard = shard
         self._part = part_of(spec) if shard is None else part_of(spec, shard.rank, shard.size)
         self._library, self.fallback_reason = self._choose(allow_native)
-        self.computed_by = "torch" if self._library is None else self._library.isa.value
+        self.computed_by = self._name()
         self._computed: Layers | None = None
+        self._triton: TritonLayers | None = None
+        self._graphs: DecodeGraphs | None = None
 
     def _choose(self, allow_native: bool) -> tuple[Library | None, str]:
-        if self.device.type != "cpu":
-            return None, ""
         if not allow_native:
             return None, "torch was asked for"
+        if self.device.type != "cpu":
+            reason = cuda.unsupported(self.spec, self.dtype)
+            if self._shard is not None:
+                reason = reason or "its own kernels do not compute one rank of a group"
+            if reason:
+                log.warning("torch computes this model, more slowly: %s", reason)
+            return None, reason
         choice = choose()
         reason = unsupported(self.spec, self.dtype)
         if choice.library is not None and reason:
             log.warning("torch computes this model, at about half the speed: %s", reason)
             return None, reason
         return choice.library, choice.reason
+
+    def _name(self) -> str:
+        if self._library is not None:
+            return self._library.isa.value
+        return "torch" if self.fallback_reason else "triton"
 
     @property
     def kv_heads(self) -> range:
@@ -115,12 +131,22 @@ class DecoderModel:
         self._prepare(weights)
 
     def _prepare(self, weights: Weights) -> None:
+        self._graphs = None
+        if self._library is None and not self.fallback_reason:
+            self._computed = self._triton = cuda.triton_layers(self.spec, weights)
+            return
         computed = (
             TorchLayers(self.spec, weights)
             if self._library is None
             else CpuLayers(self._library, self.spec, weights)
         )
         self._computed = computed if self._shard is None else ShardedLayers(computed, self.spec, self._shard)
+
+    def _graphs_over(self, kv: DeviceKVCache) -> "DecodeGraphs | None":
+        """Those of the cache that was used last; None where nothing is captured."""
+        if self._triton is not None and (self._graphs is None or self._graphs.kv is not kv):
+            self._graphs = cuda.decode_graphs(self._triton, kv)
+        return self._graphs
 
     @property
     def _loaded(self) -> Layers:
@@ -152,7 +178,13 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage."""
+        """float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage.
+
+        On CUDA, decode steps over the pages of one cache are captured graphs.
+        """
+        graphs = self._graphs_over(kv)
+        if graphs is not None and graphs.can_compute(batch):
+            return graphs.forward(batch)
         hidden = self.embed(batch)
         for layer in self.layers:
             hidden = self.forward_layer(layer, hidden, batch, kv)

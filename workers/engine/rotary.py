@@ -36,9 +36,15 @@ def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Ten
     return torch.where(is_medium, smoothed, stretched)
 
 
+@lru_cache(maxsize=8)
+def _frequencies_on(spec: ModelSpec, device: torch.device) -> torch.Tensor:
+    """Kept there: a copy from the CPU would make every batch wait for the device."""
+    return inverse_frequencies(spec).to(device)
+
+
 def cos_sin(spec: ModelSpec, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the angles at int64 `positions` [T]: two float32 tensors `[T, head_dim / 2]`."""
-    angles = positions[:, None].to(torch.float32) * inverse_frequencies(spec).to(positions.device)
+    angles = positions[:, None].to(torch.float32) * _frequencies_on(spec, positions.device)
     return angles.cos(), angles.sin()
 
 

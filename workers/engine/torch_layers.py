@@ -1,4 +1,4 @@
-"""Decoder layers in torch, on any device and in any dtype: the reference, and what CUDA runs.
+"""Decoder layers in torch, on any device and in any dtype: the reference, and what runs without kernels.
 
 The arithmetic follows transformers' eager models step by step.
 

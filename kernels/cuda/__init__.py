@@ -1,0 +1,15 @@
+"""The GPU's kernels, in Triton. `why_unavailable` can be asked without Triton; the other modules need it.
+
+Wrappers launch on the device of their tensors, on its current stream.
+
+With TRITON_INTERPRET=1, set before they are imported, they run on CPU tensors: slowly, and without a GPU.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+
+@cache
+def why_unavailable() -> str:
+    """Why these kernels cannot run in this Python, for people; empty if they can."""
+    return "" if find_spec("triton") else "triton is not installed (pip install 'mooncake-serve[cuda]')"

@@ -1,0 +1,190 @@
+"""Attention of single queries over paged KVCache, split over the sequence (flash-decoding).
+
+The keys of one sequence and KV head are divided among NUM_SPLITS programs, each of which attends to its part
+with all query heads of the group; a second kernel merges the parts by their log-sum-exp. The grid depends on
+the number of queries only, so a captured graph serves every context length.
+
+Reference: `kernels.cuda.spans.attention_reference`. Bytes moved: `bytes_moved`; the arithmetic, 4 FLOP for
+every query head and element of K, is small beside it.
+
+Owns: the kernels, their launch. Does not know: layers, requests.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.launch import on_device_of
+from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW, block_dim, check_attention, key_offsets
+from kernels.cuda.spans import Spans
+
+_MAX_SPLITS = 64
+_PROGRAMS_PER_SM = 16
+"""enough that processors which end early find more, few enough that partial results stay small"""
+
+
+class DecodeTile(NamedTuple):
+    """Shape and launch of the splitting kernel: keys of one step, warps, steps in flight."""
+
+    block_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def default_tile(dtype: torch.dtype, head_dim: int) -> DecodeTile:
+    """Small enough that several programs share an SM: it is their loads in flight that fill the memory."""
+    if dtype is torch.float32 or head_dim > 128:
+        return DecodeTile(32, 4, 2)
+    return DecodeTile(64, 4, 3)
+
+
+def pick_num_splits(num_queries: int, num_kv_heads: int, num_sms: int) -> int:
+    """Parts of each sequence, so that `num_sms` multiprocessors have enough to do: a power of two to 64."""
+    wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads))
+    return min(_MAX_SPLITS, int(triton.next_power_of_2(wanted)))
+
+
+def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:
+    """K and V of every sequence and all queries read once, results written once; their parts left out."""
+    return (2 * sum(kv_lens) * num_kv_heads + 2 * len(kv_lens) * num_heads) * head_dim * item_bytes
+
+
+@triton.jit
+def _attend_part(
+    query, kv_layer, spans, pages, parts, part_lse, query_stride, scale, window,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One sequence, KV head and part of the keys. `scale` includes LOG2_E; `part_lse` is a power of two's."""
+    span, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(spans + span * SPAN_FIELDS)
+    end = (tl.load(spans + span * SPAN_FIELDS + 1) * (tl.load(spans + span * SPAN_FIELDS + 2) + 1)).to(
+        tl.int32
+    )
+    pages += tl.load(spans + span * SPAN_FIELDS + 3)
+    first_seen = tl.maximum(0, end - window)
+    first = first_seen // BLOCK_KEYS * BLOCK_KEYS
+    part_keys = tl.cdiv(tl.cdiv(end - first, BLOCK_KEYS), NUM_SPLITS) * BLOCK_KEYS
+    begin = first + split * part_keys
+    stop = tl.minimum(end, begin + part_keys)
+
+    member = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, BLOCK_DIM)
+    is_member, is_dim = member < GROUP, dim < HEAD_DIM
+    head = kv_head * GROUP + member
+    q = tl.load(
+        query + row * query_stride + head[:, None] * HEAD_DIM + dim[None, :],
+        mask=is_member[:, None] & is_dim[None, :], other=0.0,
+    )  # fmt: skip
+    highest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    result = tl.zeros([GROUP_ROWS, BLOCK_DIM], tl.float32)
+    for start in range(begin, stop, BLOCK_KEYS):
+        keys = start + tl.arange(0, BLOCK_KEYS)
+        is_key = keys < stop
+        offsets = key_offsets(
+            pages, keys, start, is_key, kv_head, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS
+        )
+        # What lies behind the last token may be anything: 0 * NaN is NaN, so it is not even loaded.
+        k = tl.load(
+            kv_layer + offsets[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
+        )
+        v = tl.load(
+            kv_layer + PAGE_SIZE * HEAD_DIM + offsets[:, None] + dim[None, :],
+            mask=is_key[:, None] & is_dim[None, :], other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where((is_key & (keys >= first_seen))[None, :], scores, float("-inf"))
+        # Never -inf: the first key that is seen lies in the first block, all later blocks are seen.
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, 1)
+        result = tl.dot(weights.to(v.dtype), v, acc=result * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+
+    # An empty part has highest = -inf and total = 0: its weight in the merge is 0.
+    part = (span * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
+    tl.store(part_lse + part, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=is_member)
+    tl.store(
+        parts + part[:, None] * HEAD_DIM + dim[None, :],
+        result / tl.where(total > 0, total, 1.0)[:, None],
+        mask=is_member[:, None] & is_dim[None, :],
+    )
+
+
+@triton.jit
+def _merge_parts(
+    parts, part_lse, spans, out, lse,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPAN_FIELDS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """One query and head: the mean of its parts' results, weighted by their denominators."""
+    span, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(spans + span * SPAN_FIELDS)
+    split, dim = tl.arange(0, NUM_SPLITS), tl.arange(0, BLOCK_DIM)
+    is_dim = dim < HEAD_DIM
+    part = (span * NUM_HEADS + head) * NUM_SPLITS + split
+    logs = tl.load(part_lse + part)
+    highest = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(weights, 0)
+    results = tl.load(parts + part[:, None] * HEAD_DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
+    result = tl.sum(results * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    to = (row * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=is_dim)
+    if HAS_LSE:
+        natural = (highest + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
+        tl.store(lse + row * NUM_HEADS + head, natural)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    spans: Spans,
+    scale: float,
+    num_splits: int,
+    out: torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    lse: torch.Tensor | None = None,
+    tile: DecodeTile | None = None,
+) -> None:
+    """Writes the rows of `out` that `spans` (of at most one token each) name; other rows stay.
+
+    `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens of `query` may lie apart, its heads
+    may not. Query head h uses KV head `h // (num_heads // num_kv_heads)`. `kv_layer`: contiguous
+    `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, the new tokens in it.
+    The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the scores. `lse`,
+    float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator. `num_splits`: see
+    `pick_num_splits`. Raises ValueError; page numbers are not checked here, but by `plan_spans`.
+    """
+    check_attention(query, kv_layer, spans, sliding_window, out, lse)
+    if num_splits < 1 or num_splits & (num_splits - 1):
+        raise ValueError(f"expected a power of two for num_splits, got {num_splits}")
+    _, num_heads, head_dim = query.shape
+    _, num_kv_heads, _, page_size, _ = kv_layer.shape
+    if len(spans) == 0:
+        return
+    tile = tile or default_tile(query.dtype, head_dim)
+    group = num_heads // num_kv_heads
+    part_shape = (len(spans), num_heads, num_splits)
+    parts = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=query.device)
+    part_lse = torch.empty(part_shape, dtype=torch.float32, device=query.device)
+    with on_device_of(query):
+        _attend_part[(len(spans), num_kv_heads, num_splits)](
+            query, kv_layer, spans.table, spans.pages, parts, part_lse,
+            query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW,
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)),
+            HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
+            BLOCK_KEYS=tile.block_keys, NUM_SPLITS=num_splits, SPAN_FIELDS=spans.table.shape[1],
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        _merge_parts[(len(spans), num_heads)](
+            parts, part_lse, spans.table, out, lse if lse is not None else part_lse,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), NUM_SPLITS=num_splits,
+            SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None, num_warps=4,
+        )  # fmt: skip

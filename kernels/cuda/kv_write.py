@@ -1,0 +1,150 @@
+"""What lies between the product that makes queries, keys and values and their attention, in one pass.
+
+Norms of the heads (Qwen3), rotation of queries and keys, and the write of keys and values to their pages.
+
+Bytes moved: every query, key and value read once and written once; `bytes_moved`.
+
+Owns: the reference, the kernel, its launch. Does not know: layers, who owns a page.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.launch import check_pages, check_tensor, on_device_of
+
+_BLOCK_HEADS = 16
+"""heads of one token that a program handles"""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where T tokens stand, on the device.
+
+    `cos`, `sin`: float32 `[T, head_dim / 2]`. `pages`, `offsets`: int64 `[T]`, no slot twice; a token whose
+    page is -1 is rotated but not written.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pages: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights `[head_dim]`, in the heads' dtype, of the norms of each query and key before the rotation."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+def bytes_moved(num_tokens: int, num_rows: int, head_dim: int, item_bytes: int) -> int:
+    """For `num_rows` = query heads + 2 * KV heads; angles left out."""
+    return 2 * num_tokens * num_rows * head_dim * item_bytes
+
+
+def rotate_and_write_reference(
+    qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
+) -> None:
+    """What the kernel does, in torch and float32; of the heads in `qkv`, only the queries are defined."""
+    num_kv_heads = kv_layer.shape[1]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    heads = qkv[:, : num_heads + num_kv_heads].float()
+    if norms is not None:
+        heads *= torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + norms.eps)
+        heads[:, :num_heads] *= norms.query.float()
+        heads[:, num_heads:] *= norms.key.float()
+    first, second = heads.chunk(2, dim=-1)
+    cos, sin = slots.cos[:, None], slots.sin[:, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+    qkv[:, :num_heads] = rotated[:, :num_heads]
+    written = slots.pages >= 0
+    pages, offsets = slots.pages[written], slots.offsets[written]
+    kv_layer[pages, :, 0, offsets] = rotated[written, num_heads:]
+    kv_layer[pages, :, 1, offsets] = qkv[written, num_heads + num_kv_heads :]
+
+
+@triton.jit
+def _rotate_and_write(
+    qkv, kv_layer, cos, sin, pages, offsets, query_norm, key_norm, eps,
+    HAS_NORMS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token. Pairs are (i, i + HEAD_DIM / 2), so a head is two vectors of half its size."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    NUM_ROWS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_HALF)
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    is_dim = dim < HALF
+    is_element = (head < NUM_ROWS)[:, None] & is_dim[None, :]
+    at = (token * NUM_ROWS + head)[:, None] * HEAD_DIM + dim[None, :]
+    as_read_1 = tl.load(qkv + at, mask=is_element, other=0.0)
+    as_read_2 = tl.load(qkv + at + HALF, mask=is_element, other=0.0)
+    first, second = as_read_1.to(tl.float32), as_read_2.to(tl.float32)
+    if HAS_NORMS:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM
+        factor = tl.rsqrt(mean + eps)[:, None]
+        query_1 = tl.load(query_norm + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        query_2 = tl.load(query_norm + HALF + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        key_1 = tl.load(key_norm + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        key_2 = tl.load(key_norm + HALF + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        first *= factor * tl.where(is_query[:, None], query_1, key_1)
+        second *= factor * tl.where(is_query[:, None], query_2, key_2)
+    cosine = tl.load(cos + token * HALF + dim, mask=is_dim, other=0.0)[None, :]
+    sine = tl.load(sin + token * HALF + dim, mask=is_dim, other=0.0)[None, :]
+    rotated_1 = (first * cosine - second * sine).to(as_read_1.dtype)
+    rotated_2 = (second * cosine + first * sine).to(as_read_1.dtype)
+
+    tl.store(qkv + at, rotated_1, mask=is_element & is_query[:, None])
+    tl.store(qkv + at + HALF, rotated_2, mask=is_element & is_query[:, None])
+    page, offset = tl.load(pages + token), tl.load(offsets + token)
+    is_written = is_element & (~is_query)[:, None] & (page >= 0)
+    k_or_v = tl.where(is_value, 1, 0)
+    kv_head = head - NUM_HEADS - k_or_v * NUM_KV_HEADS
+    slot = ((page * NUM_KV_HEADS + kv_head) * 2 + k_or_v) * PAGE_SIZE + offset
+    to = slot[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(kv_layer + to, tl.where(is_value[:, None], as_read_1, rotated_1), mask=is_written)
+    tl.store(kv_layer + to + HALF, tl.where(is_value[:, None], as_read_2, rotated_2), mask=is_written)
+
+
+def rotate_and_write(
+    qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
+) -> None:
+    """Rotates the queries in place, writes rotated keys and values to their pages.
+
+    `qkv`: contiguous `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries, keys, values, in the pages'
+    dtype. `kv_layer`: contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or
+    float16. Arithmetic is float32, rounded once. Raises ValueError; slots are not checked.
+    """
+    check_pages(kv_layer)
+    _, num_kv_heads, _, page_size, head_dim = kv_layer.shape
+    num_tokens, num_rows, _ = qkv.shape
+    check_tensor(
+        "queries, keys and values", qkv, (num_tokens, num_rows, head_dim), [kv_layer.dtype], kv_layer
+    )
+    if num_rows <= 2 * num_kv_heads:
+        raise ValueError(f"expected more than {2 * num_kv_heads} heads, got {list(qkv.shape)}")
+    for name, angles in (("cos", slots.cos), ("sin", slots.sin)):
+        check_tensor(name, angles, (num_tokens, head_dim // 2), [torch.float32], kv_layer)
+    for name, places in (("page numbers", slots.pages), ("offsets", slots.offsets)):
+        check_tensor(name, places, (num_tokens,), [torch.int64], kv_layer)
+    if norms is not None:
+        check_tensor("query norm", norms.query, (head_dim,), [qkv.dtype], kv_layer)
+        check_tensor("key norm", norms.key, (head_dim,), [qkv.dtype], kv_layer)
+    if num_tokens == 0:
+        return
+    with on_device_of(qkv):
+        _rotate_and_write[(num_tokens, triton.cdiv(num_rows, _BLOCK_HEADS))](
+            qkv, kv_layer, slots.cos, slots.sin, slots.pages, slots.offsets,
+            qkv if norms is None else norms.query, qkv if norms is None else norms.key,
+            0.0 if norms is None else norms.eps,
+            HAS_NORMS=norms is not None, NUM_HEADS=num_rows - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=page_size,
+            BLOCK_HEADS=_BLOCK_HEADS, num_warps=4,
+        )  # fmt: skip

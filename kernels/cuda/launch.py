@@ -1,0 +1,56 @@
+"""What every wrapper of a kernel does for a launch: checks, since kernels read by address, and the device.
+
+Owns: the checks, the choice. Does not know: kernels. Numbers inside tensors (pages, rows) are not read: that
+would wait for the device.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""dtypes that the kernels compute with; sums are always float32"""
+
+
+def check_tensor(
+    what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
+) -> None:
+    """Raises ValueError unless `tensor` is contiguous, of this shape and these dtypes, where `like` is."""
+    check_rows(what, tensor, shape, dtypes, like)
+    if not tensor.is_contiguous():
+        raise ValueError(f"expected contiguous {what}, got strides {tensor.stride()} of {list(tensor.shape)}")
+
+
+def check_rows(
+    what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
+) -> None:
+    """As `check_tensor`, but the items of the first dimension may lie apart (a part of a larger matrix)."""
+    is_dense = tensor.shape[0] == 0 or tensor[0].is_contiguous()
+    if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes or not is_dense:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"expected {what} as {names} {list(shape)}, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+        )
+    if tensor.device != like.device:
+        raise ValueError(f"expected {what} on {like.device}, got {tensor.device}")
+
+
+def check_pages(kv_layer: torch.Tensor) -> None:
+    """Raises ValueError unless it is one layer of a KVCache.
+
+    That is contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` with an even head_dim.
+    """
+    is_pages = kv_layer.dim() == 5 and kv_layer.shape[2] == 2 and kv_layer.shape[4] % 2 == 0
+    if not is_pages or not kv_layer.is_contiguous() or kv_layer.dtype not in FLOATS:
+        raise ValueError(
+            "expected contiguous pages [num_pages, num_kv_heads, 2, page_size, even head_dim], "
+            f"got {kv_layer.dtype} {list(kv_layer.shape)} with strides {kv_layer.stride()}"
+        )
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Launches within it go to the tensor's GPU, like torch's own, and not to the thread's current one."""
+    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return device

@@ -1,0 +1,135 @@
+"""Compiles the kernels for Hopper, as their wrappers would launch them, on a machine without a GPU.
+
+    python -m tests.kernels.cuda.compiling
+
+Prints a JSON object a line: kernel, what it was for, registers and bytes of stack of a thread, bytes of
+shared memory, and which instructions for matrix products it has. Not under TRITON_INTERPRET.
+"""
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kernels.cuda import kv_quantise, page_copy
+from kernels.cuda.decode_attention import decode_attention
+from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write
+from kernels.cuda.prefill_attention import default_tile, prefill_attention
+from kernels.cuda.rms_norm import add_rms_norm, rms_norm
+from kernels.cuda.silu_mul import silu_mul
+from kernels.cuda.spans import Spans
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NUM_KV_HEADS = 8
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+_CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+
+
+class Compiler:
+    """Takes the place of `JITFunction.run`: compiles instead of launching."""
+
+    def __init__(self) -> None:
+        self.case = ""
+
+    def run(self, kernel: JITFunction, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
+        parameters = {parameter.name: parameter for parameter in kernel.params}
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        values.update({name: value for name, value in named.items() if name in parameters})
+        options = {name: value for name, value in named.items() if name not in parameters}
+        signature, constants, attributes = {}, {}, {}
+        for index, name in enumerate(kernel.arg_names):
+            value = values[name]
+            if parameters[name].is_constexpr:
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                is_tensor = isinstance(value, torch.Tensor)
+                signature[name] = _POINTERS[value.dtype] if is_tensor else "i32"
+                if is_tensor or value % 16 == 0:  # as the launcher finds out
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=HOPPER, options=options)
+        products = [name for name in ("wgmma", "mma.sync") if name in compiled.asm["ptx"]]
+        report = {
+            "kernel": kernel.__name__,
+            "case": self.case,
+            **resources(compiled.asm["cubin"]),
+            "shared_bytes": compiled.metadata.shared,
+            "products": products,
+        }
+        print(json.dumps(report))
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of one thread, of a file's only kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    fields = dict(field.split(":") for field in shown.split() if field.count(":") == 1 and field[-1] != ":")
+    return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"])}
+
+
+def attention(dtype: torch.dtype, group: int, head_dim: int, page_size: int, window: int | None) -> None:
+    kv_layer = torch.zeros(2, NUM_KV_HEADS, 2, page_size, head_dim, dtype=dtype)
+    query = torch.zeros(1, NUM_KV_HEADS * (group + 2), head_dim, dtype=dtype)[:, : NUM_KV_HEADS * group]
+    out, lse = torch.zeros(query.shape, dtype=dtype), torch.zeros(query.shape[:2])
+    spans = Spans(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    decode_attention(query, kv_layer, spans, 0.1, 8, out, sliding_window=window)
+    prefill_attention(query, kv_layer, spans, 0.1, out, sliding_window=window, lse=lse)
+    assert default_tile(dtype, head_dim).block_rows >= group
+
+
+def others(dtype: torch.dtype) -> None:
+    kv_layer = torch.zeros(2, NUM_KV_HEADS, 2, 16, 128, dtype=dtype)
+    pages, angles = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 64)
+    qkv, weight = torch.zeros(1, 48, 128, dtype=dtype), torch.ones(128, dtype=dtype)
+    rotate_and_write(qkv, kv_layer, Slots(angles, angles, pages, pages))
+    rotate_and_write(qkv, kv_layer, Slots(angles, angles, pages, pages), HeadNorms(weight, weight, 1e-5))
+    hidden, wide = torch.zeros(1, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
+    rms_norm(hidden, wide, 1e-5)
+    add_rms_norm(hidden, hidden.clone(), wide, 1e-5)
+    silu_mul(hidden)
+    page_copy.scatter_pages(kv_layer, pages, page_copy.gather_pages(kv_layer, pages))
+    for encoding in kv_quantise.Encoding:
+        numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
+        kv_quantise.dequantise_pages(kv_layer, pages, numbers, scales)
+
+
+def main() -> None:
+    compiler = Compiler()
+
+    def run(kernel: JITFunction, *args: Any, **named: Any) -> None:
+        compiler.run(kernel, *args, **named)
+
+    JITFunction.run = run
+    cases: dict[str, Callable[[], None]] = {
+        "bfloat16, llama-3-8b, pages of 64": lambda: attention(torch.bfloat16, 4, 128, 64, None),
+        "bfloat16, head_dim 96, pages of 16, window": lambda: attention(torch.bfloat16, 7, 96, 16, 4096),
+        "bfloat16": lambda: others(torch.bfloat16),
+    }
+    for compiler.case, compile_all in cases.items():
+        compile_all()
+
+
+if __name__ == "__main__":
+    main()

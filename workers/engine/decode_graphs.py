@@ -1,0 +1,148 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, which a step of milliseconds cannot hide.
+
+One graph for each bucket of batch sizes, captured when the first such batch comes (about a second each). A
+graph reads its inputs from memory of its own; a batch is padded to the bucket with sequences of no tokens,
+which read and write no page.
+
+Owns: the graphs, their inputs. Does not know: how a layer is computed, sampling.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kernels.cuda.kv_write import Slots
+from kernels.cuda.spans import SPAN_FIELDS, Spans, plan_spans
+from workers.engine.batch import Batch
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.rotary import cos_sin
+from workers.engine.triton_layers import LayerInputs, TritonLayers
+
+_BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
+_TOKEN_FIELDS = 4
+"""token id, position, page, offset"""
+_NO_PAGE = -1
+
+
+class Captured(NamedTuple):
+    """A computation that `replay` repeats on the current stream, reading and writing the same memory."""
+
+    output: torch.Tensor
+    replay: Callable[[], None]
+
+
+class Capture(Protocol):
+    """Runs a computation at least once, and captures it."""
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Captured: ...
+
+
+class CudaCapture:
+    """All captured graphs share one pool of memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Captured:
+        with torch.cuda.device(self._device):
+            return self._capture(compute)
+
+    def _capture(self, compute: Callable[[], torch.Tensor]) -> Captured:
+        # The first run compiles kernels and allocates workspaces, which a capture must not.
+        current, warm_up = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
+            compute()
+        current.wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy KVCache meanwhile: only this one's calls are captured, or forbidden.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = compute()
+        return Captured(output, graph.replay)
+
+
+class DecodeGraphs:
+    """For a whole model and the pages of `kv`. Used by one thread, like the model."""
+
+    def __init__(self, layers: TritonLayers, kv: DeviceKVCache, capture: Capture) -> None:
+        self.kv = kv
+        self._layers, self._capture = layers, capture
+        self._graphs: dict[int, _Graph] = {}
+
+    def can_compute(self, batch: Batch) -> bool:
+        """Whether it is a batch of single tokens, within the largest bucket."""
+        is_decode = batch.num_tokens == len(batch.query_lens) <= _BUCKETS[-1]
+        return is_decode and _num_table_pages(batch) <= self.kv.num_pages
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """float32 logits `[S, vocab_size]`; `can_compute` must have said yes."""
+        bucket = next(size for size in _BUCKETS if size >= batch.num_tokens)
+        if bucket not in self._graphs:
+            self._graphs[bucket] = _Graph(bucket, self._layers, self.kv)
+        return self._graphs[bucket].forward(batch, self._capture)
+
+
+class _Graph:
+    """`size` sequences; all pages of the cache may be in their tables."""
+
+    def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache) -> None:
+        self._size, self._layers, self._kv = size, layers, kv
+        num_fields = size * (_TOKEN_FIELDS + SPAN_FIELDS)
+        self._inputs = torch.zeros(num_fields + kv.num_pages, dtype=torch.int64, device=kv.device)
+        self._captured: Captured | None = None
+
+    def forward(self, batch: Batch, capture: Capture) -> torch.Tensor:
+        self._fill(batch)
+        if self._captured is None:
+            self._captured = capture(self._compute)
+        self._captured.replay()
+        # A copy: the next batch overwrites the graph's own.
+        return self._captured.output[: batch.num_tokens].to(torch.float32, copy=True)
+
+    def _compute(self) -> torch.Tensor:
+        size, kv = self._size, self._kv
+        tokens, spans, pages = self._parts(self._inputs)
+        token_ids, positions, page_of_token, offset_of_token = tokens
+        angles = cos_sin(kv.spec, positions)
+        nobody = Spans(spans[:0], pages)
+        inputs = LayerInputs(
+            Slots(*angles, page_of_token, offset_of_token),
+            Spans(spans, pages),
+            nobody,
+            self._layers.num_splits(size),
+        )
+        hidden = self._layers.embed(token_ids)
+        for layer in kv.layers:
+            hidden = self._layers.compute_layer(layer, hidden, inputs, kv)
+        return self._layers.head(hidden)
+
+    def _fill(self, batch: Batch) -> None:
+        """One copy from pinned memory, as long as the batch's page tables are."""
+        num_pages, _, _, page_size, _ = batch.kv_shape
+        plan = plan_spans(
+            batch.query_lens, batch.kv_lens, batch.page_tables, num_pages, page_size, tile_tokens=1
+        )
+        num_used = self._size * (_TOKEN_FIELDS + SPAN_FIELDS) + len(plan.pages)
+        is_cuda = self._kv.device.type == "cuda"
+        staged = torch.zeros(num_used, dtype=torch.int64, pin_memory=is_cuda)
+        tokens, spans, pages = (part.numpy() for part in self._parts(staged))
+        num = batch.num_tokens
+        tokens[2, num:] = _NO_PAGE
+        tokens[:, :num] = batch.host[:_TOKEN_FIELDS]
+        spans[:, 0] = range(self._size)
+        spans[:num] = plan.decode
+        pages[:] = plan.pages
+        self._inputs[:num_used].copy_(staged, non_blocking=True)
+
+    def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(`[_TOKEN_FIELDS, size]`, spans `[size, SPAN_FIELDS]`, pages) of `inputs`, which they share."""
+        num_token, num_span = self._size * _TOKEN_FIELDS, self._size * SPAN_FIELDS
+        tokens, spans, pages = torch.split(inputs, [num_token, num_span, len(inputs) - num_token - num_span])
+        return tokens.view(_TOKEN_FIELDS, -1), spans.view(-1, SPAN_FIELDS), pages
+
+
+def _num_table_pages(batch: Batch) -> int:
+    page_size = batch.kv_shape[3]
+    return sum(-(-kv_len // page_size) for kv_len in batch.kv_lens)

@@ -1,0 +1,121 @@
+"""Decoder layers by the GPU's kernels: what CUDA runs.
+
+Nothing here waits for the device, and no layer sends it anything: what the layers share is uploaded once a
+batch. With TRITON_INTERPRET=1 (see `kernels.cuda`) it computes on the CPU, for tests.
+
+Owns: the operations of a layer, their inputs on the device. Does not know: which layers there are,
+scheduling, transfers, graphs.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from kernels.cuda.decode_attention import decode_attention, pick_num_splits
+from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write
+from kernels.cuda.prefill_attention import default_tile, prefill_attention
+from kernels.cuda.rms_norm import add_rms_norm, rms_norm
+from kernels.cuda.silu_mul import silu_mul
+from kernels.cuda.spans import Spans, plan_spans
+from workers.engine.batch import Batch
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.spec import ModelSpec
+from workers.engine.upload import upload
+from workers.engine.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What all layers of a pass read, on the device: tokens, single-token queries, tiles of longer chunks."""
+
+    slots: Slots
+    decode: Spans
+    prefill: Spans
+    num_splits: int
+    """of each decoded sequence"""
+
+
+class TritonLayers:
+    """`workers.engine.model.Layers`, over weights as they were loaded."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self._spec, self._weights = spec, weights
+        self._scale = spec.head_dim**-0.5
+        tile = default_tile(weights.dtype, spec.head_dim)
+        self._tile_tokens = tile.num_tokens(spec.num_heads // spec.num_kv_heads)
+        self._num_sms = _num_sms(weights.device)
+        self._inputs: WeakKeyDictionary[Batch, LayerInputs] = WeakKeyDictionary()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self._weights.embedding is not None, "these layers do not start with the embedding"
+        return embedding(token_ids, self._weights.embedding)
+
+    def forward_layer(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
+    ) -> torch.Tensor:
+        inputs = self._inputs.get(batch)
+        if inputs is None:
+            inputs = self._inputs[batch] = self._upload(batch)
+        return self.compute_layer(layer, hidden, inputs, kv)
+
+    def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_rows).float()
+
+    def num_splits(self, num_queries: int) -> int:
+        """Of each of so many decoded sequences."""
+        return pick_num_splits(num_queries, self._spec.num_kv_heads, self._num_sms)
+
+    def compute_layer(
+        self, layer: int, hidden: torch.Tensor, inputs: LayerInputs, kv: DeviceKVCache
+    ) -> torch.Tensor:
+        """`forward_layer`, with inputs from wherever."""
+        weights, spec, num_tokens = self._weights.layers[layer], self._spec, len(hidden)
+        kv_layer, window = kv.layer(layer), spec.layer_sliding_window(layer)
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = HeadNorms(weights.q_norm, weights.k_norm, spec.rms_norm_eps)
+
+        normed = rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
+        qkv = linear(normed, weights.qkv, weights.qkv_bias).view(num_tokens, -1, spec.head_dim)
+        rotate_and_write(qkv, kv_layer, inputs.slots, norms)
+        queries = qkv[:, : spec.num_heads]
+        attended = torch.empty(queries.shape, dtype=qkv.dtype, device=qkv.device)
+        decode_attention(
+            queries, kv_layer, inputs.decode, self._scale, inputs.num_splits, attended, sliding_window=window
+        )
+        prefill_attention(queries, kv_layer, inputs.prefill, self._scale, attended, sliding_window=window)
+        residual = linear(attended.flatten(1), weights.o, weights.o_bias)
+
+        normed = add_rms_norm(hidden, residual, weights.post_norm, spec.rms_norm_eps)
+        gated = silu_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
+        if weights.down_bias is not None:
+            residual += weights.down_bias
+        return residual.addmm_(gated, weights.down.t())
+
+    def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """Logits in the model's dtype."""
+        assert self._weights.final_norm is not None, "these layers do not end with the head"
+        assert self._weights.lm_head is not None
+        normed = rms_norm(hidden_rows, self._weights.final_norm, self._spec.rms_norm_eps)
+        return linear(normed, self._weights.lm_head)
+
+    def _upload(self, batch: Batch) -> LayerInputs:
+        num_pages, _, _, page_size, _ = batch.kv_shape
+        plan = plan_spans(
+            batch.query_lens, batch.kv_lens, batch.page_tables, num_pages, page_size, self._tile_tokens
+        )
+        decode, prefill, pages = upload((plan.decode, plan.prefill, plan.pages), batch.device)
+        return LayerInputs(
+            Slots(*batch.cos_sin, batch.page_of_token, batch.offset_of_token),
+            Spans(decode, pages),
+            Spans(prefill, pages),
+            self.num_splits(len(plan.decode)),
+        )
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # interpreted, one program after the other
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

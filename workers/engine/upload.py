@@ -1,0 +1,31 @@
+"""Small arrays on their way to the device: one copy for all of them, which nobody waits for.
+
+Owns: the copy. Does not know: what the numbers mean.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 2
+"""int64 numbers in 16 bytes: Triton compiles a kernel again for pointers that are aligned less"""
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int64 arrays as tensors of the same shapes on `device`; on the CPU they share the arrays' memory.
+
+    On CUDA they are parts of one tensor, filled from pinned memory on the current stream.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    begins = np.cumsum([0, *(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
+    staged = torch.empty(begins[-1], dtype=torch.int64, pin_memory=True)
+    for begin, array in zip(begins, arrays, strict=False):
+        staged.numpy()[begin : begin + array.size] = array.ravel()
+    # The allocator keeps the pinned memory until the copy has run.
+    whole = staged.to(device, non_blocking=True)
+    return [
+        whole[begin : begin + array.size].view(array.shape)
+        for begin, array in zip(begins, arrays, strict=False)
+    ]
