@@ -1,8 +1,8 @@
 """A request's life as the Conductor sees it: its states and the ways between them.
 
     WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
-       ^            │             │             │
-       └────────────┴─ (again) ───┴─────────────┘          ABORTED, FAILED from any state that is not an end
+       ^            │ └───────────┼─ (inlined) ─^ │
+       └────────────┴─ (again) ───┴───────────────┘        ABORTED, FAILED from any state that is not an end
 
 Invariant: every accepted request reaches exactly one of the three ends, once.
 """
@@ -29,7 +29,7 @@ _ENDS = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAI
 RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.RESERVING}),
-    RequestState.RESERVING: frozenset({RequestState.PREFILLING, RequestState.WAITING}),
+    RequestState.RESERVING: frozenset({RequestState.PREFILLING, RequestState.DECODING, RequestState.WAITING}),
     RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.WAITING}),
     RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.WAITING}),
 }
@@ -39,7 +39,8 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
 class TrackedRequest:
     """An accepted request. `prefill` and `decode` name its pair from RESERVING on.
 
-    `attempt` counts placements; a message about another attempt is late and is dropped.
+    `attempt` counts placements; a message about another attempt is late and is dropped. `refused_by` names
+    the decode instances that have refused it since it last failed.
     """
 
     request: Request
@@ -49,6 +50,10 @@ class TrackedRequest:
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     attempt: int = 0
+    num_failures: int = 0
+    refused_by: set[str] = field(default_factory=set)
+    may_have_begun: bool = False
+    """tokens of it may have left: nobody may refuse it any more"""
     prefill: str | None = None
     decode: str | None = None
     last_failure: str = field(default="")

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from conductor.lifecycle import RUNNING_STATES
 from conductor.policy import Conductor
-from mooncake.messages import PREFILL_SOURCES, PoolStats, Role
+from mooncake.messages import PREEMPTED_TO, PREFILL_SOURCES, DecodeStats, PoolStats, Role
 
 
 class ConductorMetrics(Collector):
@@ -96,7 +96,53 @@ class ConductorMetrics(Collector):
                 for transport, num_bytes in by_transport.items():
                     transferred.add_metric([name, transport, direction], num_bytes)
         yield from (free, requests, transferred, prefilled)
+        yield from decode_metrics({name: heartbeat.decode for name, heartbeat in heartbeats.items()})
         yield from pool_metrics({name: heartbeat.pool for name, heartbeat in heartbeats.items()})
+
+
+def decode_metrics(decodes: Mapping[str, DecodeStats]) -> Iterator[Metric]:
+    """What the instances have decoded, by instance."""
+    iterations = CounterMetricFamily(
+        "mooncake_decode_iterations", "forward passes over a batch", labels=["instance"]
+    )
+    tokens = CounterMetricFamily("mooncake_decode_tokens", "tokens drawn in them", labels=["instance"])
+    seconds = CounterMetricFamily(
+        "mooncake_decode_seconds",
+        "of the passes; of planning and sending, mostly beside them; without a pass though there was work",
+        labels=["instance", "part"],
+    )
+    preemptions = CounterMetricFamily(
+        "mooncake_decode_preemptions",
+        "sequences that gave way to others, by where their KVCache waited",
+        labels=["instance", "to"],
+    )
+    refusals = CounterMetricFamily(
+        "mooncake_decode_refusals", "requests that would have missed the TBT SLO", labels=["instance"]
+    )
+    sealed = CounterMetricFamily(
+        "mooncake_decode_sealed_blocks", "blocks of answers that went to the pool", labels=["instance"]
+    )
+    unsealed = CounterMetricFamily(
+        "mooncake_decode_unsealed_answers", "answers that found no room in the pool", labels=["instance"]
+    )
+    prompts = CounterMetricFamily(
+        "mooncake_decode_prompts",
+        "requests by whether their prompt was computed here, in an iteration, or by a prefill instance",
+        labels=["instance", "inlined"],
+    )
+    for name, decode in decodes.items():
+        iterations.add_metric([name], decode.num_iterations)
+        tokens.add_metric([name], decode.num_tokens)
+        for part in ("forward", "host", "bubble"):
+            seconds.add_metric([name, part], getattr(decode, f"{part}_s"))
+        for to in PREEMPTED_TO:
+            preemptions.add_metric([name, to], decode.num_preemptions.get(to, 0))
+        refusals.add_metric([name], decode.num_refusals)
+        sealed.add_metric([name], decode.num_sealed_blocks)
+        unsealed.add_metric([name], decode.num_unsealed)
+        prompts.add_metric([name, "yes"], decode.num_inlined)
+        prompts.add_metric([name, "no"], decode.num_not_inlined)
+    yield from (iterations, tokens, seconds, preemptions, refusals, sealed, unsealed, prompts)
 
 
 def pool_metrics(pools: Mapping[str, PoolStats]) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 Pure: same state and same request give the same answer.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from conductor.instances import Instance, Instances
@@ -23,12 +24,14 @@ def num_tokens_held(request: Request, role: Role) -> int:
     return num_prompt_tokens + (request.sampling.max_tokens if role is Role.DECODE else 0)
 
 
-def place(request: Request, instances: Instances) -> Placement | None:
-    """The pair with the fewest assigned prompt tokens; None when no pair can hold the request now."""
-    prefill, decode = (
-        _least_loaded(instances.of_role(role), num_tokens_held(request, role))
-        for role in (Role.PREFILL, Role.DECODE)
-    )
+def place(request: Request, instances: Instances, refused_by: Collection[str] = ()) -> Placement | None:
+    """The pair with the fewest assigned prompt tokens; None when no pair can hold the request now.
+
+    Not on decode instances that have refused it.
+    """
+    decodes = [instance for instance in instances.of_role(Role.DECODE) if instance.name not in refused_by]
+    prefill = _least_loaded(instances.of_role(Role.PREFILL), num_tokens_held(request, Role.PREFILL))
+    decode = _least_loaded(decodes, num_tokens_held(request, Role.DECODE))
     return Placement(prefill, decode) if prefill is not None and decode is not None else None
 
 

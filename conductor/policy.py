@@ -23,16 +23,20 @@ from mooncake.messages import (
     Finished,
     FromWorker,
     FrontHello,
+    Grant,
     Heartbeat,
     HeartbeatAck,
     Leave,
     Prefill,
     Prefilled,
+    PrefixSource,
     Ref,
+    Refused,
     Register,
     Registered,
     RegisterRefused,
     Rejected,
+    Request,
     Reserve,
     Reserved,
     Role,
@@ -63,6 +67,7 @@ class Limits:
     return_grace_s: float = 10.0
     retry_after_s: float = 1.0
     ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
 
 
 class Conductor:
@@ -234,15 +239,19 @@ class Conductor:
         if tracked is None:
             return [] if isinstance(message, Finished) else [Effect(sender, Abort(message.ref))]
         match message:
-            case Reserved(grant=grant) if tracked.state is RequestState.RESERVING:
-                tracked.move_to(RequestState.PREFILLING)
+            case Reserved(grant=grant, inlined=inlined) if tracked.state is RequestState.RESERVING:
                 prefill = self.instances.get(tracked.prefill)
                 assert prefill is not None
-                order = Prefill(tracked.ref, tracked.request, grant, self._time_left_s(tracked, now_s))
+                if inlined:
+                    self._prefill_is_done(tracked, prefill)
+                    return []
+                tracked.move_to(RequestState.PREFILLING)
+                time_left_s = self._time_left_s(tracked, now_s)
+                source = _held_by(instance, grant, tracked.request)
+                order = Prefill(tracked.ref, tracked.request, grant, time_left_s, source)
                 return [Effect(prefill.identity, order)]
             case Prefilled() if tracked.state is RequestState.PREFILLING:
-                tracked.move_to(RequestState.DECODING)
-                instance.requests.pop(message.ref.request_id, None)  # what is left is the messenger's
+                self._prefill_is_done(tracked, instance)  # what is left is its messenger's
                 decode = self.instances.get(tracked.decode)
                 assert decode is not None
                 decode_order = Decode(tracked.ref, message.first_token, message.num_cached_tokens)
@@ -250,9 +259,16 @@ class Conductor:
             case Finished() if tracked.state is RequestState.DECODING:
                 self._end(tracked, RequestState.FINISHED)
                 return [Effect(tracked.front, Ended(message.ref.request_id, message.num_output_tokens))]
+            case Refused():
+                return self._on_refused(tracked, instance, message, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # a duplicate of a step already taken
+
+    def _prefill_is_done(self, tracked: TrackedRequest, prefill: Instance) -> None:
+        tracked.move_to(RequestState.DECODING)
+        tracked.may_have_begun = True
+        prefill.requests.pop(tracked.request.request_id, None)
 
     def _drop_instances(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """All at once, so that no request is placed on one that is dropped next."""
@@ -281,9 +297,11 @@ class Conductor:
         return None if ttft_slo_s is None else tracked.submitted_s + ttft_slo_s - now_s
 
     def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        placement = place(tracked.request, self.instances)
+        placement = place(tracked.request, self.instances, tracked.refused_by)
         if placement is not None:
             return self._assign(tracked, placement)
+        if tracked.refused_by and place(tracked.request, self.instances) is not None:
+            return self._reject(tracked, 429, tracked.last_failure)
         if (reason := why_too_large(tracked.request, self.instances)) is not None:
             return self._give_up(tracked, 400, reason)
         if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
@@ -295,8 +313,11 @@ class Conductor:
         """Reject what was never placed; what was has failed."""
         if tracked.attempt:
             return self._fail(tracked, reason)
+        return self._reject(tracked, status, reason)
+
+    def _reject(self, tracked: TrackedRequest, status: int, reason: str) -> list[Effect]:
         self._end(tracked, RequestState.FAILED)
-        retry_after_s = self.limits.retry_after_s if status == 503 else None
+        retry_after_s = self.limits.retry_after_s if status in (429, 503) else None
         return [Effect(tracked.front, Rejected(tracked.request.request_id, status, reason, retry_after_s))]
 
     def _assign(self, tracked: TrackedRequest, placement: Placement) -> list[Effect]:
@@ -305,15 +326,29 @@ class Conductor:
         for instance in (placement.prefill, placement.decode):
             instance.requests[tracked.request.request_id] = len(tracked.request.token_ids)
         tracked.move_to(RequestState.RESERVING)
-        return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request))]
+        tbt_slo_s = None if tracked.may_have_begun else self.limits.tbt_slo_s
+        return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))]
+
+    def _on_refused(
+        self, tracked: TrackedRequest, instance: Instance, refused: Refused, now_s: float
+    ) -> list[Effect]:
+        """The double check of section 3: place it where it has not been refused, or reject it."""
+        effects = self._release_pair(tracked)
+        tracked.refused_by.add(instance.name)
+        tracked.may_have_begun = False  # its first token would have left after the check
+        tracked.last_failure, tracked.waiting_since_s = refused.reason, now_s
+        tracked.move_to(RequestState.WAITING)
+        return effects + self._place_or_wait(tracked, now_s)
 
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
         """Run it again elsewhere. Tokens that have left are drawn again, equal, and the front drops them."""
-        if not retryable or tracked.attempt >= self.limits.max_attempts:
+        tracked.num_failures += 1
+        if not retryable or tracked.num_failures >= self.limits.max_attempts:
             return self._fail(tracked, reason)
         effects = self._release_pair(tracked)
+        tracked.refused_by.clear()
         tracked.last_failure, tracked.waiting_since_s = reason, now_s
         tracked.move_to(RequestState.WAITING)
         return effects + self._place_or_wait(tracked, now_s)
@@ -356,3 +391,10 @@ class Conductor:
     def _tell_fronts(self) -> list[Effect]:
         state = self._cluster_state()
         return [Effect(front, state) for front in self._fronts]
+
+
+def _held_by(decode: Instance, grant: Grant, request: Request) -> PrefixSource | None:
+    """The prompt's first blocks that the decode side does not lack: prefill may fetch them from there."""
+    missing = [page.block_index for page in grant.pages]
+    num_blocks = min([*missing, len(request.block_keys)])
+    return PrefixSource(decode.registration.shards, num_blocks) if num_blocks else None

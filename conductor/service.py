@@ -76,6 +76,7 @@ async def serve(process: ConductorProcess) -> None:
             peer_timeout_s=config.conductor.peer_timeout_s,
             placement_timeout_s=config.conductor.placement_timeout_s,
             ttft_slo_s=config.conductor.ttft_slo_s,
+            tbt_slo_s=config.conductor.tbt_slo_s,
         )
         registry = CollectorRegistry()
         conductor = Conductor(time.time_ns(), model.fingerprint, limits)

@@ -36,6 +36,7 @@ from kvstore.messages import (
     GetStats,
     Granted,
     LayersFetched,
+    Lookup,
     Notice,
     OpenGrant,
     Prefetch,
@@ -184,6 +185,10 @@ class WorkerClient:
             part = slice(start, start + pages_per_message)
             packed = np.asarray(checksums[part], dtype="<u8").tobytes()
             await self._send(Commit(reservation_id, layers.start, layers.stop, list(pages[part]), packed))
+
+    async def settled(self) -> None:
+        """Returns when all commits before it have been taken note of: checksums are in the segment."""
+        await self._call(Lookup(next(self._call_ids), []))
 
     async def release(self, reservation_id: int) -> None:
         """Gives everything of a reservation back: cancels its send, revokes its grant. Idempotent.

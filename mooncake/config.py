@@ -134,6 +134,9 @@ class ConductorConfig(_Section):
     ttft_slo_s: PositiveSeconds | None = Field(
         None, description="when a first token is due: prefill takes prompts in this order; default: arrival"
     )
+    tbt_slo_s: PositiveSeconds | None = Field(
+        None, description="how long a token may take: decode instances refuse requests beyond; default: any"
+    )
     peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
     placement_timeout_s: PositiveSeconds = Field(
         60.0, description="how long a request waits for a lost instance to come back"
@@ -154,6 +157,11 @@ class WorkerConfig(_Section):
         True, description="load and store KVCache beside the computation, layer by layer"
     )
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
+    inline_prefill_tokens: int = Field(
+        0,
+        ge=0,
+        description="decode instances compute a prompt themselves if no more of its tokens lack KVCache",
+    )
 
 
 class PipelineConfig(_Section):

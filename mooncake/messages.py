@@ -292,6 +292,35 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """what computes: a device, and on CPUs the kernels"""
 
 
+class DecodeStats(msgspec.Struct, frozen=True):
+    """What an instance's decoding has done in this session: totals.
+
+    `host_s`: processor time of planning and of sending tokens off, mostly beside the forward passes;
+    `bubble_s`: in which the device waited between two iterations of a batch; `forward_s`: of the passes,
+    draws included.
+    """
+
+    num_iterations: int = 0
+    num_tokens: int = 0
+    forward_s: float = 0.0
+    host_s: float = 0.0
+    bubble_s: float = 0.0
+    num_preemptions: dict[str, int] = {}
+    """by where the KVCache waited: `PREEMPTED_TO`"""
+    num_refusals: int = 0
+    num_sealed_blocks: int = 0
+    """filled while decoding, and to be found now"""
+    num_unsealed: int = 0
+    """sequences whose blocks found no room in the pool"""
+    num_inlined: int = 0
+    """prompts computed here"""
+    num_not_inlined: int = 0
+
+
+TO_POOL, TO_HOST = "pool", "host"
+PREEMPTED_TO = (TO_POOL, TO_HOST)
+
+
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """I am alive, and this is my load. Answered by `HeartbeatAck`."""
 
@@ -301,6 +330,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     pool: PoolStats
     num_prefill_tokens: dict[str, int] = {}
     """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
+    decode: DecodeStats = DecodeStats()
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
@@ -308,10 +338,14 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """Decode: the pages are there; prefill may start and write to `grant`."""
+    """Decode: the pages are there; prefill may start and write to `grant`.
+
+    `inlined`: the prompt is computed here, nothing more needs to be ordered.
+    """
 
     ref: Ref
     grant: Grant
+    inlined: bool = False
 
 
 class Prefilled(msgspec.Struct, tag=True, frozen=True):
@@ -328,6 +362,17 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     ref: Ref
     finish_reason: FinishReason
     num_output_tokens: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Decode: with this request in the batch a token is predicted to take longer than the TBT SLO.
+
+    Only before its first token has left: in answer to `Reserve`, or to `Decode`.
+    """
+
+    ref: Ref
+    reason: str
+    predicted_tbt_s: float
 
 
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
@@ -359,10 +404,14 @@ class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
-    """To decode: reserve pages for this prompt and say which blocks you lack."""
+    """To decode: reserve pages for this prompt and say which blocks you lack.
+
+    `tbt_slo_s`: how long a token may take; None if it must be taken, as when its answer has begun.
+    """
 
     ref: Ref
     request: Request
+    tbt_slo_s: float | None = None
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
@@ -388,7 +437,7 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
-    """To decode: prefill is done. Send the first token, go on when the KVCache is there."""
+    """To decode: prefill is done. Send the first token, go on when the KVCache is there; or refuse."""
 
     ref: Ref
     first_token: int
@@ -478,7 +527,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     outputs: list[TokenOutput]
 
 
-FromWorker = Register | Heartbeat | Leave | Reserved | Prefilled | Finished | WorkFailed
+FromWorker = Register | Heartbeat | Leave | Reserved | Prefilled | Finished | Refused | WorkFailed
 FromFront = FrontHello | Submit | Cancel
 ToConductor = FromWorker | FromFront
 ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort

@@ -1,70 +1,94 @@
 """Decode: reserve pages, wait for the KVCache, then continuous batching (Mooncake, section 3, step 4).
 
-Owns: decode jobs and the running batch. Does not know: who decides, how bytes travel.
+Each request has a task that gets its KVCache here and sees it off; one loop runs the batch. docs/decode.md
+tells what happens beside what.
+
+Owns: decode jobs and their order of events. Does not know: who decides, how bytes travel, who is next.
 """
 
 import asyncio
+import itertools
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 
-from kvstore.messages import Reservation
+from kvstore.messages import Reservation, ReservedBlock
 from kvstore.worker_client import WorkerClient
-from mooncake.errors import MooncakeError, TransferError
-from mooncake.messages import Decode, Finished, Ref, Reserve, Reserved, TokenOutput, WorkFailed
-from workers.engine.batch import Chunk
+from mooncake.errors import MooncakeError, PoolError, TransferError
+from mooncake.messages import (
+    TO_HOST,
+    TO_POOL,
+    Decode,
+    Finished,
+    Ref,
+    Refused,
+    Reserve,
+    Reserved,
+    TokenOutput,
+    WorkFailed,
+)
+from workers.block_transfers import BlockPair, BlockTransfers
+from workers.decode_batch import DecodeBatch
+from workers.decode_meter import DecodeMeter
+from workers.double_check import DoubleCheck, TooSlowError
 from workers.engine.kvcache import OutOfPages
 from workers.executor import Executor
-from workers.jobs import Jobs
-from workers.pool_view import PoolView
+from workers.iterations import Iterations
+from workers.jobs import Jobs, see_out
 from workers.reserving import reserve_prompt
-from workers.sequence import Place, Sequence
+from workers.sealing import Sealer
+from workers.sequence import Sequence
 
 log = logging.getLogger(__name__)
-Send = Callable[[Reserved | Finished | WorkFailed], Awaitable[None]]
+Send = Callable[[Reserved | Refused | Finished | WorkFailed], Awaitable[None]]
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 
 
 class DecodeRunner:
     """Answers `Reserve` with `Reserved`; after `Decode` it emits tokens, then says `Finished`.
 
-    `emit` takes pairs of (front's endpoint, output) of one iteration.
+    `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
+    they end with `run`.
     """
 
     def __init__(
         self,
         executor: Executor,
         pool: WorkerClient,
-        view: PoolView,
+        transfers: BlockTransfers,
         max_batch: int,
+        max_inline_tokens: int,
         arrival_timeout_s: float,
         send: Send,
         emit: Emit,
         jobs: Jobs,
     ) -> None:
-        self._executor, self._pool, self._view = executor, pool, view
-        self._max_batch = max_batch
+        self._executor, self._pool, self._transfers = executor, pool, transfers
         self._arrival_timeout_s = arrival_timeout_s
         self._send, self._emit = send, emit
         self._jobs = jobs
+        self._changed = asyncio.Event()
+        self._batch = DecodeBatch(executor.kv, max_batch)
+        self._iterations = Iterations(executor, on_turn=self._changed.set)
+        self._sealer = Sealer(pool, transfers)
+        self.meter = DecodeMeter()
+        self._double_check = DoubleCheck(self.meter, max_inline_tokens)
+        self._numbers = itertools.count()
         self._reserving = asyncio.Lock()  # first come, first served
         self._orders: dict[Ref, asyncio.Future[Decode]] = {}
-        self._joining: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._wake = asyncio.Event()
+        self._sequences: dict[Ref, Sequence] = {}
 
     @property
     def num_waiting(self) -> int:
         """Requests that are not in the batch."""
-        return len(self._orders) - len(self._running)
+        return len(self._sequences) - self._batch.num_running
 
     @property
     def num_running(self) -> int:
         """Requests in the batch."""
-        return len(self._running)
+        return self._batch.num_running
 
     def reserve(self, order: Reserve) -> None:
-        """Take on a request: first its pages. `Jobs.cancel` stops it before the next iteration."""
+        """Take on a request: first its pages. `Jobs.cancel` stops it and gives everything back."""
         self._jobs.start(order.ref, self._serve(order))
 
     def decode(self, order: Decode) -> None:
@@ -74,59 +98,94 @@ class DecodeRunner:
             future.set_result(order)
 
     async def run(self) -> None:
-        """The loop: admit, make room, compute, emit."""
+        """The loop: receive tokens, plan the next iteration, send the tokens off while one runs."""
         try:
             while True:
-                if not self._running and not self._joining:
-                    self._wake.clear()
-                    await self._wake.wait()
-                await self._admit()
-                await self._make_room()
-                await self._step()
+                await self._changed.wait()
+                self._changed.clear()
+                with self.meter.host_time():
+                    outputs = self._receive()
+                    self._plan()
+                    if outputs:
+                        await self._emit(outputs)
+                    self._batch.settle()
         finally:
-            for sequence in self._running:
-                self._free(sequence)
+            await self._iterations.close()
+            for sequence in self._sequences.values():
+                sequence.is_in_flight = False
+                sequence.left.set()
+            self._transfers.close()
 
     # -- one request --------------------------------------------------------------------------------
 
     async def _serve(self, order: Reserve) -> None:
         ref = order.ref
-        self._orders[ref] = asyncio.get_running_loop().create_future()
         try:
-            reservation = await self._reserve_pages(order)
-            try:
-                await self._send(Reserved(ref, await self._pool.grant(reservation.reservation_id)))
-                sequence = self._sequence(order, reservation, await self._orders[ref])
-                await self._emit([output_of(sequence)])
-                await self._wait_arrived(reservation)
-                if sequence.finish_reason is None:
-                    self._join(sequence)
-                    await sequence.loaded.wait()
-            except asyncio.CancelledError:
-                self._forget(ref)
-                raise
-            finally:
-                await self._pool.release(reservation.reservation_id)
-            if sequence.finish_reason is None:
-                await sequence.done.wait()
-            if sequence.error is not None:
-                raise sequence.error
-            assert sequence.finish_reason is not None
-            await self._send(Finished(ref, sequence.finish_reason, sequence.num_output_tokens))
-        except asyncio.CancelledError:
-            self._forget(ref)
-            raise
+            await self._work(order)
+        except TooSlowError as refusal:
+            self.meter.num_refusals += 1
+            await self._send(Refused(ref, str(refusal), refusal.predicted_tbt_s))
         except (MooncakeError, OutOfPages) as error:
             if self._pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("decode of %s failed: %s", ref.request_id, error)
             await self._send(WorkFailed(ref, str(error), retryable=not isinstance(error, OutOfPages)))
-        finally:
-            del self._orders[ref]
 
-    async def _reserve_pages(self, order: Reserve) -> Reservation:
+    async def _work(self, order: Reserve) -> None:
+        ref, request = order.ref, order.request
+        sequence = Sequence(next(self._numbers), ref, request, list(request.token_ids))
+        self._sequences[ref] = sequence
+        self._orders[ref] = asyncio.get_running_loop().create_future()
+        try:
+            await self._receive_kvcache(sequence, order)
+            await self._generate(sequence)
+            assert sequence.finish_reason is not None
+            await self._send(Finished(ref, sequence.finish_reason, sequence.num_output_tokens))
+            await self._seal(sequence)
+        finally:
+            try:
+                await self._give_back(sequence)
+            finally:
+                del self._orders[ref], self._sequences[ref]
+
+    async def _receive_kvcache(self, sequence: Sequence, order: Reserve) -> None:
+        """Pages, and what is to be had of the KVCache: from prefill with the first token, else from the pool.
+
+        The TBT is checked twice before the first token leaves (section 3).
+        """
+        self._double_check.check(sequence, order.tbt_slo_s, self._sequences.values())
         async with self._reserving:
-            return await reserve_prompt(self._pool, order.request, self._executor.kv.page_size)
+            page_size = self._executor.kv.page_size
+            reservation = sequence.reservation = await reserve_prompt(self._pool, order.request, page_size)
+        grant = await self._pool.grant(reservation.reservation_id)
+        cached = self._find_cached(sequence)
+        if self._double_check.inlines(sequence, order.tbt_slo_s, self._those_that_have_begun):
+            self.meter.inlined(sequence, [block.tier for block in cached], self._executor.kv.page_size)
+            self._batch.enter(sequence)
+            await self._send(Reserved(order.ref, grant, inlined=True))
+            return
+        self.meter.num_not_inlined += 1
+        await self._send(Reserved(order.ref, grant))
+        decode = await self._orders[order.ref]
+        self._double_check.check(sequence, order.tbt_slo_s, self._those_that_have_begun)
+        sequence.num_cached_tokens = decode.num_cached_tokens
+        sequence.tokens.append(decode.first_token)
+        await self._emit([output_of(sequence)])
+        await self._wait_arrived(reservation)
+        if sequence.finish_reason is None:
+            self._batch.enter(sequence)
+
+    @property
+    def _those_that_have_begun(self) -> list[Sequence]:
+        return [sequence for sequence in self._sequences.values() if sequence.has_begun]
+
+    def _find_cached(self, sequence: Sequence) -> list[ReservedBlock]:
+        """The longest prefix that the own pool holds. At least one token is computed."""
+        assert sequence.reservation is not None
+        found = list(itertools.takewhile(lambda block: block.sealed, sequence.reservation.blocks))
+        num_tokens = len(found) * self._executor.kv.page_size
+        sequence.num_cached_tokens = min(num_tokens, len(sequence.tokens) - 1)
+        return found
 
     async def _wait_arrived(self, reservation: Reservation) -> None:
         """Prefill has ended, so the KVCache is on its way, unless its sender was lost before it connected."""
@@ -136,106 +195,98 @@ class DecodeRunner:
         except TimeoutError:
             raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
-    def _sequence(self, reserve: Reserve, reservation: Reservation, decode: Decode) -> Sequence:
-        tokens = [*reserve.request.token_ids, decode.first_token]
-        return Sequence(reserve.ref, reserve.request, reservation, decode.num_cached_tokens, tokens)
+    async def _generate(self, sequence: Sequence) -> None:
+        """In the batch, out of it when its pages are wanted for others, and again."""
+        while sequence.finish_reason is None:
+            self._changed.set()
+            await sequence.admitted.wait()
+            if sequence.error is None:
+                await self._load(sequence)
+                self._batch.join(sequence)
+                self._changed.set()
+                await self._release(sequence)
+            await sequence.left.wait()
+            if sequence.error is not None:
+                raise sequence.error
+            if sequence.finish_reason is None:
+                await self._park(sequence)
+                self._batch.enter(sequence)
+
+    async def _load(self, sequence: Sequence) -> None:
+        """Its KVCache comes to its pages of the device, beside the batch."""
+        if sequence.reservation is None:
+            await self._transfers.restore(sequence.pages[: len(sequence.saved[0])], sequence.saved)
+            sequence.saved = []
+            return
+        blocks = sequence.reservation.blocks[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
+        pairs = [BlockPair(page, block.page) for page, block in zip(sequence.pages, blocks, strict=False)]
+        damaged = await self._transfers.load(pairs)
+        if damaged:
+            keyed = zip(self._sealer.keys_of(sequence), blocks, strict=False)
+            await self._pool.verify([key for key, block in keyed if block.page in damaged])
+            raise PoolError(f"{len(damaged)} blocks were damaged in the pool and have been dropped")
+
+    async def _park(self, sequence: Sequence) -> None:
+        """It is preempted: its KVCache goes to the pool, or to host memory if that has no room."""
+        try:
+            sequence.reservation = await self._sealer.park(sequence)
+            self.meter.num_preemptions[TO_POOL] += 1
+        except PoolError:
+            if self._pool.closed.is_set():
+                raise
+            pages = sequence.pages[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
+            sequence.saved = await self._transfers.save(pages)
+            self.meter.num_preemptions[TO_HOST] += 1
+        self._batch.free(sequence)
+        self._changed.set()
+
+    async def _seal(self, sequence: Sequence) -> None:
+        """The answer can be found from now on, if there is room for it."""
+        if sequence.pages:
+            try:
+                self.meter.num_sealed_blocks += await self._sealer.seal(sequence)
+            except PoolError as error:
+                self.meter.num_unsealed += 1
+                log.info("the answer of %s is not kept: %s", sequence.ref.request_id, error)
+
+    async def _give_back(self, sequence: Sequence) -> None:
+        self._batch.leave(sequence)
+        self._changed.set()
+        try:
+            if sequence.is_in_flight:
+                await see_out(asyncio.ensure_future(sequence.left.wait()))
+        finally:
+            self._batch.free(sequence)
+            self._changed.set()
+            await self._release(sequence)
+
+    async def _release(self, sequence: Sequence) -> None:
+        reservation, sequence.reservation = sequence.reservation, None
+        if reservation is not None:
+            await self._pool.release(reservation.reservation_id)
 
     # -- the batch ----------------------------------------------------------------------------------
 
-    def _join(self, sequence: Sequence) -> None:
-        self._joining.append(sequence)
-        self._wake.set()
-
-    def _forget(self, ref: Ref) -> None:
-        """Take an aborted sequence out, wherever it is. The loop may be computing with it: see `_step`."""
-        for sequence in [*self._running, *self._joining]:
-            if sequence.ref == ref:
-                sequence.done.set()
-
-    async def _admit(self) -> None:
-        """Load waiting sequences in order while batch and pages allow it. One page is left to grow."""
-        kv = self._executor.kv
-        while self._joining and len(self._running) < self._max_batch:
-            sequence = self._joining[0]
-            if sequence.done.is_set():
-                self._joining.popleft()
-                continue
-            num_pages = sequence.num_pages_needed(kv.page_size)
-            if self._running and kv.num_free_pages < num_pages + 1:
-                return
-            self._joining.popleft()
-            if kv.num_free_pages < num_pages:
-                self._fail(sequence, OutOfPages(num_pages, kv.num_free_pages, kv.num_pages))
-                continue
-            sequence.pages = kv.allocate(num_pages)
-            self._running.append(sequence)
-            await self._load(sequence)
-            sequence.place = Place.DEVICE
-
-    async def _load(self, sequence: Sequence) -> None:
-        if sequence.place is Place.POOL:
-            pool_pages = [block.page for block in sequence.reservation.blocks]
-            device_pages = sequence.pages[: len(pool_pages)]
-            await self._executor.run(lambda: self._executor.load_blocks(device_pages, pool_pages, self._view))
-            sequence.loaded.set()
-        else:
-            pages = sequence.pages[: len(sequence.saved[0])]
-            await self._executor.run(lambda: self._executor.restore_pages(pages, sequence.saved))
-            sequence.saved = []
-
-    async def _make_room(self) -> None:
-        """Give every running sequence its page for the next token; preempt the newest when none is left."""
-        self._drop_done()
-        kv = self._executor.kv
-        for sequence in list(self._running):
-            while sequence in self._running and len(sequence.pages) < sequence.num_pages_needed(kv.page_size):
-                if kv.num_free_pages:
-                    sequence.pages += kv.allocate(1)
-                elif len(self._running) > 1:
-                    await self._preempt(self._running[-1])
-                else:
-                    self._fail(sequence, OutOfPages(len(sequence.pages) + 1, 0, kv.num_pages))
-
-    async def _preempt(self, sequence: Sequence) -> None:
-        pages = sequence.pages[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
-        sequence.saved = await self._executor.run(lambda: self._executor.save_pages(pages))
-        self._running.remove(sequence)
-        self._free(sequence)
-        sequence.place = Place.HOST
-        self._joining.appendleft(sequence)
-
-    def _fail(self, sequence: Sequence, error: OutOfPages) -> None:
-        sequence.error = error
-        sequence.loaded.set()
-        sequence.done.set()
-        self._drop_done()
-
-    async def _step(self) -> None:
-        batch = list(self._running)
-        if not batch:
-            return
-        chunks = [Chunk(sequence.tokens[-1:], sequence.num_kv_tokens, sequence.pages) for sequence in batch]
-        sampling = [sequence.request.sampling for sequence in batch]
-        tokens = await self._executor.run(lambda: self._executor.decode(chunks, sampling))
+    def _receive(self) -> list[tuple[str, TokenOutput]]:
+        """The tokens of iterations that have ended."""
         outputs = []
-        for sequence, token in zip(batch, tokens, strict=True):
-            if sequence.done.is_set():
-                continue  # aborted while this iteration ran
-            sequence.tokens.append(token)
-            outputs.append(output_of(sequence))
-            if sequence.finish_reason is not None:
-                sequence.done.set()
-        self._drop_done()
-        await self._emit(outputs)
+        for iteration in self._iterations.receive():
+            self.meter.ended(iteration)
+            for sequence, token in zip(iteration.sequences, iteration.tokens, strict=True):
+                if sequence.finish_reason is not None:
+                    continue  # it had been planned before its last token was known
+                sequence.tokens.append(token)
+                outputs.append(output_of(sequence))
+                if sequence.finish_reason is not None:
+                    self._batch.leave(sequence)
+        return outputs
 
-    def _drop_done(self) -> None:
-        for sequence in [sequence for sequence in self._running if sequence.done.is_set()]:
-            self._running.remove(sequence)
-            self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        self._executor.kv.free(sequence.pages)
-        sequence.pages = []
+    def _plan(self) -> None:
+        ready = self._batch.plan()
+        if ready:
+            self._iterations.plan(ready)
+        else:
+            self.meter.paused()
 
 
 def output_of(sequence: Sequence) -> tuple[str, TokenOutput]:

@@ -1,25 +1,23 @@
-"""The device's one place: everything that computes on it or copies to and from it, on one thread.
+"""The device's one place: everything that computes on it, on one thread.
 
 Owns: the model, the device's paged KVCache, the thread. Does not know: messages, requests, leases.
-Functions here run on the device thread (`Executor.run`) and block it.
+`prefill` and `decode` run on the device thread (`Executor.run`, `submit`) and block it.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from kernels.kv_copy import gather_pages, scatter_pages
 from mooncake.messages import SamplingParams
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.sampling import sample, uniform
+from workers.jobs import see_out
 from workers.layerwise import LayerTransfers, Part
-from workers.pool_view import PoolView
 
 T = TypeVar("T")
 
@@ -35,6 +33,9 @@ class Executor:
         self.model = model
         self.kv = kv
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._planning: torch.cuda.Stream | None = None
+        if kv.device.type == "cuda":
+            self._planning = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
     @property
     def engine(self) -> str:
@@ -48,16 +49,11 @@ class Executor:
         then may the pages that it uses be given back.
         """
         ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
-        try:
-            return await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            if on_cancel is not None:
-                on_cancel()
-            while not ended.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([ended])
-            ended.exception()  # retrieved: nobody else will
-            raise
+        return await see_out(ended, on_cancel)
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Make `call` on the device thread, behind all that it has been given before."""
+        return self._thread.submit(call)
 
     def prefill(
         self, parts: Sequence[Part], transfers: LayerTransfers, hidden: torch.Tensor | None = None
@@ -82,41 +78,45 @@ class Executor:
             transfers.launch_store(layer, parts)
         return hidden
 
-    def load_blocks(self, device_pages: Sequence[int], pool_pages: Sequence[int], pool: PoolView) -> None:
-        """Copy whole blocks from the pool to the device, layer by layer."""
-        index = torch.tensor(device_pages, device=self.kv.device)
-        for layer in self.model.layers:
-            blocks = pool.read_layer(layer, pool_pages).to(self.kv.device)
-            scatter_pages(self.kv.layer(layer), index, blocks)
+    def prepare(self, chunks: Sequence[Chunk]) -> Batch:
+        """What the layers of a pass share; on the caller's thread, without waiting for the device."""
+        if self._planning is None:
+            return Batch.build(chunks, self.kv)
+        with torch.cuda.stream(self._planning):
+            batch = Batch.build(chunks, self.kv)
+            self._planning.synchronize()
+        return batch
 
-    def save_pages(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        """Copies of device pages in host memory, one tensor a layer, for a preempted sequence."""
-        index = torch.tensor(pages, device=self.kv.device)
-        return [gather_pages(self.kv.layer(layer), index).cpu() for layer in self.model.layers]
+    def decode(self, batch: Batch, draws: "Draws") -> list[int]:
+        """One iteration: the next token of every sequence."""
+        tokens: list[int] = sample(self.model.forward(batch, self.kv), *draws).tolist()
+        return tokens
 
-    def restore_pages(self, pages: Sequence[int], saved: Sequence[torch.Tensor]) -> None:
-        """The inverse of `save_pages`, into other pages."""
-        index = torch.tensor(pages, device=self.kv.device)
-        for layer, blocks in zip(self.model.layers, saved, strict=True):
-            scatter_pages(self.kv.layer(layer), index, blocks.to(self.kv.device))
 
-    def decode(self, chunks: Sequence[Chunk], sampling: Sequence[SamplingParams]) -> list[int]:
-        """One iteration: the next token of every sequence. A chunk holds the sequence's last token."""
-        logits = self.model.forward(Batch.build(chunks, self.kv), self.kv)
-        return draw(logits, sampling, [chunk.start + len(chunk.token_ids) for chunk in chunks])
+class Draws(NamedTuple):
+    """How the rows of a pass are drawn: what `sample` wants besides logits, `[S]` each, on the CPU."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    uniforms: torch.Tensor
+
+    @classmethod
+    def of(cls, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> "Draws":
+        """`positions` are those of the drawn tokens."""
+        uniforms = [
+            uniform(params.seed, position) if params.temperature > 0 else 0.0
+            for params, position in zip(sampling, positions, strict=True)
+        ]
+        return cls(
+            torch.tensor([params.temperature for params in sampling]),
+            torch.tensor([params.top_k for params in sampling]),
+            torch.tensor([params.top_p for params in sampling]),
+            torch.tensor(uniforms, dtype=torch.float64),
+        )
 
 
 def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """One token for each row of `logits` [S, vocab]; `positions` are those of the drawn tokens."""
-    uniforms = [
-        uniform(params.seed, position) if params.temperature > 0 else 0.0
-        for params, position in zip(sampling, positions, strict=True)
-    ]
-    tokens: list[int] = sample(
-        logits,
-        torch.tensor([params.temperature for params in sampling]),
-        torch.tensor([params.top_k for params in sampling]),
-        torch.tensor([params.top_p for params in sampling]),
-        torch.tensor(uniforms, dtype=torch.float64),
-    ).tolist()
+    tokens: list[int] = sample(logits, *Draws.of(sampling, positions)).tolist()
     return tokens

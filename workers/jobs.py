@@ -1,10 +1,13 @@
 """Tasks of a runner by the work that they do, so that each can be cancelled and none is forgotten."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from mooncake.messages import Ref
+
+T = TypeVar("T")
 
 
 class Jobs:
@@ -30,3 +33,22 @@ class Jobs:
         task = self._tasks.get(ref)
         if task is not None and not task.cancelling():
             task.cancel()
+
+
+async def see_out(ended: "asyncio.Future[T]", on_cancel: Callable[[], None] | None = None) -> T:
+    """The result of what another thread does.
+
+    A cancelled caller calls `on_cancel`, and leaves when it has ended: only then may the memory that it uses
+    be given back.
+    """
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        while not ended.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([ended])
+        if not ended.cancelled():
+            ended.exception()  # retrieved: nobody else will
+        raise

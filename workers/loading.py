@@ -18,9 +18,9 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.weights import WeightsError
 from workers.executor import Executor
-from workers.pool_view import TORCH_DTYPES
 from workers.weights import iter_weights
 
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_PREFILL_CHUNK, _GPU_PREFILL_CHUNK = 512, 2048
 
 

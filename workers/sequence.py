@@ -10,33 +10,46 @@ from kvstore.messages import Reservation
 from mooncake.messages import FinishReason, Ref, Request
 
 
-class Place(Enum):
-    """Where a sequence's KVCache is.
+class Stage(Enum):
+    """Where a sequence is on its way through the batch.
 
-    POOL ──> DEVICE <──> HOST        preempted sequences wait in host memory
+    NEW ──> WAITING ──> LOADING ──> RUNNING ──> LEAVING ──> OUT        LEAVING from any
+               ^                                               │
+               └───────────── preempted sequences ─────────────┘
     """
 
-    POOL = auto()
-    DEVICE = auto()
-    HOST = auto()
+    NEW = auto()  # prefill has not ended, or its KVCache is on its way
+    WAITING = auto()  # for memory of the device
+    LOADING = auto()  # its KVCache comes to its pages
+    RUNNING = auto()
+    LEAVING = auto()  # has left the batch, its pages are in use
+    OUT = auto()  # without pages
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Invariants: `tokens` is the prompt followed by the output, the newest token has no KVCache yet;
-    `pages` is empty unless `place` is DEVICE; `saved` unless it is HOST.
+    of an inlined prompt `num_cached_tokens` have one until its first token has been drawn;
+    `pages` is empty unless `stage` is LOADING, RUNNING or LEAVING; while it waits, its KVCache is in the
+    pages of `reservation` or in `saved`.
     """
 
+    number: int
+    """in order of arrival: the newest is preempted first"""
     ref: Ref
     request: Request
-    reservation: Reservation
-    num_cached_tokens: int
     tokens: list[int]
-    place: Place = Place.POOL
+    num_cached_tokens: int = 0
+    stage: Stage = Stage.NEW
+    is_in_flight: bool = False
+    """an iteration is planned or runs that draws its next token"""
     pages: list[int] = field(default_factory=list)
+    reservation: Reservation | None = None
     saved: list[torch.Tensor] = field(default_factory=list)
-    loaded: asyncio.Event = field(default_factory=asyncio.Event)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """its pages are there"""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """it has left the batch, its tokens have left for the front, and nothing computes with its pages"""
     error: Exception | None = None
 
     @property
@@ -46,17 +59,40 @@ class Sequence:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KVCache exists."""
-        return len(self.tokens) - 1
+        """Tokens whose KVCache exists when nothing is in flight."""
+        return len(self.tokens) - 1 if self.num_output_tokens else self.num_cached_tokens
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens that there will be once what is in flight has ended."""
+        return len(self.tokens) + self.is_in_flight
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """The token that is in flight is the last in any case."""
+        max_tokens = self.request.sampling.max_tokens
+        return self.num_planned_tokens - len(self.request.token_ids) >= max_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Of the prompt, if it is inlined and its first token is not known: what is still to be computed."""
+        return 0 if self.num_output_tokens else len(self.tokens) - self.num_cached_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """It is here to stay: its first token has left, or will be drawn here."""
+        return self.num_output_tokens > 0 or self.stage is not Stage.NEW
 
     def num_pages_needed(self, page_size: int) -> int:
-        """Pages for the KVCache after the next iteration."""
-        return -(-len(self.tokens) // page_size)
+        """Pages for the KVCache after the next iteration to be planned."""
+        return -(-self.num_planned_tokens // page_size)
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Set as soon as the newest token is the last."""
         sampling = self.request.sampling
+        if not self.num_output_tokens:
+            return None
         if self.tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
         if self.num_output_tokens >= sampling.max_tokens:

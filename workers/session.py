@@ -36,14 +36,15 @@ from mooncake.messages import (
     WorkFailed,
 )
 from mooncake.process import Progress, Ready, report
+from workers.block_transfers import BlockTransfers
 from workers.chunks import ChunkPlan, Costs
+from workers.copies import copies_for
 from workers.decode import DecodeRunner
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.loading import pick_prefill_chunk
 from workers.next_stage import engines_of, least_capacity, next_stage_of
-from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.stage import stage_of
@@ -125,28 +126,28 @@ class Session:
 
     def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
         config = self._process.config
-        view = PoolView(pool.segment, pool.segment.layout)
+        prefill_chunk = pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device)
         self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
         self._prefill = PrefillRunner(
             stage_of(self._executor, pool, config.worker, self._next),
-            self._prefill_queue(),
+            self._prefill_queue(prefill_chunk),
             self._tell,
             self._prefill_jobs,
         )
         self._decode = DecodeRunner(
             self._executor,
             pool,
-            view,
+            BlockTransfers(copies_for(self._executor.kv, pool.segment), self._executor.kv),
             config.worker.max_batch,
+            min(config.worker.inline_prefill_tokens, prefill_chunk),
             config.messenger.arrival_timeout_s,
             self._tell,
             self._emit,
             self._decode_jobs,
         )
 
-    def _prefill_queue(self) -> PrefillQueue:
-        worker, pipeline = self._process.config.worker, self._process.config.pipeline
-        chunk = pick_prefill_chunk(worker.prefill_chunk, self._executor.kv.device)
+    def _prefill_queue(self, chunk: int) -> PrefillQueue:
+        pipeline = self._process.config.pipeline
         if self._next is None or pipeline.chunks == "fixed":
             return PrefillQueue(chunk)
         spec, page_size = self._executor.model.spec, self._executor.kv.page_size
@@ -220,7 +221,8 @@ class Session:
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
             pool=self._pool_stats,
-            num_prefill_tokens=dict(self._prefill.num_tokens),
+            num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
+            decode=self._decode.meter.stats,
         )
 
     async def _watch(self, pool: WorkerClient) -> None:

@@ -23,6 +23,7 @@ from mooncake.messages import (
     FinishReason,
     FrontHello,
     Grant,
+    GrantedPage,
     Heartbeat,
     HeartbeatAck,
     Leave,
@@ -31,7 +32,9 @@ from mooncake.messages import (
     PoolStats,
     Prefill,
     Prefilled,
+    PrefixSource,
     Ref,
+    Refused,
     Register,
     Registered,
     RegisterRefused,
@@ -104,7 +107,7 @@ POOL = PoolStats(
     received_bytes={},
 )
 HEARTBEAT = Heartbeat(0, 0, 0, POOL)
-GRANT = Grant(1, address("d0"), [])
+GRANT = Grant(1, address("d0"), [GrantedPage(0, 5, 1), GrantedPage(1, 6, 1)])
 
 
 def new_conductor(limits: Limits | None = None) -> Conductor:
@@ -139,6 +142,98 @@ def test_a_request_takes_the_steps_of_the_request_path() -> None:
     assert finished == [Effect(FRONT, Ended("r", 3))]
     assert conductor.num_running == 0
     assert all(not instance.requests for instance in conductor.instances)
+
+
+def test_prefill_is_ordered_nothing_that_decode_computes_itself() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    assert conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0) == []
+    prefill = conductor.instances.get("p0")
+    assert prefill is not None
+    assert prefill.num_assigned_tokens == 0
+    conductor.peer_gone(P0, 2.0)
+    finished = conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 3.0)
+    assert finished == [Effect(FRONT, Ended("r", 3))]
+
+
+def test_a_request_that_decode_computed_itself_is_refused_by_nobody_later() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
+    effects = conductor.handle(D0, WorkFailed(ref(), "damaged", True), 2.0)
+    assert effects[-1] == Effect(D0, Reserve(ref(2), order, tbt_slo_s=None))
+
+
+@pytest.mark.parametrize(("missing", "num_held"), [([2], 2), ([1, 2], 1), ([0, 2], 0), ([], 2)])
+def test_prefill_may_fetch_the_first_blocks_that_decode_does_not_lack(
+    missing: list[int], num_held: int
+) -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)  # two full blocks and a partial one
+    grant = Grant(1, address("d0"), [GrantedPage(index, 5 + index, 1) for index in missing])
+    (effect,) = conductor.handle(D0, Reserved(ref(), grant), 1.0)
+    assert isinstance(effect.message, Prefill)
+    expected = PrefixSource((PoolShard(address("d0"), LAYOUT),), num_held)
+    assert effect.message.prefix_source == (expected if num_held else None)
+
+
+D1 = peer_identity("d1", 1)
+TBT_SLO_S = 0.1
+
+
+def two_decode_instances(limits: Limits | None = None) -> Conductor:
+    conductor = new_conductor(limits or Limits(tbt_slo_s=TBT_SLO_S))
+    conductor.handle(D1, registration("d1", Role.DECODE), 0.0)
+    return conductor
+
+
+def test_whom_one_decode_instance_refuses_is_placed_on_another() -> None:
+    """Mooncake, section 3: the local scheduler double-checks."""
+    conductor, order = two_decode_instances(), request()
+    assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order, TBT_SLO_S))]
+    effects = conductor.handle(D0, Refused(ref(), "slow", 0.2), 1.0)
+    assert effects == [
+        Effect(D0, Abort(ref())),
+        Effect(P0, Abort(ref())),
+        Effect(D1, Reserve(ref(2), order, TBT_SLO_S)),
+    ]
+
+
+def test_whom_all_decode_instances_refuse_is_told_when_to_come_back() -> None:
+    conductor = two_decode_instances()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, Refused(ref(), "slow", 0.2), 1.0)
+    *aborts, rejected = conductor.handle(D1, Refused(ref(2), "slower", 0.3), 1.0)
+    assert aborts == [Effect(D1, Abort(ref(2))), Effect(P0, Abort(ref(2)))]
+    assert rejected == Effect(FRONT, Rejected("r", 429, "slower", 1.0))
+    assert conductor.num_running == 0
+    assert all(not instance.requests for instance in conductor.instances)
+
+
+def test_a_request_may_be_refused_when_its_prefill_has_ended() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
+    effects = conductor.handle(D0, Refused(ref(), "slow", 0.2), 1.0)
+    assert effects[-1] == Effect(D1, Reserve(ref(2), order, TBT_SLO_S))
+
+
+def test_nobody_refuses_a_request_whose_tokens_may_have_left() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
+    effects = conductor.peer_gone(D0, 2.0)
+    assert Effect(D1, Reserve(ref(2), order, tbt_slo_s=None)) in effects
+
+
+def test_refusals_are_no_failures_and_are_forgotten_after_one() -> None:
+    conductor, order = two_decode_instances(Limits(max_attempts=2, tbt_slo_s=TBT_SLO_S)), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Refused(ref(1), "slow", 0.2), 1.0)
+    effects = conductor.handle(D1, WorkFailed(ref(2), "first", True), 1.0)
+    assert effects[-1] == Effect(D0, Reserve(ref(3), order, TBT_SLO_S))
 
 
 def test_a_repeated_step_is_taken_once() -> None:
@@ -446,7 +541,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
         self.open.add(f"r{self.count}")
         self.take(self.conductor.handle(FRONT, Submit(request(f"r{self.count}")), self.now_s))
 
-    @rule(data=st.data(), outcome=st.sampled_from(["well", "retry", "fail", "lost"]))
+    @rule(data=st.data(), outcome=st.sampled_from(["well", "retry", "fail", "refuse", "lost"]))
     def answer(self, data: st.DataObject, outcome: str) -> None:
         if not self.orders:
             return
@@ -460,6 +555,8 @@ class RequestsEndOnce(RuleBasedStateMachine):
             self.take(
                 self.conductor.handle(effect.peer, WorkFailed(order.ref, "x", outcome == "retry"), self.now_s)
             )
+        elif outcome == "refuse":
+            self.take(self.conductor.handle(effect.peer, Refused(order.ref, "slow", 0.2), self.now_s))
         elif outcome == "well":
             match order:
                 case Reserve(ref=ref):

@@ -4,13 +4,14 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.metrics import ConductorMetrics, pool_metrics
+from conductor.metrics import ConductorMetrics, decode_metrics, pool_metrics
 from conductor.policy import Conductor, Limits
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Capacity,
+    DecodeStats,
     Heartbeat,
     MessengerAddress,
     PoolShard,
@@ -181,3 +182,38 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
         assert registry.get_sample_value("mooncake_prefill_tokens_total", labels) == expected
     labels = {"instance": "p0", "engine": "cpu (torch)"}
     assert registry.get_sample_value("mooncake_instance_engine", labels) == 1
+
+
+def test_decoding_is_told_by_instance() -> None:
+    stats = DecodeStats(
+        num_iterations=1,
+        num_tokens=2,
+        forward_s=3.0,
+        host_s=4.0,
+        bubble_s=5.0,
+        num_preemptions={"host": 6},
+        num_refusals=7,
+        num_sealed_blocks=8,
+        num_unsealed=9,
+        num_inlined=10,
+        num_not_inlined=11,
+    )
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in decode_metrics({"d0": stats})
+        for sample in family.samples
+    }
+    assert samples == {
+        ("mooncake_decode_iterations_total", "d0"): 1,
+        ("mooncake_decode_tokens_total", "d0"): 2,
+        ("mooncake_decode_seconds_total", "d0", "forward"): 3,
+        ("mooncake_decode_seconds_total", "d0", "host"): 4,
+        ("mooncake_decode_seconds_total", "bubble", "d0"): 5,
+        ("mooncake_decode_preemptions_total", "d0", "pool"): 0,
+        ("mooncake_decode_preemptions_total", "d0", "host"): 6,
+        ("mooncake_decode_refusals_total", "d0"): 7,
+        ("mooncake_decode_sealed_blocks_total", "d0"): 8,
+        ("mooncake_decode_unsealed_answers_total", "d0"): 9,
+        ("mooncake_decode_prompts_total", "d0", "yes"): 10,
+        ("mooncake_decode_prompts_total", "d0", "no"): 11,
+    }

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore import worker_client as client_module
 from kvstore.worker_client import WorkerClient
+from messenger.checksums import layer_checksums
 from mooncake.errors import MismatchError, PoolError, PoolFullError
 from mooncake.messages import Tier
 from tests.kvstore.nodes import (
@@ -44,6 +45,21 @@ def test_committed_blocks_are_found_by_the_next_prompt(start_node: StartNode) ->
         stats = await client.stats(check_integrity=True)
         assert stats.tiers[Tier.DRAM].num_hits == 3
         assert (stats.num_misses, stats.integrity) == ({"absent": 4}, None)
+        await client.close()
+
+    run(test())
+
+
+def test_checksums_are_in_the_segment_once_commits_are_settled(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("node").connect()
+        table = client.segment.page_table()
+        reservation = await client.reserve(prompt_keys(1), 1)
+        await write_layers(client, reservation, [*prompt_keys(1), None], ALL_LAYERS)
+        await client.settled()
+        for block in reservation.blocks:
+            data = client.segment.page_view(block.page)
+            assert table.checksums(block.page, ALL_LAYERS) == layer_checksums(data, LAYOUT.layer_bytes)
         await client.close()
 
     run(test())

@@ -49,5 +49,10 @@ class Gate:
     async def reached(self) -> None:
         assert await asyncio.to_thread(self._reached.wait, DEADLINE_S)
 
+    def close(self) -> None:
+        """It stops again what comes next."""
+        self._reached.clear()
+        self._open.clear()
+
     def open(self) -> None:
         self._open.set()

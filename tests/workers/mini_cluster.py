@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from conductor.policy import Conductor, Effect, Limits
+from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout, block_keys, root_key
 from mooncake.bus import peer_identity
@@ -35,7 +36,8 @@ from mooncake.messages import (
     ToWorker,
 )
 from tests.kvstore.nodes import DEADLINE_S, Node
-from workers.copies import copies_for
+from workers.block_transfers import BlockTransfers
+from workers.copies import Copies, copies_for
 from workers.decode import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -43,7 +45,6 @@ from workers.engine.spec import ModelSpec
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
-from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.stage import Stage
@@ -51,6 +52,7 @@ from workers.stage import Stage
 BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32
 FRONT = b"front#1"
+MakeCopies = Callable[[DeviceKVCache, Segment], Copies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Sizes:
     prefill_chunk: int = 20
     layerwise_overlap: bool = True
     max_batch: int = 8
+    block_size: int = BLOCK_SIZE
+    num_decode: int = 1
+    inline_prefill_tokens: int = 0
+    tbt_slo_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -82,11 +88,10 @@ class InstanceUnderTest:
         self.identity = peer_identity(name, 1)
         self.pool = pool
         kv = DeviceKVCache(
-            cluster.spec, cluster.model.layers, sizes.num_device_pages, BLOCK_SIZE, torch.float32
+            cluster.spec, cluster.model.layers, sizes.num_device_pages, sizes.block_size, torch.float32
         )
         self.executor = Executor(cluster.model, kv)
         self.prefill_jobs, self.decode_jobs = Jobs(cluster.group), Jobs(cluster.group)
-        view = PoolView(pool.segment, cluster.layout)
 
         async def send(message: object) -> None:
             cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
@@ -95,7 +100,15 @@ class InstanceUnderTest:
         stage = Stage(self.executor, pool, transfers)
         self.prefill = PrefillRunner(stage, PrefillQueue(sizes.prefill_chunk), send, self.prefill_jobs)
         self.decode = DecodeRunner(
-            self.executor, pool, view, sizes.max_batch, DEADLINE_S, send, cluster.receive, self.decode_jobs
+            self.executor,
+            pool,
+            BlockTransfers(cluster.decode_copies(kv, pool.segment), kv),
+            sizes.max_batch,
+            sizes.inline_prefill_tokens,
+            DEADLINE_S,
+            send,
+            cluster.receive,
+            self.decode_jobs,
         )
         self.registration = Register(
             PROTOCOL_VERSION,
@@ -127,18 +140,25 @@ class InstanceUnderTest:
 
 
 class MiniCluster:
-    """1P1D. `submit` requests, `cancel` them, look at everything."""
+    """1P1D, or more of the second. `submit` requests, `cancel` them, look at everything."""
 
-    def __init__(self, model: transformers.PreTrainedModel, sizes: Sizes, group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        sizes: Sizes,
+        group: asyncio.TaskGroup,
+        decode_copies: MakeCopies,
+    ) -> None:
         self.sizes, self.group = sizes, group
-        self.copies = copies_for
+        self.copies, self.decode_copies = copies_for, decode_copies
         self.spec = ModelSpec.from_hf_config(model.config.to_dict())
         self.model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32)
         self.model.load_weights(model.state_dict().items())
         self.layout = KVLayout(
-            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, BLOCK_SIZE, "float32"
+            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, sizes.block_size, "float32"
         )
-        self.conductor = Conductor(1, FINGERPRINT, Limits(peer_timeout_s=3600))
+        limits = Limits(max_running_requests=4096, peer_timeout_s=3600, tbt_slo_s=sizes.tbt_slo_s)
+        self.conductor = Conductor(1, FINGERPRINT, limits)
         self.instances: list[InstanceUnderTest] = []
         self.answers: dict[str, Answer] = {}
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
@@ -155,20 +175,23 @@ class MiniCluster:
                     instance.obey(effect.message)  # type: ignore[arg-type]
 
     async def receive(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Tokens, as the front gets them."""
+        """Tokens, as the front gets them: another attempt draws those again that have been sent."""
         for _, output in outputs:
             answer = self.answers[output.ref.request_id]
-            assert output.position == len(answer.tokens)
-            answer.tokens += output.token_ids
+            (token,), position = output.token_ids, output.position
+            assert position == len(answer.tokens) or output.ref.attempt > 1
+            if position == len(answer.tokens):
+                answer.tokens.append(token)
+            assert answer.tokens[position] == token
             answer.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:
                 answer.ended.set()
 
-    def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+    def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Answer:
         """Start a request."""
-        keys = block_keys(prompt, BLOCK_SIZE, root_key(FINGERPRINT))
+        keys = block_keys(prompt, self.sizes.block_size, root_key(FINGERPRINT, salt))
         answer = self.answers[request_id] = Answer()
-        request = Request(request_id, prompt, keys, sampling, "front")
+        request = Request(request_id, prompt, keys, sampling, "front", is_salted=bool(salt))
         self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))
         return answer
 
@@ -200,16 +223,22 @@ class MiniCluster:
 
 @contextlib.asynccontextmanager
 async def mini_cluster(
-    model: transformers.PreTrainedModel, folder: Path, sizes: Sizes | None = None
+    model: transformers.PreTrainedModel,
+    folder: Path,
+    sizes: Sizes | None = None,
+    decode_copies: MakeCopies = copies_for,
+    timeout_s: float = 6 * DEADLINE_S,
 ) -> AsyncIterator[MiniCluster]:
     """Starts messengers and runners; ends them all."""
     sizes = sizes or Sizes()
     with contextlib.ExitStack() as nodes:
-        async with asyncio.timeout(6 * DEADLINE_S), asyncio.TaskGroup() as group:
-            cluster = MiniCluster(model, sizes, group)
-            segment_bytes = sizes.num_pool_pages * (cluster.layout.block_bytes + 256) + 16384
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+            cluster = MiniCluster(model, sizes, group, decode_copies)
+            stride = -(-cluster.layout.block_bytes // 4096) * 4096
+            segment_bytes = sizes.num_pool_pages * (stride + 256) + 16384
             loops = []
-            for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+            decodes = [(f"d{number}", Role.DECODE) for number in range(sizes.num_decode)]
+            for name, role in (("p0", Role.PREFILL), *decodes):
                 node = Node(folder, name, segment_bytes, "auto")
                 nodes.callback(node.close)
                 node.start()

@@ -31,17 +31,17 @@ from mooncake.messages import (
     WorkFailed,
 )
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
+from workers.block_transfers import BlockPair
 from workers.copies import Copies, copies_for
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
-from workers.executor import Executor
+from workers.executor import Draws, Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
 from workers.loading import layers_of_stage
 from workers.next_stage import NextStage
-from workers.pool_view import PoolView
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.previous_stage import PreviousStage
@@ -332,11 +332,13 @@ class Lab:
         tokens, kv = [*prompt, first_token], self._decoder.kv
         device_pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
         try:
-            view = PoolView(self.decode.segment, self.layout)
-            self._decoder.load_blocks(device_pages[: len(pool_pages)], pool_pages, view)
+            copies = copies_for(kv, self.decode.segment)
+            pairs = [BlockPair(*pages) for pages in zip(device_pages, pool_pages, strict=False)]
+            for layer in kv.layers:
+                assert not copies.load(layer, pairs, None).damaged
             for _ in range(NUM_OUTPUT_TOKENS - 1):
-                chunk = Chunk(tokens[-1:], len(tokens) - 1, device_pages)
-                tokens += self._decoder.decode([chunk], [SAMPLING])
+                batch = self._decoder.prepare([Chunk(tokens[-1:], len(tokens) - 1, device_pages)])
+                tokens += self._decoder.decode(batch, Draws.of([SAMPLING], [len(tokens)]))
         finally:
             kv.free(device_pages)
         return tokens[len(prompt) :]

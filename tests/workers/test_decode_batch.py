@@ -1,0 +1,162 @@
+"""Admission, growth and preemption, without a device that computes."""
+
+import itertools
+
+import pytest
+import torch
+
+from mooncake.messages import Ref, Request, SamplingParams
+from tests.tiny_models import tiny_model
+from workers.decode_batch import DecodeBatch
+from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.engine.spec import ModelSpec
+from workers.sequence import Sequence, Stage
+
+PAGE_SIZE = 4
+
+
+class Batch:
+    """A `DecodeBatch` whose iterations end at once."""
+
+    def __init__(self, spec: ModelSpec, num_pages: int, max_batch: int = 8) -> None:
+        self.kv = DeviceKVCache(spec, range(1), num_pages, PAGE_SIZE, torch.float32)
+        self.batch = DecodeBatch(self.kv, max_batch)
+        self._numbers = itertools.count()
+
+    def sequence(self, num_tokens: int, max_tokens: int = 100) -> Sequence:
+        """With its first token: `num_tokens` of KVCache."""
+        number = next(self._numbers)
+        request = Request(str(number), [1] * num_tokens, [], SamplingParams(max_tokens), "front")
+        return Sequence(number, Ref(1, str(number), 1), request, [1] * (num_tokens + 1))
+
+    def entered(self, num_tokens: int, max_tokens: int = 100) -> Sequence:
+        sequence = self.sequence(num_tokens, max_tokens)
+        self.batch.enter(sequence)
+        return sequence
+
+    def joined(self, num_tokens: int, max_tokens: int = 100) -> Sequence:
+        sequence = self.entered(num_tokens, max_tokens)
+        self.batch.plan()
+        assert sequence.stage is Stage.LOADING
+        self.batch.join(sequence)
+        return sequence
+
+    def iterate(self) -> list[Sequence]:
+        ready = self.batch.plan()
+        for sequence in ready:
+            assert len(sequence.pages) == -(-len(sequence.tokens) // PAGE_SIZE)
+            sequence.tokens.append(1)
+        return ready
+
+    def grown(self, *sequences: Sequence) -> list[Sequence]:
+        """Iterates until not all of these take part."""
+        while set(ready := self.iterate()) >= set(sequences):
+            pass
+        return ready
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return ModelSpec.from_hf_config(tiny_model("smollm2").config.to_dict())
+
+
+def test_takes_part_from_the_iteration_after_its_load_on(spec: ModelSpec) -> None:
+    batch = Batch(spec, 10)
+    first = batch.joined(5)
+    second = batch.entered(5)
+    assert batch.iterate() == [first]
+    assert second.admitted.is_set()
+    assert batch.iterate() == [first]
+    batch.batch.join(second)
+    assert batch.iterate() == [first, second]
+
+
+def test_admits_in_order_even_if_a_later_one_would_fit(spec: ModelSpec) -> None:
+    batch = Batch(spec, 6)
+    batch.joined(7)
+    large, small = batch.entered(15), batch.entered(1)
+    batch.iterate()
+    assert not large.admitted.is_set()
+    assert not small.admitted.is_set()
+
+
+def test_admits_no_more_than_max_batch_those_that_load_included(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20, max_batch=2)
+    batch.joined(1)
+    second, third = batch.entered(1), batch.entered(1)
+    batch.batch.plan()
+    assert (second.stage, third.stage) == (Stage.LOADING, Stage.WAITING)
+    batch.batch.leave(second)
+    batch.batch.free(second)
+    batch.batch.plan()
+    assert third.stage is Stage.LOADING
+
+
+def test_newest_gives_way_and_comes_back_before_later_ones(spec: ModelSpec) -> None:
+    batch = Batch(spec, 6)
+    old, new = batch.joined(7), batch.joined(7)
+    later = batch.entered(5)
+    assert batch.grown(old, new) == []  # none of both has a page until the other's are free
+    assert new.stage is Stage.LEAVING
+    batch.batch.settle()
+    assert new.left.is_set()
+    batch.batch.free(new)
+    assert batch.iterate() == [old]
+    batch.batch.enter(new)
+    batch.batch.leave(old)
+    batch.batch.free(old)
+    batch.iterate()
+    assert new.stage is Stage.LOADING
+    assert (new.left.is_set(), later.stage) == (False, Stage.WAITING)
+
+
+def test_waits_for_pages_that_are_about_to_come_free_instead_of_preempting(spec: ModelSpec) -> None:
+    batch = Batch(spec, 7)
+    old, new = batch.joined(11), batch.joined(11, max_tokens=3)
+    batch.kv.allocate(1)
+    assert batch.iterate() == [old, new]
+    new.is_in_flight = True
+    assert new.ends_in_flight
+    assert batch.iterate() == []
+    assert batch.batch.num_preemptions == 0
+    assert new.stage is Stage.RUNNING
+
+
+def test_pages_of_an_iteration_in_flight_are_kept(spec: ModelSpec) -> None:
+    batch = Batch(spec, 6)
+    sequence = batch.joined(5)
+    sequence.is_in_flight = True
+    batch.batch.leave(sequence)
+    batch.batch.settle()
+    assert not sequence.left.is_set()
+    sequence.is_in_flight = False
+    batch.batch.settle()
+    assert sequence.left.is_set()
+    assert batch.kv.num_free_pages == 4
+    batch.batch.free(sequence)
+    assert batch.kv.num_free_pages == 6
+
+
+def test_plans_a_page_for_a_token_that_is_not_known_yet(spec: ModelSpec) -> None:
+    batch = Batch(spec, 6)
+    sequence = batch.joined(6)  # the seventh token is known, the eighth in flight
+    assert batch.batch.plan() == [sequence]
+    sequence.is_in_flight = True
+    assert batch.batch.plan() == [sequence]
+    assert len(sequence.pages) == 2
+    sequence.tokens.append(1)
+    batch.batch.plan()
+    assert len(sequence.pages) == 3
+
+
+@pytest.mark.parametrize("num_tokens", [12, 11])
+def test_what_never_fits_fails_instead_of_waiting(spec: ModelSpec, num_tokens: int) -> None:
+    batch = Batch(spec, 3)
+    sequence = batch.entered(num_tokens)
+    batch.batch.plan()
+    batch.batch.join(sequence)
+    batch.grown(sequence)
+    batch.batch.settle()
+    assert isinstance(sequence.error, OutOfPages)
+    assert sequence.admitted.is_set()
+    assert sequence.left.is_set()

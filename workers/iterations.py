@@ -1,0 +1,142 @@
+"""Iterations of decoding, one behind the other: the next is planned while one runs.
+
+The device thread begins an iteration as soon as the one before has ended, with the tokens that that has
+drawn, before anybody else has seen them. Until it begins, it can be taken back and planned anew: for
+whoever has come meanwhile.
+
+Owns: the way of tokens from one iteration to the next. Does not know: who is decoded, and why.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from workers.engine.batch import Chunk
+from workers.executor import Draws, Executor
+from workers.jobs import see_out
+from workers.sequence import Sequence
+
+
+class Iteration:
+    """The next token of each of `sequences`. `before` is in flight: its tokens are not known yet."""
+
+    def __init__(self, sequences: list[Sequence], before: "Iteration | None", executor: Executor) -> None:
+        self.sequences = sequences
+        self.tokens: list[int] = []
+        """drawn, when it has ended"""
+        self.began_s = self.forward_s = self.ended_s = 0.0
+        self._before = before
+        self._executor = executor
+        row_before = {sequence: row for row, sequence in enumerate(before.sequences)} if before else {}
+        self._rows = [row for row, sequence in enumerate(sequences) if sequence in row_before]
+        self._rows_before = [row_before[sequences[row]] for row in self._rows]
+        chunks = [_next_chunk(sequence) for sequence in sequences]
+        ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+        self.num_kv_tokens = sum(ends)
+        self.num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks) - len(chunks)
+        """of inlined prompts"""
+        self._batch = executor.prepare(chunks)
+        self._draws = Draws.of([sequence.request.sampling for sequence in sequences], ends)
+
+    def begin(self) -> None:
+        """On the device thread, when `before` has ended."""
+        self.began_s = time.perf_counter()
+        if self._before is not None and self._rows:
+            token_ids = self._batch.token_ids
+            drawn = [self._before.tokens[row] for row in self._rows_before]
+            token_ids[self._batch.last_rows[self._rows]] = torch.tensor(drawn, device=token_ids.device)
+        self._before = None
+        self.forward_s = time.perf_counter()
+
+    def run(self) -> None:
+        """On the device thread, then."""
+        self.tokens = self._executor.decode(self._batch, self._draws)
+        self.ended_s = time.perf_counter()
+
+
+class Iterations:
+    """At most one is in flight: it runs, or has ended and not been received. One more may be behind it."""
+
+    def __init__(self, executor: Executor, on_turn: Callable[[], None]) -> None:
+        """`on_turn` is called in the event loop when an iteration has begun, so that the next one can be
+        planned, and when one has ended and none is behind it."""
+        self._executor = executor
+        self._on_turn = on_turn
+        self._lock = threading.Lock()
+        self._planned: Iteration | None = None
+        self._in_flight: Iteration | None = None
+        self._num_idle_calls = 0
+        """to the device thread, which have not looked for something planned yet"""
+        self._calls: deque[Future[Iteration | None]] = deque()
+
+    def receive(self) -> list[Iteration]:
+        """Those that have ended since. What was planned and has not begun is taken back."""
+        with self._lock:
+            planned, self._planned = self._planned, None
+        ended = []
+        while self._calls and self._calls[0].done():
+            iteration = self._calls.popleft().result()
+            if iteration is not None:
+                ended.append(iteration)
+                _set_in_flight(iteration, False)
+        if planned is not None:
+            _set_in_flight(planned, False)
+        if ended and ended[-1] is self._in_flight:
+            self._in_flight = None
+        if self._in_flight is not None:
+            _set_in_flight(self._in_flight, True)
+        return ended
+
+    def plan(self, sequences: list[Sequence]) -> None:
+        """What comes next; after `receive`, which says what is known."""
+        planned = Iteration(sequences, self._in_flight, self._executor)
+        _set_in_flight(planned, True)
+        with self._lock:
+            self._planned = planned
+            must_call = not self._num_idle_calls
+            self._num_idle_calls += must_call
+        if must_call:
+            loop = asyncio.get_running_loop()
+            call = self._executor.submit(lambda: self._run_planned(loop))
+            self._calls.append(call)
+            call.add_done_callback(lambda _: self._after_call(loop))
+
+    async def close(self) -> None:
+        """Returns when none runs any more, however often it is cancelled."""
+        with self._lock:
+            self._planned = None
+        if self._calls:
+            waiting = asyncio.wait([asyncio.wrap_future(call) for call in self._calls])
+            await see_out(asyncio.ensure_future(waiting))
+
+    def _run_planned(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
+        with self._lock:
+            self._num_idle_calls -= 1
+            iteration, self._planned = self._planned, None
+            if iteration is not None:
+                self._in_flight = iteration
+        if iteration is not None:
+            iteration.begin()
+            loop.call_soon_threadsafe(self._on_turn)
+            iteration.run()
+        return iteration
+
+    def _after_call(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._planned is None:  # else it begins now, and must not be taken back
+            loop.call_soon_threadsafe(self._on_turn)
+
+
+def _next_chunk(sequence: Sequence) -> Chunk:
+    """What has no KVCache yet: the newest token, or one in its place that is in flight."""
+    start = sequence.num_planned_tokens - 1 if sequence.is_in_flight else sequence.num_kv_tokens
+    return Chunk(sequence.tokens[min(start, len(sequence.tokens) - 1) :], start, sequence.pages)
+
+
+def _set_in_flight(iteration: Iteration, value: bool) -> None:
+    for sequence in iteration.sequences:
+        sequence.is_in_flight = value

@@ -1,0 +1,81 @@
+"""What has been computed of a sequence goes to the pool: when it ends, and when it is preempted.
+
+The keys of blocks filled while decoding are chained from those of the prompt, so the next turn of the
+conversation finds prompt and answer (Mooncake, section 3).
+
+Owns: the blocks of a sequence in the pool. Does not know: when, or what for.
+"""
+
+import asyncio
+
+from kvstore.messages import Reservation
+from kvstore.worker_client import WorkerClient
+from mooncake.blocks import BlockKey, block_keys, root_key
+from mooncake.errors import PoolFullError
+from workers.block_transfers import BlockPair, BlockTransfers
+from workers.sequence import Sequence
+
+ROOM_TIMEOUT_S = 1.0
+"""the device's pages are wanted: how long the pool may take to find room, as on its disks"""
+
+
+class Sealer:
+    """Stores sequences that no iteration computes with."""
+
+    def __init__(self, pool: WorkerClient, transfers: BlockTransfers) -> None:
+        self._pool, self._transfers = pool, transfers
+        self._block_size = pool.segment.layout.block_size
+        self._root = root_key(pool.segment.fingerprint)
+
+    async def seal(self, sequence: Sequence) -> int:
+        """Every full block that the pool lacks. Returns how many that were; PoolFullError without room."""
+        keys = self.keys_of(sequence)
+        if not keys:
+            return 0
+        reservation = await self._store(sequence, keys, num_private=0)
+        await self._pool.release(reservation.reservation_id)
+        return sum(not block.sealed for block in reservation.blocks)
+
+    async def park(self, sequence: Sequence) -> Reservation:
+        """All of its KVCache; it stays until the reservation is released. PoolFullError without room."""
+        keys = self.keys_of(sequence)
+        num_blocks = -(-sequence.num_kv_tokens // self._block_size)
+        return await self._store(sequence, keys, num_blocks - len(keys))
+
+    def keys_of(self, sequence: Sequence) -> list[BlockKey]:
+        """Of its full blocks; none if it is salted and its prompt has none: the root is not known here."""
+        request, size = sequence.request, self._block_size
+        num_blocks = sequence.num_kv_tokens // size
+        known = request.block_keys[:num_blocks]
+        if request.is_salted and not known:
+            return []
+        parent = known[-1] if known else self._root
+        return known + block_keys(sequence.tokens[len(known) * size : num_blocks * size], size, parent)
+
+    async def _store(self, sequence: Sequence, keys: list[BlockKey], num_private: int) -> Reservation:
+        reservation = await self._reserve(keys, num_private)
+        try:
+            if self._pool.wants_token_ids and not sequence.request.is_salted:
+                tokens = sequence.tokens[: len(keys) * self._block_size]
+                await self._pool.describe_tokens(reservation.reservation_id, tokens)
+            missing = [
+                BlockPair(device_page, block.page)
+                for device_page, block in zip(sequence.pages, reservation.blocks, strict=False)
+                if not block.sealed
+            ]
+            checksums = await self._transfers.store(missing)
+            layers = range(self._pool.segment.layout.num_layers)
+            pages = [block.pool_page for block in missing]
+            await self._pool.commit(reservation.reservation_id, layers, pages, checksums)
+            await self._pool.settled()  # else its checksums might not be there when it is loaded again
+        except BaseException:
+            await self._pool.release(reservation.reservation_id)
+            raise
+        return reservation
+
+    async def _reserve(self, keys: list[BlockKey], num_private: int) -> Reservation:
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                return await self._pool.reserve(keys, num_private)
+        except TimeoutError:
+            raise PoolFullError(f"the pool found no room within {ROOM_TIMEOUT_S:g} s") from None
