@@ -10,6 +10,7 @@ Owns: start and end of a child process. Does not know: what the child does.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -81,6 +82,7 @@ def child_main(
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
     _raise_descriptor_limit()
     config = config_type.model_validate_json(sys.stdin.readline())
+    gc.freeze()  # the modules: to look through them would stop a worker for 100 ms every now and then
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_run(serve(config)))

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from workers.engine.spec import ModelSpec
 
-_CHUNKS_A_STAGE = 8
-"""With m equal chunks, X stages take (m + X - 1) / (m X) of the time of one: idle for less than 1/9 of it."""
-_LEAST_TOKENS = 128
-"""Shorter chunks are not worth a pass: the weights are read once for each."""
+_PASS_TOKENS = 32
+"""What a pass costs by itself, in tokens without a prefix: weights are read, states handed on. As measured on
+CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,11 @@ class ChunkPlan:
     """How the prompts of a pipeline are cut: into chunks that take equally long, up to rounding.
 
     With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves
-    `of_tokens(start, x_i) = i / m * of_tokens(start, end - start)`. m is 8 a stage, more if a chunk would be
-    longer than `most_tokens`, fewer if there are not 128 tokens for each. Boundaries are multiples of
-    `multiple` (a block of the KVCache, so that every chunk fills the blocks that it stores), the last one
-    apart. One stage has no reason to cut more than `most_tokens` demands.
+    `of_tokens(start, x_i) = i / m * of_tokens(start, end - start)`. With m chunks X stages need
+    `(cost + m * pass_cost) * (m + X - 1) / (m * X)`: more chunks leave the others idle for a shorter time at
+    both ends, but each costs something by itself. So m is `sqrt((X - 1) * cost / pass_cost)`, where that is
+    least; more if a chunk would be longer than `most_tokens`. Boundaries are multiples of `multiple` (a block
+    of the KVCache, so that every chunk fills the blocks that it stores), the last one apart.
     """
 
     costs: Costs
@@ -67,7 +67,7 @@ class ChunkPlan:
         """The chunks of the tokens `[start, end)` of a prompt."""
         assert 0 <= start < end
         cost = self.costs.of_tokens(start, end - start)
-        num_chunks = self._num_chunks(start, end - start, cost)
+        num_chunks = self._num_chunks(start, cost)
         bounds = [start]
         for index in range(1, num_chunks):
             bound = start + round(self.costs.num_tokens(start, cost * index / num_chunks))
@@ -79,8 +79,7 @@ class ChunkPlan:
             bounds.append(bounds[-1] + self.most_tokens)
         return [range(a, b) for a, b in zip(bounds, [*bounds[1:], end], strict=True)]
 
-    def _num_chunks(self, start: int, num_tokens: int, cost: float) -> int:
-        wanted = _CHUNKS_A_STAGE * self.num_stages if self.num_stages > 1 else 1
-        num_chunks = min(wanted, max(1, num_tokens // _LEAST_TOKENS))
+    def _num_chunks(self, start: int, cost: float) -> int:
+        best = math.sqrt((self.num_stages - 1) * cost / (_PASS_TOKENS * self.costs.token))
         # The first one is the longest.
-        return max(num_chunks, math.ceil(cost / self.costs.of_tokens(start, self.most_tokens)))
+        return max(1, round(best), math.ceil(cost / self.costs.of_tokens(start, self.most_tokens)))

@@ -6,6 +6,7 @@ launched. Nobody waits for a store before the prompt is through.
 Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Part:
     on_stored: Callable[[int, Sequence[PromptBlock], list[int]], None]
     damaged_pages: list[int] = field(default_factory=list)
     """of the pool, found by loads"""
-    storing: list[Future[None]] = field(default_factory=list)
+    storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
 
 

@@ -146,8 +146,8 @@ class NextStage:
     async def compute(self, shares: Sequence[PassShare], hidden: torch.Tensor) -> None:
         """Hand a pass on, `hidden` [T, hidden_size] on the CPU. Returns when there is room for another."""
         data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        await self.send(Pass(list(shares), len(data)))
-        for start in range(0, len(data), _MOST_BYTES):
+        await self.send(Pass(list(shares), len(data), bytes(data[:_MOST_BYTES])))
+        for start in range(_MOST_BYTES, len(data), _MOST_BYTES):
             await self.send(HiddenStates(bytes(data[start : start + _MOST_BYTES])))
         self._num_ahead += 1
         while self._num_ahead >= _PASSES_AHEAD:

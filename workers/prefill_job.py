@@ -7,8 +7,8 @@ the stages behind are told.
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from kvstore.messages import Reservation
@@ -58,8 +58,8 @@ class PrefillJob:
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
         """of a fetch that was under way when they were counted as cached"""
-        self._storing: list[Future[None]] = []
-        self._committing: list[Future[None]] = []
+        self._storing: deque[Future[None]] = deque()
+        self._committing: deque[Future[None]] = deque()
 
     # -- rounds -------------------------------------------------------------------------------------
 
@@ -181,6 +181,9 @@ class PrefillJob:
         part, self._part = self._part, None
         assert part is not None
         self._pass_ended.set()
+        for futures in (self._storing, self._committing):  # of a long prompt there would be thousands
+            while futures and _has_succeeded(futures[0]):
+                futures.popleft()
         self.damaged_pages += part.damaged_pages
         if is_computed:
             self._must_load = False
@@ -220,9 +223,9 @@ class PrefillJob:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([waiting])
 
-    async def _all_of(self, futures: Sequence[Future[None]]) -> None:
+    async def _all_of(self, futures: Collection[Future[None]]) -> None:
         if futures:
-            await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+            await asyncio.wait([asyncio.wrap_future(future) for future in tuple(futures)])
 
     # -- on transfer threads ------------------------------------------------------------------------
 
@@ -241,3 +244,7 @@ class PrefillJob:
             [[checksum] for checksum in checksums],
         )
         self._committing.append(asyncio.run_coroutine_threadsafe(commit, self._loop))
+
+
+def _has_succeeded(future: Future[None]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

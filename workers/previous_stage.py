@@ -100,8 +100,9 @@ class PreviousStage:
                 case StageBeatAck(known=known):
                     if not known:
                         raise SessionLostError("the stage before has begun anew")
-                case Pass():
+                case Pass(data=data):
                     self._coming = IncomingPass(message)
+                    self._take(data)
                 case HiddenStates(data=data):
                     self._take(data)
                 case Begin() | Recount() | End():

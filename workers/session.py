@@ -147,12 +147,13 @@ class Session:
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
+        """In a pipeline passes may have as many more tokens as a stage has fewer layers."""
         pipeline = self._process.config.pipeline
         if self._next is None or pipeline.chunks == "fixed":
             return PrefillQueue(chunk)
-        spec, page_size = self._executor.model.spec, self._executor.kv.page_size
-        plan = ChunkPlan(Costs.of(spec), pipeline.stages, most_tokens=chunk, multiple=page_size)
-        return PrefillQueue(chunk, plan)
+        most_tokens = pipeline.stages * chunk
+        costs, page_size = Costs.of(self._executor.model.spec), self._executor.kv.page_size
+        return PrefillQueue(most_tokens, ChunkPlan(costs, pipeline.stages, most_tokens, page_size))
 
     async def _obey(self) -> None:
         """The loop: receive, act."""

@@ -131,11 +131,12 @@ class PassShare(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pass(msgspec.Struct, tag=True, frozen=True):
-    """A forward pass. `num_bytes` of hidden states follow in `HiddenStates`: `[tokens, hidden_size]` in the
-    model's dtype, the shares one after the other."""
+    """A forward pass over `num_bytes` of hidden states: `[tokens, hidden_size]` in the model's dtype, the
+    shares one after the other. `data` are the first bytes of them; the others follow in `HiddenStates`."""
 
     shares: list[PassShare]
     num_bytes: int
+    data: bytes
 
 
 class HiddenStates(msgspec.Struct, tag=True, frozen=True):

@@ -30,7 +30,6 @@ def test_chunks_cover_the_prompt_once_and_are_not_too_long(
 @pytest.mark.parametrize("num_tokens", [4096, 8192, 100_000])
 def test_chunks_of_a_long_prompt_take_equally_long_and_shrink(num_tokens: int) -> None:
     chunks = ChunkPlan(SMOLLM2, 2, 60_000, 16)(0, num_tokens)
-    assert len(chunks) == 16
     taken = [SMOLLM2.of_tokens(chunk.start, len(chunk)) for chunk in chunks]
     assert max(taken) < 1.08 * sum(taken) / len(taken)  # they are rounded to blocks
     assert len(chunks[0]) > len(chunks[-1])
@@ -38,9 +37,21 @@ def test_chunks_of_a_long_prompt_take_equally_long_and_shrink(num_tokens: int) -
 
 
 def test_short_prompts_are_not_cut() -> None:
-    for num_tokens in (1, 100, 128, 255):
-        chunks = ChunkPlan(SMOLLM2, 2, 1024, 16)(0, num_tokens)
-        assert chunks == [range(num_tokens)]
+    for num_tokens in (1, 16, 60):
+        assert ChunkPlan(SMOLLM2, 2, 1024, 16)(0, num_tokens) == [range(num_tokens)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("num_tokens", [512, 4096, 30_000])
+def test_no_other_number_of_chunks_is_quicker(num_stages: int, num_tokens: int) -> None:
+    """By the formula that the plan's documentation gives."""
+    cost, of_pass = SMOLLM2.of_tokens(0, num_tokens), 32 * SMOLLM2.token
+
+    def time(num_chunks: int) -> float:
+        return (cost + num_chunks * of_pass) * (num_chunks + num_stages - 1) / (num_chunks * num_stages)
+
+    chosen = len(ChunkPlan(SMOLLM2, num_stages, 60_000, 1)(0, num_tokens))
+    assert time(chosen) <= 1.001 * min(time(number) for number in range(1, 300))
 
 
 def test_one_stage_cuts_only_what_is_too_long() -> None:
