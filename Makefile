@@ -46,7 +46,7 @@ lint: install
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/pytest -q -x -m 'not cluster and not soak'
+	$(BIN)/pytest -q -x -m 'not cluster and not soak and not triton'
 
 test: lint
 	$(BIN)/pytest -m 'not soak'

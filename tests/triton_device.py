@@ -11,10 +11,13 @@ IS_INTERPRETED = DEVICE.type == "cpu"
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 _NUMPY = tuple(map(int, np.__version__.split(".")[:2]))
 
-runs_kernels = pytest.mark.skipif(
-    IS_INTERPRETED and _TRITON < (3, 8) and _NUMPY >= (2, 4),
-    reason="the interpreter of Triton before 3.8 fails with numpy 2.4",
-)
+runs_kernels = [
+    pytest.mark.triton,
+    pytest.mark.skipif(
+        IS_INTERPRETED and _TRITON < (3, 8) and _NUMPY >= (2, 4),
+        reason="the interpreter of Triton before 3.8 fails with numpy 2.4",
+    ),
+]
 
 # The interpreter's products of bfloat16 are wrong, and it truncates to bfloat16; a GPU is tested with it.
 DTYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
