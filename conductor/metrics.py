@@ -91,13 +91,14 @@ class ConductorMetrics(Collector):
             if heartbeat.num_prefill_tokens:
                 for source in PREFILL_SOURCES:
                     prefilled.add_metric([name, source], heartbeat.num_prefill_tokens.get(source, 0))
-            pool = heartbeat.pool
+        pools = {name: pool for heartbeat in heartbeats.values() for name, pool in heartbeat.pools.items()}
+        for name, pool in pools.items():
             for direction, by_transport in (("sent", pool.sent_bytes), ("received", pool.received_bytes)):
                 for transport, num_bytes in by_transport.items():
                     transferred.add_metric([name, transport, direction], num_bytes)
         yield from (free, requests, transferred, prefilled)
         yield from decode_metrics({name: heartbeat.decode for name, heartbeat in heartbeats.items()})
-        yield from pool_metrics({name: heartbeat.pool for name, heartbeat in heartbeats.items()})
+        yield from pool_metrics(pools)
 
 
 def decode_metrics(decodes: Mapping[str, DecodeStats]) -> Iterator[Metric]:

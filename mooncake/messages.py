@@ -327,7 +327,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     num_running: int
     num_waiting: int
     num_free_device_pages: int
-    pool: PoolStats
+    pools: dict[str, PoolStats]
+    """of its messenger, or of the messengers of all its stages, by their names"""
     num_prefill_tokens: dict[str, int] = {}
     """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
     decode: DecodeStats = DecodeStats()

@@ -13,7 +13,7 @@ from mooncake.bus import PeerGoneError, Router
 from mooncake.config import WorkerProcess
 from mooncake.errors import MismatchError
 from mooncake.keys import ClusterKey
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard
+from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, report
 from workers.errors import SessionLostError
 from workers.stage_messages import (
@@ -78,6 +78,8 @@ class NextStage:
         """of this and all stages behind it, for people"""
         self.shards: tuple[PoolShard, ...]
         """of this and all stages behind it"""
+        self.pools: dict[str, PoolStats] = {}
+        """of this and all stages behind it, as last heard"""
 
     @property
     def endpoint(self) -> str:
@@ -117,7 +119,8 @@ class NextStage:
             match message:
                 case StageHello():
                     await self.send(StageWelcome())  # it had not heard it yet
-                case StageBeat():
+                case StageBeat(pools=pools):
+                    self.pools = pools
                     await self.send(StageBeatAck(known=True))
                 case PassTaken():
                     self._num_ahead -= 1

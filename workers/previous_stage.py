@@ -5,13 +5,14 @@ Owns: the link to it (this side connects), the passes that it sends. Does not kn
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from mooncake.bus import Dealer, PeerGoneError
 from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
+from mooncake.messages import PoolStats
 from workers.errors import SessionLostError
 from workers.next_stage import BEATS_PER_TIMEOUT
 from workers.stage_messages import (
@@ -57,17 +58,28 @@ class PreviousStage:
     """`join` first, then `run` beside the rest; both with `beat` beside them."""
 
     def __init__(
-        self, endpoint: str, identity: bytes, key: ClusterKey, hello: StageHello, timeout_s: float
+        self,
+        endpoint: str,
+        identity: bytes,
+        key: ClusterKey,
+        hello: StageHello,
+        pools: Callable[[], Awaitable[dict[str, PoolStats]]],
+        timeout_s: float,
     ) -> None:
-        """Without a word for `timeout_s` it counts as gone."""
+        """Without a word for `timeout_s` it counts as gone. It is told of `pools` with every beat."""
         self._dealer: Dealer[FromBefore] = Dealer(endpoint, identity, FromBefore, key)
-        self._hello = hello
+        self._hello, self._pools = hello, pools
         self._timeout_s = timeout_s
         self._has_joined = False
         self._heard_at_s = time.monotonic()
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
         """whole ones that have not begun; as many as `NextStage` lets come"""
         self._coming: IncomingPass | None = None
+
+    @property
+    def interval_s(self) -> float:
+        """Between two beats."""
+        return self._timeout_s / BEATS_PER_TIMEOUT
 
     def close(self, linger_s: float) -> None:
         """What was not sent may still leave within `linger_s`."""
@@ -76,8 +88,8 @@ class PreviousStage:
     async def beat(self) -> None:
         """Say hello until it is answered, then that this stage is alive. Raises `SessionLostError`."""
         while True:
-            await self.send(StageBeat() if self._has_joined else self._hello)
-            await asyncio.sleep(self._timeout_s / BEATS_PER_TIMEOUT)
+            await self.send(StageBeat(await self._pools()) if self._has_joined else self._hello)
+            await asyncio.sleep(self.interval_s)
             if self._has_joined and time.monotonic() - self._heard_at_s > self._timeout_s:
                 raise SessionLostError(f"the stage before has been silent for {self._timeout_s:g} s")
 

@@ -43,6 +43,7 @@ from workers.decode import DecodeRunner
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.jobs import Jobs
+from workers.latest_stats import LatestStats
 from workers.loading import pick_prefill_chunk
 from workers.next_stage import engines_of, least_capacity, next_stage_of
 from workers.prefill import PrefillRunner
@@ -93,7 +94,7 @@ class Session:
             await pool.close()
 
     async def _run_with(self, pool: WorkerClient) -> None:
-        self._pool_stats = await pool.stats()
+        self._stats = await LatestStats.of(pool)
         self._next = next_stage_of(self._process, self._fingerprint)
         self._conductor: Dealer[ToWorker] = Dealer(
             self._process.config.conductor.endpoint, self._identity, ToWorker, self._process.cluster_key
@@ -195,7 +196,7 @@ class Session:
         """Register, then heartbeats; both double as the test whether the Conductor answers."""
         deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
         while True:
-            await self._tell(await self._heartbeat(pool) if self.is_registered else self._registration(pool))
+            await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
             await asyncio.sleep(self._heartbeat_s)
             if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
@@ -213,15 +214,14 @@ class Session:
             engines_of(self._executor.engine, self._next),
         )
 
-    async def _heartbeat(self, pool: WorkerClient) -> Heartbeat:
-        with contextlib.suppress(TimeoutError):  # a slow messenger must not make this worker look dead
-            async with asyncio.timeout(self._heartbeat_s):
-                self._pool_stats = await pool.stats()
+    async def _heartbeat(self) -> Heartbeat:
+        part = self._process.stage.part_of(self._process.instance)
+        pools = {part: await self._stats.get(self._heartbeat_s)}
         return Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
-            pool=self._pool_stats,
+            pools=pools | (self._next.pools if self._next else {}),
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
             decode=self._decode.meter.stats,
         )

@@ -24,7 +24,7 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
-from mooncake.messages import Capacity, PoolShard, Prefill
+from mooncake.messages import Capacity, PoolShard, PoolStats, Prefill
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
@@ -44,7 +44,10 @@ class StageHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageBeat(msgspec.Struct, tag=True, frozen=True):
-    """I am alive. Answered by `StageBeatAck`."""
+    """I am alive, and these are the pools of this and all stages behind it. Answered by `StageBeatAck`."""
+
+    pools: dict[str, PoolStats]
+    """by the names of their messengers"""
 
 
 class Usable(msgspec.Struct, tag=True, frozen=True):

@@ -11,10 +11,11 @@ from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import WorkerProcess
 from mooncake.errors import ConfigError, PoolError
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard
+from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, Ready, report
 from workers.errors import SessionLostError
 from workers.executor import Executor
+from workers.latest_stats import LatestStats
 from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of
 from workers.previous_stage import PreviousStage
 from workers.stage import stage_of
@@ -72,9 +73,14 @@ class StageSession:
         endpoint = self._stage.endpoints[self._stage.number - 1]
         identity = peer_identity(self._part, self._incarnation)
         timeout_s = self._process.config.conductor.peer_timeout_s
-        before = PreviousStage(
-            endpoint, identity, self._process.cluster_key, self._hello(pool, behind), timeout_s
-        )
+        stats = await LatestStats.of(pool)
+
+        async def pools() -> dict[str, PoolStats]:
+            own = {self._part: await stats.get(before.interval_s)}
+            return own | (behind.pools if behind else {})
+
+        hello = self._hello(pool, behind)
+        before = PreviousStage(endpoint, identity, self._process.cluster_key, hello, pools, timeout_s)
         try:
             stage = stage_of(self._executor, pool, self._process.config.worker, behind)
             runner = StageRunner(stage, before, group)

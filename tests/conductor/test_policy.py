@@ -106,7 +106,7 @@ POOL = PoolStats(
     sent_bytes={},
     received_bytes={},
 )
-HEARTBEAT = Heartbeat(0, 0, 0, POOL)
+HEARTBEAT = Heartbeat(0, 0, 0, {"p0": POOL})
 GRANT = Grant(1, address("d0"), [GrantedPage(0, 5, 1), GrantedPage(1, 6, 1)])
 
 

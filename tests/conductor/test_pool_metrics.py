@@ -173,7 +173,7 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
         "cpu (torch)",
     )
     conductor.handle(p0, register, 0.0)
-    heartbeat = Heartbeat(0, 0, 0, STATS, {"computed": 50, "dram": 30, "remote": 20})
+    heartbeat = Heartbeat(0, 0, 0, {"p0.0": STATS, "p0.1": STATS}, {"computed": 50, "dram": 30, "remote": 20})
     conductor.handle(p0, heartbeat, 1.0)
     registry = CollectorRegistry()
     ConductorMetrics(conductor, registry, lambda: 0)
@@ -182,6 +182,9 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
         assert registry.get_sample_value("mooncake_prefill_tokens_total", labels) == expected
     labels = {"instance": "p0", "engine": "cpu (torch)"}
     assert registry.get_sample_value("mooncake_instance_engine", labels) == 1
+    for name in ("p0.0", "p0.1"):  # a pool of its own each
+        pages = registry.get_sample_value("mooncake_pool_pages", {"instance": name, "state": "free"})
+        assert pages == STATS.num_free
 
 
 def test_decoding_is_told_by_instance() -> None:

@@ -22,6 +22,7 @@ from mooncake.messages import (
     Grant,
     MessengerAddress,
     PoolShard,
+    PoolStats,
     Prefill,
     Prefilled,
     PrefixSource,
@@ -289,7 +290,11 @@ class Lab:
     def _previous_stage(self, link: NextStage) -> PreviousStage:
         capacity = Capacity(NUM_PAGES, NUM_PAGES)
         hello = StageHello(PROTOCOL_VERSION, link.stage, len(self.parts), FINGERPRINT, capacity, "cpu", ())
-        return PreviousStage(link.endpoint, b"stage#1", CLUSTER_KEY, hello, DEADLINE_S)
+
+        async def pools() -> dict[str, PoolStats]:
+            return {}
+
+        return PreviousStage(link.endpoint, b"stage#1", CLUSTER_KEY, hello, pools, DEADLINE_S)
 
     async def assert_nothing_is_held(self, pool: WorkerClient) -> None:
         async with asyncio.timeout(DEADLINE_S):

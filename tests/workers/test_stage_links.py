@@ -10,7 +10,8 @@ import torch
 
 from mooncake.bus import peer_identity
 from mooncake.errors import ConfigError
-from mooncake.messages import PROTOCOL_VERSION, Capacity
+from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolStats
+from tests.conductor.test_pool_metrics import STATS
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
 from workers.errors import SessionLostError
 from workers.next_stage import NextStage
@@ -31,7 +32,12 @@ def next_stage(endpoint: str) -> NextStage:
 
 
 def previous_stage(endpoint: str, incarnation: int = 1, hello: StageHello = HELLO) -> PreviousStage:
-    return PreviousStage(endpoint, peer_identity("p.1", incarnation), CLUSTER_KEY, hello, TIMEOUT_S)
+    identity = peer_identity("p.1", incarnation)
+    return PreviousStage(endpoint, identity, CLUSTER_KEY, hello, pools, TIMEOUT_S)
+
+
+async def pools() -> dict[str, PoolStats]:
+    return {"p.1": STATS}
 
 
 @contextlib.asynccontextmanager
@@ -191,8 +197,9 @@ def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> N
                     await before.taken()
                 await handing
                 await before.send(Stored(3))
-                while not (heard and obeyed):
+                while not (heard and obeyed and behind.pools):
                     await asyncio.sleep(0.001)
+            assert behind.pools == {"p.1": STATS}
             assert (heard, obeyed) == ([Stored(3)], [End(3)])
             for task in running:
                 task.cancel()
