@@ -23,14 +23,14 @@ from workers.stage_messages import (
     Pass,
     PassShare,
     PassTaken,
+    StageAlive,
     StageBeat,
-    StageBeatAck,
     StageHello,
     StageRefused,
     StageWelcome,
 )
+from workers.stage_pulse import Pulse
 
-BEATS_PER_TIMEOUT = 5
 _PASSES_AHEAD = 2
 """that it has not begun: one that comes while it computes another, and one so that it never waits"""
 _MOST_BYTES = 4 << 20
@@ -53,7 +53,7 @@ def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None
 
 
 class NextStage:
-    """`join` first, then `run` beside the rest."""
+    """`join` first, then `run` and `beat` beside the rest."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class NextStage:
         """`stage` is the number of the one behind. Without a word for `timeout_s` it counts as gone."""
         self._router: Router[FromBehind] = Router(endpoint, FromBehind, key)
         self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
-        self._timeout_s = timeout_s
+        self._pulse = Pulse(f"stage {stage}", timeout_s)
         self._peer: bytes | None = None
         self._num_ahead = 0
         self._taken = asyncio.Event()
@@ -96,7 +96,7 @@ class NextStage:
         while self._peer is None:
             sender, message = await self._router.recv()
             if not isinstance(message, StageHello):
-                await self._answer(sender, StageBeatAck(known=False))
+                await self._answer(sender, StageAlive(known=False))
                 continue
             try:
                 self._check(message)
@@ -110,33 +110,27 @@ class NextStage:
     async def run(self, hear: Callable[[AboutJob], Awaitable[None]]) -> None:
         """The loop: receive, act. Raises `SessionLostError` when it is gone or has begun anew."""
         while True:
-            sender, message = await self._recv()
+            sender, message = await self._router.recv()
             if sender != self._peer:
                 if isinstance(message, StageHello):
                     raise SessionLostError(f"stage {self.stage} has begun anew")
-                await self._answer(sender, StageBeatAck(known=False))
+                await self._answer(sender, StageAlive(known=False))
                 continue
+            self._pulse.heard()
             match message:
                 case StageHello():
                     await self.send(StageWelcome())  # it had not heard it yet
                 case StageBeat(pools=pools):
                     self.pools = pools
-                    await self.send(StageBeatAck(known=True))
                 case PassTaken():
                     self._num_ahead -= 1
                     self._taken.set()
                 case _:
                     await hear(message)
 
-    async def _recv(self) -> tuple[bytes, FromBehind]:
-        """Whenever it is silent for a while, a word to it tells whether it is still connected."""
-        for _ in range(BEATS_PER_TIMEOUT):
-            try:
-                async with asyncio.timeout(self._timeout_s / BEATS_PER_TIMEOUT):
-                    return await self._router.recv()
-            except TimeoutError:
-                await self.send(StageBeatAck(known=True))
-        raise SessionLostError(f"stage {self.stage} has been silent for {self._timeout_s:g} s")
+    async def beat(self) -> None:
+        """Beside `run`. Raises `SessionLostError` when it is gone, or has been silent for too long."""
+        await self._pulse.beat(lambda: self.send(StageAlive(known=True)))
 
     async def send(self, message: msgspec.Struct) -> None:
         """Raises `SessionLostError` when it is gone."""

@@ -4,7 +4,6 @@ Owns: the link to it (this side connects), the passes that it sends. Does not kn
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -14,7 +13,6 @@ from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
 from mooncake.messages import PoolStats
 from workers.errors import SessionLostError
-from workers.next_stage import BEATS_PER_TIMEOUT
 from workers.stage_messages import (
     Begin,
     End,
@@ -24,12 +22,13 @@ from workers.stage_messages import (
     PassShare,
     PassTaken,
     Recount,
+    StageAlive,
     StageBeat,
-    StageBeatAck,
     StageHello,
     StageRefused,
     StageWelcome,
 )
+from workers.stage_pulse import Pulse
 
 
 class IncomingPass:
@@ -69,17 +68,11 @@ class PreviousStage:
         """Without a word for `timeout_s` it counts as gone. It is told of `pools` with every beat."""
         self._dealer: Dealer[FromBefore] = Dealer(endpoint, identity, FromBefore, key)
         self._hello, self._pools = hello, pools
-        self._timeout_s = timeout_s
+        self._pulse = Pulse("the stage before", timeout_s)
         self._has_joined = False
-        self._heard_at_s = time.monotonic()
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
         """whole ones that have not begun; as many as `NextStage` lets come"""
         self._coming: IncomingPass | None = None
-
-    @property
-    def interval_s(self) -> float:
-        """Between two beats."""
-        return self._timeout_s / BEATS_PER_TIMEOUT
 
     def close(self, linger_s: float) -> None:
         """What was not sent may still leave within `linger_s`."""
@@ -87,11 +80,14 @@ class PreviousStage:
 
     async def beat(self) -> None:
         """Say hello until it is answered, then that this stage is alive. Raises `SessionLostError`."""
-        while True:
-            await self.send(StageBeat(await self._pools()) if self._has_joined else self._hello)
-            await asyncio.sleep(self.interval_s)
-            if self._has_joined and time.monotonic() - self._heard_at_s > self._timeout_s:
-                raise SessionLostError(f"the stage before has been silent for {self._timeout_s:g} s")
+        await self._pulse.beat(self._say_that_it_is_here)
+
+    async def _say_that_it_is_here(self) -> None:
+        if self._has_joined:
+            await self.send(StageBeat(await self._pools()))
+        else:
+            self._pulse.heard()  # it may not have begun yet
+            await self.send(self._hello)
 
     async def join(self) -> None:
         """Returns when it has taken this stage on. Raises `ConfigError` if it never will."""
@@ -99,7 +95,8 @@ class PreviousStage:
             message = await self._dealer.recv()
             match message:
                 case StageWelcome():
-                    self._has_joined, self._heard_at_s = True, time.monotonic()
+                    self._has_joined = True
+                    self._pulse.heard()
                 case StageRefused(message=reason):
                     raise ConfigError(f"the stage before refused this one: {reason}")
 
@@ -107,9 +104,9 @@ class PreviousStage:
         """The loop: receive, act. Raises `SessionLostError` when it has begun anew."""
         while True:
             message = await self._dealer.recv()
-            self._heard_at_s = time.monotonic()
+            self._pulse.heard()
             match message:
-                case StageBeatAck(known=known):
+                case StageAlive(known=known):
                     if not known:
                         raise SessionLostError("the stage before has begun anew")
                 case Pass(data=data):

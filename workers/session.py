@@ -110,6 +110,7 @@ class Session:
                 group.create_task(self._decode.run())
                 if self._next is not None:
                     group.create_task(self._next.run(self._prefill.hear))
+                    group.create_task(self._next.beat())
                 report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
                 await self._obey()
         except* (SessionLostError, PoolError) as errors:

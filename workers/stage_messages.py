@@ -44,7 +44,7 @@ class StageHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageBeat(msgspec.Struct, tag=True, frozen=True):
-    """I am alive, and these are the pools of this and all stages behind it. Answered by `StageBeatAck`."""
+    """I am alive, and these are the pools of this and all stages behind it."""
 
     pools: dict[str, PoolStats]
     """by the names of their messengers"""
@@ -100,8 +100,8 @@ class StageRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-class StageBeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The stage before you is alive. Not `known`: it has begun anew, and so must you."""
+class StageAlive(msgspec.Struct, tag=True, frozen=True):
+    """The stage before you is alive. If you are not `known`, it has begun anew, and so must you."""
 
     known: bool
 
@@ -155,6 +155,6 @@ class End(msgspec.Struct, tag=True, frozen=True):
 
 
 FromBehind = StageHello | StageBeat | Usable | Unusable | PassTaken | FirstToken | Stored | StageFailed
-FromBefore = StageWelcome | StageRefused | StageBeatAck | Begin | Recount | Pass | HiddenStates | End
+FromBefore = StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End
 AboutJob = Usable | Unusable | FirstToken | Stored | StageFailed
 """what goes up the chain to whoever works on the prompt"""

@@ -22,6 +22,8 @@ from workers.stage import stage_of
 from workers.stage_messages import StageHello
 from workers.stage_runner import StageRunner
 
+_STATS_PATIENCE_S = 0.5
+"""of a beat, for the counters of the pool"""
 _LINGER_S = 0.5
 """how long the last messages may take to leave"""
 
@@ -76,7 +78,7 @@ class StageSession:
         stats = await LatestStats.of(pool)
 
         async def pools() -> dict[str, PoolStats]:
-            own = {self._part: await stats.get(before.interval_s)}
+            own = {self._part: await stats.get(_STATS_PATIENCE_S)}
             return own | (behind.pools if behind else {})
 
         hello = self._hello(pool, behind)
@@ -88,6 +90,7 @@ class StageSession:
             group.create_task(before.beat())
             if behind is not None:
                 group.create_task(behind.run(runner.hear))
+                group.create_task(behind.beat())
             report(Progress(f"waiting for stage {self._stage.number - 1} at {endpoint}", 0, 0))
             await before.join()
             self.is_registered = True

@@ -260,7 +260,7 @@ class Lab:
                 await asyncio.gather(link.join(), before.join())
                 follower = StageRunner(stage, before, group)
                 running += [group.create_task(work) for work in (follower.run(), before.run(follower.obey))]
-                running.append(group.create_task(link.run(hear)))
+                running += [group.create_task(work) for work in (link.run(hear), link.beat())]
                 hear = follower.hear
             yield self.runner
             async with asyncio.timeout(DEADLINE_S):

@@ -114,7 +114,7 @@ def test_silence_ends_both_ends(endpoint: str) -> None:
     async def test() -> None:
         async with joined(endpoint) as (behind, before):
             with pytest.raises(SessionLostError, match=r"stage 1 has been silent for 0\.5 s"):
-                await behind.run(ignore)
+                await behind.beat()
             behind.close()
             with pytest.raises(SessionLostError, match=r"the stage before has been silent for 0\.5 s"):
                 await before.beat()
@@ -127,7 +127,7 @@ def test_stage_that_is_gone_is_noticed_before_it_has_been_silent_for_long(endpoi
         async with joined(endpoint) as (behind, before):
             before.close(0)
             with pytest.raises(SessionLostError, match="stage 1 is gone"):
-                await behind.run(ignore)
+                await behind.beat()
 
     run(test())
 
@@ -175,7 +175,7 @@ def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> N
 
             running = [
                 group.create_task(work)
-                for work in (behind.run(hear), before.run(obeyed.append), before.beat())
+                for work in (behind.run(hear), behind.beat(), before.run(obeyed.append), before.beat())
             ]
             handed: list[int] = []
 

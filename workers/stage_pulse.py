@@ -1,0 +1,37 @@
+"""Whether the other end of a link between two stages is alive.
+
+Owns: the count of beats without a word from it. Does not know: messages, sockets.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from workers.errors import SessionLostError
+
+_BEATS_PER_TIMEOUT = 5
+
+
+class Pulse:
+    """`beat` runs beside the loop that receives, which says `heard` for each message.
+
+    Silence is counted in beats: while this process itself is held up, none passes, and what has come
+    meanwhile is received before the next one.
+    """
+
+    def __init__(self, who: str, timeout_s: float) -> None:
+        self.interval_s = timeout_s / _BEATS_PER_TIMEOUT
+        self._who, self._timeout_s = who, timeout_s
+        self._num_silent_beats = 0
+
+    def heard(self) -> None:
+        """A word has come."""
+        self._num_silent_beats = 0
+
+    async def beat(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Call `send` at every beat. Raises `SessionLostError` after `timeout_s` of silence."""
+        while True:
+            await send()
+            await asyncio.sleep(self.interval_s)
+            self._num_silent_beats += 1
+            if self._num_silent_beats > _BEATS_PER_TIMEOUT:
+                raise SessionLostError(f"{self._who} has been silent for {self._timeout_s:g} s")
