@@ -77,11 +77,6 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.block_size * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
-    def token_layer_bytes(self) -> int:
-        """K and V of one token in one layer, all heads of this shard."""
-        return self.num_kv_heads * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
-
-    @property
     def layer_bytes(self) -> int:
         """One layer of one block, all heads of this shard."""
         return self.num_kv_heads * self.head_bytes

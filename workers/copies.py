@@ -1,8 +1,7 @@
 """One layer of some blocks, between the device's pages and the pool's, checked on the way.
 
 A layer of a device page is byte for byte one layer of a block, or of the shard of it that a stage has. Layers
-are the model's. Loads compare checksums with those that the
-pool keeps, stores return new ones.
+are the model's. Loads compare checksums with those that the pool keeps, stores return new ones.
 
 Owns: how bytes get there, on the CPU and on CUDA. Does not know: when, which blocks, threads.
 """

@@ -11,7 +11,7 @@ from bisect import insort
 from operator import attrgetter
 
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
-from workers.sequence import Sequence, Stage
+from workers.sequence import Sequence, SequenceState
 
 _by_number = attrgetter("number")
 
@@ -29,7 +29,6 @@ class DecodeBatch:
         self._loading: list[Sequence] = []
         self._running: list[Sequence] = []
         self._leaving: list[Sequence] = []
-        self.num_preemptions = 0
 
     @property
     def num_running(self) -> int:
@@ -38,37 +37,37 @@ class DecodeBatch:
 
     def enter(self, sequence: Sequence) -> None:
         """Its KVCache is complete, and not on the device: it waits to be admitted."""
-        assert sequence.stage in (Stage.NEW, Stage.OUT)
-        sequence.stage = Stage.WAITING
+        assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
+        sequence.state = SequenceState.WAITING
         sequence.admitted.clear()
         sequence.left.clear()
         insort(self._waiting, sequence, key=_by_number)
 
     def join(self, sequence: Sequence) -> None:
         """Its KVCache has come to its pages: it is part of the next iteration."""
-        if sequence.stage is Stage.LOADING:
+        if sequence.state is SequenceState.LOADING:
             self._loading.remove(sequence)
-            sequence.stage = Stage.RUNNING
+            sequence.state = SequenceState.RUNNING
             insort(self._running, sequence, key=_by_number)
 
     def leave(self, sequence: Sequence) -> None:
         """It is part of no further iteration. It keeps its pages until `free`. Idempotent."""
         lists = {
-            Stage.WAITING: self._waiting,
-            Stage.LOADING: self._loading,
-            Stage.RUNNING: self._running,
+            SequenceState.WAITING: self._waiting,
+            SequenceState.LOADING: self._loading,
+            SequenceState.RUNNING: self._running,
         }
-        if sequence.stage in lists:
-            lists[sequence.stage].remove(sequence)
-            sequence.stage = Stage.LEAVING
+        if sequence.state in lists:
+            lists[sequence.state].remove(sequence)
+            sequence.state = SequenceState.LEAVING
             self._leaving.append(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Nobody reads or writes its pages any more. Idempotent."""
-        if sequence.stage is Stage.LEAVING:
+        if sequence.state is SequenceState.LEAVING:
             assert not sequence.is_in_flight
             self._leaving.remove(sequence)
-            sequence.stage = Stage.OUT
+            sequence.state = SequenceState.OUT
             self._kv.free(sequence.pages)
             sequence.pages = []
 
@@ -91,7 +90,7 @@ class DecodeBatch:
         num_coming = sum(len(sequence.pages) for sequence in self._leaving)
         num_coming += sum(len(sequence.pages) for sequence in self._running if sequence.ends_in_flight)
         for sequence in list(self._running):
-            if sequence.stage is not Stage.RUNNING or sequence.ends_in_flight:
+            if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
                 continue
             num_missing = sequence.num_pages_needed(self._kv.page_size) - len(sequence.pages)
             if num_missing <= self._kv.num_free_pages:
@@ -111,7 +110,6 @@ class DecodeBatch:
         if len(self._running) == 1:
             self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
             return 0
-        self.num_preemptions += 1
         self.leave(newest)
         return len(newest.pages)
 
@@ -134,6 +132,6 @@ class DecodeBatch:
                 return
             self._waiting.remove(sequence)
             sequence.pages = kv.allocate(num_pages)
-            sequence.stage = Stage.LOADING
+            sequence.state = SequenceState.LOADING
             self._loading.append(sequence)
             sequence.admitted.set()

@@ -51,8 +51,8 @@ class DecodeMeter:
             self.tbt.observe(*batch, seconds)
         self._num_iterations += 1
         self._num_tokens += len(iteration.sequences)
-        self._forward_s += iteration.ended_s - iteration.forward_s
-        self._host_s += iteration.forward_s - iteration.began_s
+        self._forward_s += iteration.ended_s - iteration.forward_began_s
+        self._host_s += iteration.forward_began_s - iteration.began_s
         if self._last_ended_s is not None:
             self._bubble_s += iteration.began_s - self._last_ended_s
         self._last_ended_s = iteration.ended_s

@@ -33,9 +33,6 @@ class Executor:
         self.model = model
         self.kv = kv
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._planning: torch.cuda.Stream | None = None
-        if kv.device.type == "cuda":
-            self._planning = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
     @property
     def engine(self) -> str:
@@ -59,7 +56,8 @@ class Executor:
         self, parts: Sequence[Part], transfers: LayerTransfers, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One pass of layer-wise prefill: the hidden states `[T, hidden_size]` behind this model's layers, of
-        all parts' tokens, one part after the other. `hidden`: those before them, None in the first stage.
+        all parts' tokens, one part after the other. `hidden`: those before them, on any device; None in the
+        first stage.
 
         Loads run one layer ahead, stores behind. Stores may be under way when it returns (`Part.storing`),
         loads are not. Raises `CancelledOnDevice` between two layers once all parts are dropped.
@@ -67,8 +65,7 @@ class Executor:
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)
         batch = Batch.build([part.chunk for part in parts], self.kv)
-        if hidden is None:
-            hidden = self.model.embed(batch)
+        hidden = self.model.embed(batch) if hidden is None else hidden.to(self.kv.device)
         for layer in layers:
             transfers.wait_loaded(loading)
             if all(part.is_dropped for part in parts):
@@ -79,13 +76,8 @@ class Executor:
         return hidden
 
     def prepare(self, chunks: Sequence[Chunk]) -> Batch:
-        """What the layers of a pass share; on the caller's thread, without waiting for the device."""
-        if self._planning is None:
-            return Batch.build(chunks, self.kv)
-        with torch.cuda.stream(self._planning):
-            batch = Batch.build(chunks, self.kv)
-            self._planning.synchronize()
-        return batch
+        """What the layers of a pass share; on the caller's thread, without the device."""
+        return Batch.build(chunks, self.kv)
 
     def decode(self, batch: Batch, draws: "Draws") -> list[int]:
         """One iteration: the next token of every sequence."""

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import torch
-
 from workers.engine.batch import Chunk
 from workers.executor import Draws, Executor
 from workers.jobs import see_out
@@ -29,7 +27,7 @@ class Iteration:
         self.sequences = sequences
         self.tokens: list[int] = []
         """drawn, when it has ended"""
-        self.began_s = self.forward_s = self.ended_s = 0.0
+        self.began_s = self.forward_began_s = self.ended_s = 0.0
         self._before = before
         self._executor = executor
         row_before = {sequence: row for row, sequence in enumerate(before.sequences)} if before else {}
@@ -47,11 +45,9 @@ class Iteration:
         """On the device thread, when `before` has ended."""
         self.began_s = time.perf_counter()
         if self._before is not None and self._rows:
-            token_ids = self._batch.token_ids
-            drawn = [self._before.tokens[row] for row in self._rows_before]
-            token_ids[self._batch.last_rows[self._rows]] = torch.tensor(drawn, device=token_ids.device)
+            self._batch.fill_in(self._rows, [self._before.tokens[row] for row in self._rows_before])
         self._before = None
-        self.forward_s = time.perf_counter()
+        self.forward_began_s = time.perf_counter()
 
     def run(self) -> None:
         """On the device thread, then."""

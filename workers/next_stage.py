@@ -179,6 +179,11 @@ def least_capacity(capacity: Capacity, behind: NextStage | None) -> Capacity:
     )
 
 
+def shards_of(shard: PoolShard, behind: NextStage | None) -> tuple[PoolShard, ...]:
+    """The parts of the pool of all stages from one on."""
+    return (shard,) if behind is None else (shard, *behind.shards)
+
+
 def engines_of(engine: str, behind: NextStage | None) -> str:
     """What computes in all stages from one on."""
     return engine if behind is None else f"{engine} + {behind.engine}"

@@ -10,7 +10,7 @@ from kvstore.messages import Reservation
 from mooncake.messages import FinishReason, Ref, Request
 
 
-class Stage(Enum):
+class SequenceState(Enum):
     """Where a sequence is on its way through the batch.
 
     NEW ──> WAITING ──> LOADING ──> RUNNING ──> LEAVING ──> OUT        LEAVING from any
@@ -30,7 +30,7 @@ class Stage(Enum):
 class Sequence:
     """Invariants: `tokens` is the prompt followed by the output, the newest token has no KVCache yet;
     of an inlined prompt `num_cached_tokens` have one until its first token has been drawn;
-    `pages` is empty unless `stage` is LOADING, RUNNING or LEAVING; while it waits, its KVCache is in the
+    `pages` is empty unless `state` is LOADING, RUNNING or LEAVING; while it waits, its KVCache is in the
     pages of `reservation` or in `saved`.
     """
 
@@ -40,7 +40,7 @@ class Sequence:
     request: Request
     tokens: list[int]
     num_cached_tokens: int = 0
-    stage: Stage = Stage.NEW
+    state: SequenceState = SequenceState.NEW
     is_in_flight: bool = False
     """an iteration is planned or runs that draws its next token"""
     pages: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Sequence:
     @property
     def has_begun(self) -> bool:
         """It is here to stay: its first token has left, or will be drawn here."""
-        return self.num_output_tokens > 0 or self.stage is not Stage.NEW
+        return self.num_output_tokens > 0 or self.state is not SequenceState.NEW
 
     def num_pages_needed(self, page_size: int) -> int:
         """Pages for the KVCache after the next iteration to be planned."""

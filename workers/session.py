@@ -45,7 +45,7 @@ from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.latest_stats import LatestStats
 from workers.loading import pick_prefill_chunk
-from workers.next_stage import engines_of, least_capacity, next_stage_of
+from workers.next_stage import engines_of, least_capacity, next_stage_of, shards_of
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.stage import stage_of
@@ -210,7 +210,7 @@ class Session:
             self._process.role,
             self._fingerprint,
             self._layout,
-            (PoolShard(pool.address, pool.segment.layout), *(self._next.shards if self._next else ())),
+            shards_of(PoolShard(pool.address, pool.segment.layout), self._next),
             least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._next),
             engines_of(self._executor.engine, self._next),
         )

@@ -16,7 +16,7 @@ from mooncake.process import Progress, Ready, report
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.latest_stats import LatestStats
-from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of
+from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
 from workers.previous_stage import PreviousStage
 from workers.stage import stage_of
 from workers.stage_messages import StageHello
@@ -107,7 +107,7 @@ class StageSession:
             self._fingerprint,
             least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), behind),
             engines_of(self._executor.engine, behind),
-            (PoolShard(pool.address, pool.segment.layout), *(behind.shards if behind else ())),
+            shards_of(PoolShard(pool.address, pool.segment.layout), behind),
         )
 
 

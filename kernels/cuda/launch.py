@@ -1,7 +1,7 @@
 """What every wrapper of a kernel does for a launch: checks, since kernels read by address, and the device.
 
-Owns: the checks, the choice. Does not know: kernels. Numbers inside tensors (pages, rows) are not read: that
-would wait for the device.
+Owns: the checks, the choice of the device. Does not know: kernels. Numbers inside tensors (pages, rows) are
+not read: that would wait for the device.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes that the kernels compute with; sums are always float32"""
+MAX_HEAD_DIM = 256
+"""of the attention kernels"""
 
 
 def check_tensor(

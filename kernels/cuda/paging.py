@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import check_pages, check_rows, check_tensor
+from kernels.cuda.launch import MAX_HEAD_DIM, check_pages, check_rows, check_tensor
 from kernels.cuda.spans import SPAN_FIELDS, Spans
 
 LOG2_E = 1.4426950408889634
 """softmax is computed with powers of two: exp(x) = 2^(x * LOG2_E)"""
 UNLIMITED_WINDOW = 2**30
-MAX_HEAD_DIM = 256
 
 
 @triton.jit

@@ -67,9 +67,10 @@ from kvstore.session import Session, User
 from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages import Grant, GrantedPage, KVCleared, MessengerAddress, PoolStats, Tier
+from mooncake.messages import Grant, GrantedPage, KVCleared, MessengerAddress, PoolShard, PoolStats, Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node, prompt_keys, run
 from tests.kvstore.tiers import ADDRESS, FakeSlab, Running, block_of, checksums_of, key_of, running, until
+from tests.kvstore.tiers import LAYOUT as TIERS_LAYOUT
 
 NUM_PAGES = 16
 KEYS = prompt_keys(8)
@@ -549,11 +550,17 @@ def test_reservation_promotes_no_block_behind_one_that_nobody_has() -> None:
     run(test())
 
 
+SOURCES = [PoolShard(ADDRESS, TIERS_LAYOUT)]
+
+
 @contextlib.asynccontextmanager
-async def fetching() -> AsyncIterator[tuple[Session, Answers, Reservation]]:
-    """A session that has just read a call (2) to fetch two blocks, from where nobody answers."""
+async def fetching() -> AsyncIterator[tuple[Session, Answers, Reservation, asyncio.Event]]:
+    """A session that has just read a call (2) to fetch two blocks, from where nobody answers, and what is set
+    when that has been tried."""
+    is_connecting = asyncio.Event()
 
     async def peer(address: MessengerAddress) -> None:
+        is_connecting.set()
         await asyncio.Event().wait()
 
     async with running(8) as r, session(r) as (user, answers):
@@ -561,8 +568,8 @@ async def fetching() -> AsyncIterator[tuple[Session, Answers, Reservation]]:
         user.handle(ReservePages(1, [key_of(1), key_of(2)], 0))
         reservation = await answers.to(1)
         assert isinstance(reservation, Reservation)
-        user.handle(FetchBlocks(2, reservation.reservation_id, ADDRESS, [0, 1]))
-        yield user, answers, reservation
+        user.handle(FetchBlocks(2, reservation.reservation_id, SOURCES, [0, 1]))
+        yield user, answers, reservation, is_connecting
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -571,9 +578,9 @@ def test_fetch_is_ended_by_what_comes_right_behind_it(
     has_begun: bool, end: Callable[[int], StopFetch | Release]
 ) -> None:
     async def test() -> None:
-        async with fetching() as (user, answers, reservation):
+        async with fetching() as (user, answers, reservation, is_connecting):
             if has_begun:
-                await asyncio.sleep(0)
+                await asyncio.wait_for(is_connecting.wait(), DEADLINE_S)
             user.handle(end(reservation.reservation_id))
             pages = [block.page for block in reservation.blocks]
             assert await answers.to(2) == Fetched(2, [0, 0], pages)
@@ -583,9 +590,9 @@ def test_fetch_is_ended_by_what_comes_right_behind_it(
 
 def test_what_comes_right_behind_a_fetch_finds_its_pages_taken() -> None:
     async def test() -> None:
-        async with fetching() as (user, answers, reservation):
+        async with fetching() as (user, answers, reservation, _):
             user.handle(OpenGrant(3, reservation.reservation_id))
-            user.handle(FetchBlocks(4, reservation.reservation_id, ADDRESS, [0]))
+            user.handle(FetchBlocks(4, reservation.reservation_id, SOURCES, [0]))
             for call_id, reason in ((3, "cannot be granted"), (4, "is being fetched already")):
                 refused = await answers.to(call_id)
                 assert isinstance(refused, CallFailed)

@@ -211,9 +211,8 @@ class MiniCluster:
         for instance in self.instances:
             kv = instance.executor.kv
             stats = await instance.pool.stats(check_integrity=True)
-            async with asyncio.timeout(
-                DEADLINE_S
-            ):  # the batch lets go of aborted sequences in its next round
+            async with asyncio.timeout(DEADLINE_S):
+                # The batch lets go of aborted sequences in its next round.
                 while kv.num_free_pages < kv.num_pages or stats.num_used:
                     await asyncio.sleep(0.002)
                     stats = await instance.pool.stats(check_integrity=True)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, cast
 
-import torch
-
 from mooncake.messages import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S, run
 from workers.engine.batch import Chunk
@@ -20,9 +18,12 @@ T = TypeVar("T")
 
 class FakeBatch:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.token_ids = torch.tensor([chunk.token_ids[0] for chunk in chunks])
-        self.last_rows = torch.arange(len(chunks))
+        self.token_ids = [chunk.token_ids[0] for chunk in chunks]
         self.starts = [chunk.start for chunk in chunks]
+
+    def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
+        for chunk, token in zip(chunks, token_ids, strict=True):
+            self.token_ids[chunk] = token
 
 
 class FakeExecutor:
@@ -41,9 +42,9 @@ class FakeExecutor:
         return FakeBatch(chunks)
 
     def decode(self, batch: FakeBatch, draws: object) -> list[int]:
-        self.batches.append((batch.token_ids.tolist(), batch.starts))
+        self.batches.append((batch.token_ids, batch.starts))
         assert self.may_go_on.acquire(timeout=DEADLINE_S)
-        return [token + 1 for token in batch.token_ids.tolist()]
+        return [token + 1 for token in batch.token_ids]
 
 
 def sequence(number: int, *tokens: int) -> DecodedSequence:

@@ -1,6 +1,7 @@
 """How long a worker waits for a prefix from another pool, on a clock that the test moves."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -51,9 +52,18 @@ class FakePool:
 class Clock:
     def __init__(self) -> None:
         self.now_s = 1000.0
+        self.num_looks = 0
+        """at it, by threads that wait for a layer"""
 
     def monotonic(self) -> float:
+        self.num_looks += threading.current_thread() is not threading.main_thread()
         return self.now_s
+
+    async def looked_at(self, num_looks: int) -> None:
+        """Returns when there have been more looks than so many."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self.num_looks <= num_looks:
+                await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -81,9 +91,12 @@ def test_layer_is_waited_for_as_long_as_signs_of_life_come(clock: Clock) -> None
         fetch, pool = await fetching()
         pool.says(NUM_BLOCKS, 1)
         awaiting = asyncio.create_task(asyncio.to_thread(fetch.await_layer, 1, NUM_BLOCKS))
+        await clock.looked_at(0)
         for _ in range(4):
             clock.now_s += 0.9 * PATIENCE_S
+            num_looks = clock.num_looks
             pool.says(NUM_BLOCKS, 1)
+            await clock.looked_at(num_looks)
         assert not awaiting.done()
         pool.says(NUM_BLOCKS, 2)
         assert await asyncio.wait_for(awaiting, DEADLINE_S)

@@ -94,6 +94,14 @@ class Batch:
             _check(chunk, kv)
         return cls(chunks, kv)
 
+    def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
+        """The last tokens of these chunks, which were not known when it was built.
+
+        Before anything is computed: layers and captured graphs take them from the host then.
+        """
+        assert "_uploaded" not in self.__dict__, "the batch is on its device already"
+        self.host.token_ids[self.host.last_rows[chunks]] = token_ids
+
     @cached_property
     def _uploaded(self) -> list[torch.Tensor]:
         """`host`, on the device; a captured graph that computes the batch never asks for it."""

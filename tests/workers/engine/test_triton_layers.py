@@ -1,16 +1,18 @@
 """The model on the GPU's kernels against torch's, layer for layer, and decode steps as captured graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.triton_device import DEVICE, runs_kernels
+from workers.engine import batch as batches
 from workers.engine import cuda
 from workers.engine.batch import Batch, Chunk
 from workers.engine.decode_graphs import Captured, CudaCapture, DecodeGraphs
@@ -195,6 +197,28 @@ def test_decode_by_graphs_equals_decode_without() -> None:
     assert capture.num_captured == 2
 
 
+def test_tokens_that_are_filled_in_are_those_that_layers_and_graphs_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, weights = spec_and_weights("llama3")
+    layers = TritonLayers(spec, weights)
+    kv, tables = cache(spec)
+    graphs, _ = graphs_over(layers, kv)
+
+    def uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        return [torch.tensor(array, device=device) for array in arrays]  # not the arrays' memory
+
+    monkeypatch.setattr(batches, "upload", uploaded)
+    expected = forward(layers, Batch.build([Chunk([7], 0, tables[0]), Chunk([8], 0, tables[1])], kv), kv)
+    late = [Batch.build([Chunk([7], 0, tables[0]), Chunk([1], 0, tables[1])], kv) for _ in range(2)]
+    for batch in late:
+        batch.fill_in([1], [8])
+    with torch.inference_mode():
+        by_graph = graphs.forward(late[0])
+    torch.testing.assert_close(by_graph, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert torch.equal(forward(layers, late[1], kv), expected)
+
+
 def test_a_result_is_not_overwritten_by_the_next_step() -> None:
     spec, weights = spec_and_weights("llama3")
     kv, tables = cache(spec)
@@ -249,6 +273,16 @@ def test_a_warm_up_takes_no_pages_and_leaves_the_model_as_it_was() -> None:
         assert kv.num_free_pages == 4
         results.append(model.forward(Batch.build([Chunk([1, 2, 3], 0, kv.allocate(1))], kv), kv))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, NUM_LAYERS)], ids=["first stage", "last stage"])
+def test_a_stage_of_a_pipeline_is_warmed_up_too(layers: range) -> None:
+    spec = spec_and_weights("llama3")[0]
+    model = DecoderModel(spec, layers, torch.float32, DEVICE)
+    model.init_dummy_weights()
+    kv = DeviceKVCache(spec, layers, 4, 8, torch.float32, DEVICE)
+    cuda.warm_up(model, kv)
+    assert kv.num_free_pages == 4
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
