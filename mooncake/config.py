@@ -196,6 +196,15 @@ class PipelineConfig(_Section):
                 f"pipeline.endpoints names {len(self.endpoints)} endpoints;"
                 f" {self.stages} stages need {self.stages - 1}, one for each but the last"
             )
+        for endpoint in self.endpoints:
+            place, _, port = endpoint.rpartition(":")
+            if place.startswith("tcp://") and not (port.isdigit() and 1 <= int(port) <= LARGEST_PORT):
+                raise ValueError(
+                    f"pipeline.endpoints: {endpoint} needs a port from 1 to {LARGEST_PORT},"
+                    " at which the next stage finds it"
+                )
+            if self.endpoints.count(endpoint) > 1:
+                raise ValueError(f"pipeline.endpoints names {endpoint} twice: each stage listens at its own")
         return self
 
 

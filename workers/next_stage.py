@@ -98,10 +98,7 @@ class NextStage:
             if not isinstance(message, StageHello):
                 await self._answer(sender, StageAlive(known=False))
                 continue
-            try:
-                self._check(message)
-            except MismatchError as error:
-                await self._answer(sender, StageRefused(str(error)))
+            if await self._refuses(sender, message):
                 continue
             await self._answer(sender, StageWelcome())
             self._peer = sender
@@ -112,9 +109,10 @@ class NextStage:
         while True:
             sender, message = await self._router.recv()
             if sender != self._peer:
-                if isinstance(message, StageHello):
+                if not isinstance(message, StageHello):
+                    await self._answer(sender, StageAlive(known=False))
+                elif not await self._refuses(sender, message):
                     raise SessionLostError(f"stage {self.stage} has begun anew")
-                await self._answer(sender, StageAlive(known=False))
                 continue
             self._pulse.heard()
             match message:
@@ -150,6 +148,15 @@ class NextStage:
         while self._num_ahead >= _PASSES_AHEAD:
             self._taken.clear()
             await self._taken.wait()
+
+    async def _refuses(self, sender: bytes, hello: StageHello) -> bool:
+        """Whether it does not fit, of which it is told."""
+        try:
+            self._check(hello)
+        except MismatchError as error:
+            await self._answer(sender, StageRefused(str(error)))
+            return True
+        return False
 
     def _check(self, hello: StageHello) -> None:
         for what, ours, theirs in (

@@ -38,6 +38,8 @@ class PrefillJob:
         """set when it is admitted"""
         self.stored_behind = asyncio.Event()
         """set when it has been computed in all stages, and stored by those behind this one"""
+        self.sent_behind = asyncio.Event()
+        """set when the decode side has what the stages behind this one had to send"""
         self.is_dropped = False
         """it is on its way out"""
         self.num_cached_tokens = 0

@@ -24,7 +24,7 @@ from workers.next_stage import NextStage
 from workers.prefill_job import PrefillJob
 from workers.prefix_fetch import PrefixFetch
 from workers.reserving import reserve_prompt
-from workers.stage_messages import AboutJob, Begin, End, PassShare, Recount, Stored, Usable
+from workers.stage_messages import AboutJob, Begin, End, PassShare, Recount, Sent, Stored, Usable
 
 
 class Outcome(NamedTuple):
@@ -162,9 +162,14 @@ class Stage:
         self._free_device_pages(job)
 
     async def sent(self, job: PrefillJob) -> None:
-        """Returns when the decode side has this stage's part of it. Raises TransferError."""
+        """Returns when the decode side has all of it, from here and from behind. Raises TransferError.
+
+        Until then the stages before can be told that it has failed here.
+        """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
+        if self._next is not None:
+            await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
         """What the stages behind say, as far as it concerns this stage. Late words are dropped."""
@@ -176,6 +181,9 @@ class Stage:
             case Stored():
                 if job is not None:
                     job.stored_behind.set()
+            case Sent():
+                if job is not None:
+                    job.sent_behind.set()
 
     # -- memory -------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ made; what stages have to say travels up.
                           <-   PassTaken                        it is being computed: room for one more
                           <-   FirstToken                       of a prompt that ended with a pass
                           <-   Stored                           all that the stages behind computed
+                          <-   Sent                             their part of it is at the decode side
     End(prompt)           ->                                    aborted or failed: let go of it
 
 Reuse that fails in a stage begins another *round* of the prompt: `Unusable` goes up, `Recount` comes down and
@@ -79,6 +80,12 @@ class FirstToken(msgspec.Struct, tag=True, frozen=True):
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
     """The prompt's KVCache is in the pool, as far as this stage and those behind it have computed it."""
+
+    job_id: int
+
+
+class Sent(msgspec.Struct, tag=True, frozen=True):
+    """The decode side has what this stage and those behind it had to send of the prompt."""
 
     job_id: int
 
@@ -154,7 +161,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
     job_id: int
 
 
-FromBehind = StageHello | StageBeat | Usable | Unusable | PassTaken | FirstToken | Stored | StageFailed
+FromBehind = StageHello | StageBeat | Usable | Unusable | PassTaken | FirstToken | Stored | Sent | StageFailed
 FromBefore = StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End
-AboutJob = Usable | Unusable | FirstToken | Stored | StageFailed
+AboutJob = Usable | Unusable | FirstToken | Stored | Sent | StageFailed
 """what goes up the chain to whoever works on the prompt"""

@@ -22,6 +22,7 @@ from workers.stage_messages import (
     FirstToken,
     PassShare,
     Recount,
+    Sent,
     StageFailed,
     Stored,
     Unusable,
@@ -95,6 +96,7 @@ class StageRunner:
             await stage.store(job)
             await self._before.send(Stored(job.job_id))
             await stage.sent(job)
+            await self._before.send(Sent(job.job_id))
 
     async def _say_usable(self, job: PrefillJob) -> None:
         round_ = job.round

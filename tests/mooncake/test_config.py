@@ -78,6 +78,30 @@ def test_bad_files_are_refused_by_key(tmp_path: Path, text: str, expected: list[
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "message"),
+    [
+        ("tcp://10.0.0.1:*,tcp://10.0.0.2:1", r"tcp://10.0.0.1:\* needs a port from 1 to 65535"),
+        ("tcp://10.0.0.1:0,tcp://10.0.0.2:1", "tcp://10.0.0.1:0 needs a port"),
+        ("tcp://10.0.0.1:1,tcp://10.0.0.2:70000", "tcp://10.0.0.2:70000 needs a port"),
+        ("tcp://10.0.0.1:1,tcp://10.0.0.1:1", "tcp://10.0.0.1:1 twice"),
+        ("tcp://10.0.0.1:1", "names 1 endpoints; 3 stages need 2"),
+        ("10.0.0.1:1,tcp://10.0.0.2:1", "pipeline.endpoints: String should match"),
+    ],
+)
+def test_stages_must_be_able_to_find_each_other(endpoints: str, message: str) -> None:
+    flags = {
+        ("role",): "prefill",
+        ("instance",): "p",
+        ("pipeline", "stages"): "3",
+        ("pipeline", "stage"): "0",
+        ("pipeline", "endpoints"): endpoints,
+    }
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, {}, flags)
+    load_config(None, {}, {**flags, ("pipeline", "endpoints"): "tcp://10.0.0.1:1,ipc:///run/stage"})
+
+
 def test_bad_sources_are_named() -> None:
     with pytest.raises(ConfigError, match=r"MOONCAKE_HTTP_PROT: unknown variable.*MOONCAKE_HTTP_PORT"):
         load_config(None, {"MOONCAKE_HTTP_PROT": "1"}, {})

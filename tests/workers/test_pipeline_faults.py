@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mooncake.messages import WorkFailed
+from mooncake.errors import TransferError
+from mooncake.messages import Prefilled, WorkFailed
 from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
@@ -81,6 +82,34 @@ def test_damaged_block_in_one_stage_fails_the_attempt_and_is_dropped_there(
             (again,) = await lab.results(Setting(), [prompt])
             assert again.num_cached_tokens == 2 * BLOCK_SIZE  # what the worst stage has
             assert_equal(again, plain, 2, same_arithmetic=False)
+
+    run(test())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_kvcache_that_does_not_leave_one_stage_fails_the_attempt_when_the_others_have_sent_theirs(
+    model: transformers.PreTrainedModel, tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, num_stages=3) as lab, lab.running(Setting()):
+            first, late = lab.parts[0].client, lab.parts[stage].client
+            first_has_sent, wait_sent = asyncio.Event(), first.wait_sent
+
+            async def sends(reservation_id: int) -> None:
+                await wait_sent(reservation_id)
+                first_has_sent.set()
+
+            async def does_not_send(reservation_id: int) -> None:
+                await first_has_sent.wait()
+                raise TransferError("the way is cut")
+
+            monkeypatch.setattr(first, "wait_sent", sends)
+            monkeypatch.setattr(late, "wait_sent", does_not_send)
+            receiving = await lab.order(prompt_of(1, 3 * BLOCK_SIZE))
+            prefilled, failure = await answers_of(lab, receiving)
+            assert isinstance(prefilled, Prefilled)
+            assert failure == WorkFailed(receiving.ref, "the way is cut", retryable=True)
+            await receiving.release()
 
     run(test())
 

@@ -145,6 +145,31 @@ def test_new_life_of_the_stage_behind_ends_the_session(endpoint: str) -> None:
     run(test())
 
 
+def test_stage_that_does_not_fit_does_not_disturb_one_that_does(endpoint: str) -> None:
+    """A process that was started by mistake, or one of the next release, comes to a group at work."""
+    other = StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu", ())
+
+    async def test() -> None:
+        async with joined(endpoint) as (behind, before), asyncio.timeout(DEADLINE_S):
+            heard = asyncio.Event()
+
+            async def hear(message: AboutJob) -> None:
+                heard.set()
+
+            running = asyncio.create_task(behind.run(hear))
+            stranger = previous_stage(endpoint, incarnation=2, hello=other)
+            beating = asyncio.create_task(stranger.beat())
+            with pytest.raises(ConfigError, match="model fingerprint differs"):
+                await stranger.join()
+            await before.send(Stored(1))
+            await heard.wait()
+            beating.cancel()
+            stranger.close(0)
+            running.cancel()
+
+    run(test())
+
+
 def test_new_life_of_the_stage_before_ends_the_session(endpoint: str) -> None:
     async def test() -> None:
         async with joined(endpoint) as (behind, before):
