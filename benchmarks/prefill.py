@@ -1,6 +1,6 @@
-"""Prefill with its loads and stores, and with reuse, and in stages: see benchmarks/prefilling.
+"""Prefill with loads and stores, with reuse, in stages, and beside vLLM: see benchmarks/prefilling.
 
-python benchmarks/prefill.py [--only overlap|reuse|pipeline] [--rounds N] [--tokens N,N,...]
+python benchmarks/prefill.py [--only overlap|reuse|pipeline|vllm] [--rounds N] [--tokens N,N,...]
 """
 
 import runpy

@@ -8,21 +8,26 @@ and prints one table. Prompts are random tokens, different for each request, so 
 
 import json
 import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.servers import ServerError, free_port, serving
 
 NUM_ROUNDS = 5
 PROMPT_LENS = (16, 128, 512, 1024, 2048, 4096)
 CONCURRENCIES = (1, 8, 32)
-START_DEADLINE_S = 600.0  # drawing the random weights of a large model takes minutes
+NUM_INPUT, NUM_OUTPUT = 128, 64
+"""tokens of a request in the closed loop"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,9 @@ class Client:
         self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
         self._model = self._http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         self._rng = random.Random(0)
+
+    def close(self) -> None:
+        self._http.close()
 
     def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
         """One streamed request."""
@@ -66,6 +74,21 @@ class Client:
         return Timing(ttft_s, time.perf_counter() - started_s)
 
 
+def closed_loop(client: Client, concurrency: int, num_requests: int) -> tuple[float, list[Timing]]:
+    """Output tokens a second with so many requests under way, and the timings of all."""
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as threads:
+        timings = list(
+            threads.map(lambda _: client.complete(NUM_INPUT, NUM_OUTPUT), range(num_requests)),
+        )
+    return NUM_OUTPUT * num_requests / (time.perf_counter() - started_s), timings
+
+
+def our_command(port: int, flags: Sequence[str]) -> list[str]:
+    """Of a whole cluster on this machine."""
+    return [sys.executable, "-m", "mooncake", "--port", str(port), *flags]
+
+
 def measure(client: Client) -> None:
     """Print both tables."""
     client.complete(64, 4)  # first calls allocate
@@ -75,41 +98,22 @@ def measure(client: Client) -> None:
         print(
             f"| {num_prompt_tokens} | {1000 * ttft_s:.0f} ms | {num_prompt_tokens / ttft_s:.0f} |", flush=True
         )
-    print("\n| concurrency (128 in, 64 out) | output tok/s | TTFT p50 |\n|---|---|---|")
+    print(f"\n| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | output tok/s | TTFT p50 |\n|---|---|---|")
     for concurrency in CONCURRENCIES:
-        started_s = time.perf_counter()
-        with ThreadPoolExecutor(concurrency) as threads:
-            timings = list(threads.map(lambda _: client.complete(128, 64), range(3 * concurrency)))
-        rate = 64 * len(timings) / (time.perf_counter() - started_s)
+        rate, timings = closed_loop(client, concurrency, 3 * concurrency)
         ttft_s = statistics.median(timing.ttft_s for timing in timings)
         print(f"| {concurrency} | {rate:.0f} | {1000 * ttft_s:.0f} ms |", flush=True)
 
 
 def main() -> None:
     """Start a cluster, measure, end it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mooncake", "--port", str(port), *sys.argv[1:]]
-    cluster = subprocess.Popen(command)
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline_s = time.monotonic() + START_DEADLINE_S
-        while not _is_ready(url):
-            if cluster.poll() is not None or time.monotonic() > deadline_s:
-                sys.exit("the cluster did not start")
-            time.sleep(0.2)
-        measure(Client(url))
-    finally:
-        cluster.send_signal(signal.SIGTERM)
-        cluster.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
+        with serving(our_command(port, sys.argv[1:]), f"{url}/ready"):
+            measure(Client(url))
+    except ServerError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What loads, stores and reuse cost and save, beside the computation alone.
 
-    python benchmarks/prefill.py [--only overlap|reuse|pipeline] [--rounds N] [--tokens N,N,...]
+    python benchmarks/prefill.py [--only overlap|reuse|pipeline|vllm] [--rounds N] [--tokens N,N,...]
 
 SmolLM2-135M's shape with random weights, bfloat16, one thread; real messenger processes, nothing leaves the
 machine. All ways are measured in turn in each round; tables have medians, and bars as far as there are any.
@@ -11,12 +11,15 @@ machine. All ways are measured in turn in each round; tables have medians, and b
 - pipeline: two stages of one core each against one stage of one core, as `mooncake-serve` runs them, with the
   default model. The timeline of the last prompt of each size is written to `--timelines FOLDER`, as a Chrome
   trace and as a picture.
+- vllm: the computation alone, of the default model, beside vLLM's build for CPUs, which is installed into
+  `--peer-home FOLDER` and compiles the model on the first run.
 
 Owns: the comparisons, their tables and bars. Does not know: how a prefill is run.
 """
 
 import argparse
 import asyncio
+import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -25,9 +28,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.peers.vllm_cpu import HOME
 from benchmarks.prefilling.bench import BLOCK_SIZE, LAYOUT, Bench, instances, seal
+from benchmarks.prefilling.peer import SIZES as PEER_TOKENS
+from benchmarks.prefilling.peer import beside_vllm
 from benchmarks.prefilling.pipeline import SIZES as PIPELINE_TOKENS
 from benchmarks.prefilling.pipeline import pipeline
+from benchmarks.store.peer import PeerError
 from kvstore.worker_client import WorkerClient
 from mooncake.messages import PoolShard, PrefixSource
 
@@ -153,7 +160,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     only, num_rounds = arguments.only, arguments.rounds
     sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else None
     is_met = True
-    if only != "pipeline":
+    if only not in ("pipeline", "vllm"):
         is_met &= await beside_transfers(only, num_rounds, sizes or OVERLAP_TOKENS)
     if only in (None, "pipeline"):
         print()
@@ -170,9 +177,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--only", choices=["overlap", "reuse", "pipeline"])
+    parser.add_argument("--only", choices=["overlap", "reuse", "pipeline", "vllm"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", help="of sections overlap and pipeline")
+    parser.add_argument("--tokens", help="of sections overlap, pipeline and vllm")
     parser.add_argument("--stages", type=int, default=2, help="of section pipeline")
     parser.add_argument(
         "--chunks", choices=["balanced", "fixed"], default="balanced", help="of section pipeline"
@@ -180,9 +187,19 @@ def main() -> None:
     parser.add_argument(
         "--timelines", type=Path, default=Path(), metavar="FOLDER", help="of section pipeline"
     )
+    parser.add_argument("--peer-home", type=Path, default=HOME, metavar="FOLDER", help="of section vllm")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if not asyncio.run(measure(arguments)):
+    is_met = asyncio.run(measure(arguments))
+    if arguments.only in (None, "vllm"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would leave vLLM behind
+        print()
+        sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else PEER_TOKENS
+        try:
+            is_met &= beside_vllm(arguments.rounds, sizes, arguments.peer_home)
+        except PeerError as error:
+            sys.exit(str(error))
+    if not is_met:
         sys.exit("a bar is not met")
 
 

