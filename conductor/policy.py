@@ -254,7 +254,9 @@ class Conductor:
                 self._prefill_is_done(tracked, instance)  # what is left is its messenger's
                 decode = self.instances.get(tracked.decode)
                 assert decode is not None
-                decode_order = Decode(tracked.ref, message.first_token, message.num_cached_tokens)
+                decode_order = Decode(
+                    tracked.ref, message.first_token, message.num_cached_tokens, message.first_logprobs
+                )
                 return [Effect(decode.identity, decode_order)]
             case Finished() if tracked.state is RequestState.DECODING:
                 self._end(tracked, RequestState.FINISHED)

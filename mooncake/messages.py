@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Role(StrEnum):
@@ -40,7 +40,7 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 do not filter.
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 do not filter.
 
     `seed` together with the token's position decides every draw, so a token depends neither on the
     worker that draws it nor on its batch.
@@ -52,6 +52,27 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = 0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    min_tokens: int = 0
+    """stop tokens are not drawn before"""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """the output contains none of these token ids in this order"""
+    num_logprobs: int | None = None
+    """report the logprobs of each drawn token and of so many likeliest ones; None: of none"""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logarithms of the probabilities that the model gave to a drawn token and to the likeliest in its place:
+    of the logits as they came, whatever the request wants changed of them."""
+
+    logprob: float
+    top_token_ids: list[int]
+    """descending"""
+    top_logprobs: list[float]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -355,6 +376,7 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
     ref: Ref
     first_token: int
     num_cached_tokens: int
+    first_logprobs: TokenLogprobs | None = None
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
@@ -443,6 +465,7 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
     ref: Ref
     first_token: int
     num_cached_tokens: int
+    first_logprobs: TokenLogprobs | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -513,13 +536,17 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """Tokens of one request from one step. `position` is the index of the first one in the output."""
+    """Tokens of one request from one step. `position` is the index of the first one in the output.
+
+    `logprobs` are those of each token, or none if the request has not asked for them.
+    """
 
     ref: Ref
     position: int
     token_ids: list[int]
     num_cached_tokens: int
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = []
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):

@@ -13,6 +13,7 @@ from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError, RequestError
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import build_tokenizer
+from mooncake.token_bytes import PieceBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,6 +52,7 @@ class Tokenizer:
 
     __slots__ = (
         "_backend",
+        "_bytes_of_piece",
         "_wrapped",
         "eos_token_ids",
         "max_token_chars",
@@ -70,9 +72,9 @@ class Tokenizer:
         self.vocab_size: int = max(vocabulary.values()) + 1
         # Byte-level vocabularies write a token with one character a byte, so it never stands for more.
         self.max_token_chars: int = max(map(len, vocabulary))
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_of_piece = PieceBytes(self._backend, added)
 
     @property
     def has_chat_template(self) -> bool:
@@ -95,6 +97,10 @@ class Tokenizer:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What this token stands for: a part of a character's UTF-8 too. Nothing outside the vocabulary."""
+        return self._bytes_of_piece(token_id)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template, ready for the assistant's answer.

@@ -170,6 +170,7 @@ class DecodeRunner:
         self._double_check.check(sequence, order.tbt_slo_s, self._those_that_have_begun)
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
+        sequence.newest_logprobs = decode.first_logprobs
         await self._emit([output_of(sequence)])
         await self._wait_arrived(reservation)
         if sequence.finish_reason is None:
@@ -272,10 +273,11 @@ class DecodeRunner:
         outputs = []
         for iteration in self._iterations.receive():
             self.meter.ended(iteration)
-            for sequence, token in zip(iteration.sequences, iteration.tokens, strict=True):
+            for row, (sequence, token) in enumerate(zip(iteration.sequences, iteration.tokens, strict=True)):
                 if sequence.finish_reason is not None:
                     continue  # it had been planned before its last token was known
                 sequence.tokens.append(token)
+                sequence.newest_logprobs = iteration.logprobs.get(row)
                 outputs.append(output_of(sequence))
                 if sequence.finish_reason is not None:
                     self._batch.leave(sequence)
@@ -297,5 +299,6 @@ def output_of(sequence: Sequence) -> tuple[str, TokenOutput]:
         sequence.tokens[-1:],
         sequence.num_cached_tokens,
         sequence.finish_reason,
+        [] if sequence.newest_logprobs is None else [sequence.newest_logprobs],
     )
     return sequence.request.reply_to, output

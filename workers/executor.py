@@ -7,15 +7,14 @@ Owns: the model, the device's paged KVCache, the thread. Does not know: messages
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
-from mooncake.messages import SamplingParams
+from workers.draws import Drawn, Draws
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.sampling import sample, uniform
 from workers.jobs import see_out
 from workers.layerwise import LayerTransfers, Part
 
@@ -79,36 +78,6 @@ class Executor:
         """What the layers of a pass share; on the caller's thread, without the device."""
         return Batch.build(chunks, self.kv)
 
-    def decode(self, batch: Batch, draws: "Draws") -> list[int]:
+    def decode(self, batch: Batch, draws: Draws) -> Drawn:
         """One iteration: the next token of every sequence."""
-        tokens: list[int] = sample(self.model.forward(batch, self.kv), *draws).tolist()
-        return tokens
-
-
-class Draws(NamedTuple):
-    """How the rows of a pass are drawn: what `sample` wants besides logits, `[S]` each, on the CPU."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    uniforms: torch.Tensor
-
-    @classmethod
-    def of(cls, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> "Draws":
-        """`positions` are those of the drawn tokens."""
-        uniforms = [
-            uniform(params.seed, position) if params.temperature > 0 else 0.0
-            for params, position in zip(sampling, positions, strict=True)
-        ]
-        return cls(
-            torch.tensor([params.temperature for params in sampling]),
-            torch.tensor([params.top_k for params in sampling]),
-            torch.tensor([params.top_p for params in sampling]),
-            torch.tensor(uniforms, dtype=torch.float64),
-        )
-
-
-def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token for each row of `logits` [S, vocab]; `positions` are those of the drawn tokens."""
-    tokens: list[int] = sample(logits, *Draws.of(sampling, positions)).tolist()
-    return tokens
+        return draws.draw(self.model.forward(batch, self.kv))

@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from mooncake.messages import TokenLogprobs
+from workers.draws import Draws, Row
 from workers.engine.batch import Chunk
-from workers.executor import Draws, Executor
+from workers.executor import Executor
 from workers.jobs import see_out
 from workers.sequence import Sequence
 
@@ -27,6 +29,8 @@ class Iteration:
         self.sequences = sequences
         self.tokens: list[int] = []
         """drawn, when it has ended"""
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        """then, by row"""
         self.began_s = self.forward_began_s = self.ended_s = 0.0
         self._before = before
         self._executor = executor
@@ -39,19 +43,22 @@ class Iteration:
         self.num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks) - len(chunks)
         """of inlined prompts"""
         self._batch = executor.prepare(chunks)
-        self._draws = Draws.of([sequence.request.sampling for sequence in sequences], ends)
+        self._draws = Draws([_row(sequence, end) for sequence, end in zip(sequences, ends, strict=True)])
 
     def begin(self) -> None:
         """On the device thread, when `before` has ended."""
         self.began_s = time.perf_counter()
         if self._before is not None and self._rows:
-            self._batch.fill_in(self._rows, [self._before.tokens[row] for row in self._rows_before])
+            drawn = [self._before.tokens[row] for row in self._rows_before]
+            for row, token in zip(self._rows, drawn, strict=True):
+                self._draws.extend(row, token)
+            self._batch.fill_in(self._rows, drawn)
         self._before = None
         self.forward_began_s = time.perf_counter()
 
     def run(self) -> None:
         """On the device thread, then."""
-        self.tokens = self._executor.decode(self._batch, self._draws)
+        self.tokens, self.logprobs = self._executor.decode(self._batch, self._draws)
         self.ended_s = time.perf_counter()
 
 
@@ -131,6 +138,13 @@ def _next_chunk(sequence: Sequence) -> Chunk:
     """What has no KVCache yet: the newest token, or one in its place that is in flight."""
     start = sequence.num_planned_tokens - 1 if sequence.is_in_flight else sequence.num_kv_tokens
     return Chunk(sequence.tokens[min(start, len(sequence.tokens) - 1) :], start, sequence.pages)
+
+
+def _row(sequence: Sequence, position: int) -> Row:
+    """Its next draw. Without rules nobody looks at its output."""
+    rules = sequence.rules
+    output = sequence.tokens[len(sequence.request.token_ids) :] if rules is not None else ()
+    return Row(sequence.request.sampling, position, rules, output)
 
 
 def _set_in_flight(iteration: Iteration, value: bool) -> None:

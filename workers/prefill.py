@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Callable
 
 from mooncake.errors import MooncakeError, TransferError
 from mooncake.messages import Prefill, Prefilled, WorkFailed
+from workers.draws import FirstToken
 from workers.engine.kvcache import OutOfPages
 from workers.errors import SessionLostError
 from workers.jobs import Jobs
 from workers.prefill_job import PrefillJob
 from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt
 from workers.stage import Stage
-from workers.stage_messages import AboutJob, FirstToken, StageFailed, Unusable
+from workers.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
 
 log = logging.getLogger(__name__)
 Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
@@ -53,9 +54,9 @@ class PrefillRunner:
         self._stage.hear(message)
         job = self._stage.jobs.get(message.job_id)
         match message:
-            case FirstToken(round=round_, token=token):
+            case FirstDrawn(round=round_, token=token, logprobs=logprobs):
                 if job is not None and job.round == round_:
-                    job.end_round(token)
+                    job.end_round(FirstToken(token, logprobs))
             case Unusable(round=round_):
                 if job is not None and job.round == round_:
                     job.end_round(None)
@@ -102,10 +103,10 @@ class PrefillRunner:
             async with stage.serving(job):
                 try:
                     await self._admit(job)
-                    first_token = await self._first_token(queued, job)
+                    first = await self._first_token(queued, job)
                     await stage.store(job)
                     self.num_tokens += job.num_tokens_by_source(stage.page_size)
-                    await self._send(Prefilled(order.ref, first_token, job.num_cached_tokens))
+                    await self._send(Prefilled(order.ref, first.token, job.num_cached_tokens, first.logprobs))
                     await stage.sent(job)
                 finally:
                     self._queue.remove(queued)
@@ -123,16 +124,16 @@ class PrefillRunner:
         self._leave_admission(job)
         await self._stage.fetch(job)
 
-    async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> int:
+    async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
         """Let it be computed, again from the last good block on if something to be reused fails to come."""
         while True:
             num_blocks = await self._stage.num_usable_blocks(job)
             if await self._stage.reuse(job, num_blocks):
                 self._queue.ready(queued, job.num_cached_tokens)
                 self._ready.set()
-                first_token = await job.outcome
-                if first_token is not None:
-                    return first_token
+                first = await job.outcome
+                if first is not None:
+                    return first
                 queued.state = PromptState.ADMITTED
             await self._stage.recount(job, job.round + 1)
 

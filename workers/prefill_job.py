@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.messages import COMPUTED, REMOTE, Prefill
+from workers.draws import FirstToken
 from workers.engine.batch import Chunk
 from workers.layerwise import Part, PromptBlock
 from workers.prefill_queue import Progress
@@ -70,12 +71,12 @@ class PrefillJob:
         self.round = number
         self.is_settled = False
         """whether it is known what is reused in this round"""
-        self.outcome: asyncio.Future[int | None] = self._loop.create_future()
+        self.outcome: asyncio.Future[FirstToken | None] = self._loop.create_future()
         """of this round: the first token, or None if what was to be reused could not be had"""
         self.usable_behind: asyncio.Future[int] = self._loop.create_future()
         """how many blocks the stages behind need not compute in this round"""
 
-    def end_round(self, outcome: int | None) -> None:
+    def end_round(self, outcome: FirstToken | None) -> None:
         """Idempotent: the first `outcome` counts."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)

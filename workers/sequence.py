@@ -7,7 +7,9 @@ from enum import Enum, auto
 import torch
 
 from kvstore.messages import Reservation
-from mooncake.messages import FinishReason, Ref, Request
+from mooncake.messages import FinishReason, Ref, Request, TokenLogprobs
+from workers.draws import rules_of
+from workers.engine.logit_changes import LogitRules
 
 
 class SequenceState(Enum):
@@ -51,6 +53,12 @@ class Sequence:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """it has left the batch, its tokens have left for the front, and nothing computes with its pages"""
     error: Exception | None = None
+    newest_logprobs: TokenLogprobs | None = None
+    """of the newest token, if the request wants them"""
+    rules: LogitRules | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = rules_of(self.request)
 
     @property
     def num_output_tokens(self) -> int:

@@ -17,8 +17,9 @@ from kvstore.worker_client import WorkerClient
 from mooncake.config import WorkerConfig
 from mooncake.errors import PoolError
 from workers.copies import copies_for
+from workers.draws import Draws, FirstToken, Row, rules_of
 from workers.errors import SessionLostError
-from workers.executor import CancelledOnDevice, Executor, draw
+from workers.executor import CancelledOnDevice, Executor
 from workers.layerwise import LayerTransfers, Part
 from workers.next_stage import NextStage
 from workers.prefill_job import PrefillJob
@@ -34,7 +35,7 @@ class Outcome(NamedTuple):
     """
 
     is_computed: bool
-    first_token: int | None = None
+    first_token: FirstToken | None = None
 
 
 class Computed(NamedTuple):
@@ -273,9 +274,9 @@ class Stage:
         parts: Sequence[Part],
         are_computed: Sequence[bool],
         hidden: torch.Tensor,
-    ) -> list[int | None]:
+    ) -> list[FirstToken | None]:
         """Of each prompt that ends with this pass."""
-        tokens: list[int | None] = [None] * len(jobs)
+        tokens: list[FirstToken | None] = [None] * len(jobs)
         ends, row = {}, -1
         for index, (job, part) in enumerate(zip(jobs, parts, strict=True)):
             row += len(part.chunk.token_ids)
@@ -284,10 +285,10 @@ class Stage:
         if ends:
             requests = [jobs[index].order.request for index in ends]
             logits = self._executor.model.logits(hidden[list(ends.values())])
-            sampling = [request.sampling for request in requests]
-            drawn = draw(logits, sampling, [len(request.token_ids) for request in requests])
-            for index, token in zip(ends, drawn, strict=True):
-                tokens[index] = token
+            rows = [Row(r.sampling, len(r.token_ids), rules_of(r)) for r in requests]
+            drawn = Draws(rows).draw(logits)
+            for of_drawn, (index, token) in enumerate(zip(ends, drawn.tokens, strict=True)):
+                tokens[index] = FirstToken(token, drawn.logprobs.get(of_drawn))
         return tokens
 
     async def _tell_behind(self, message: End) -> None:

@@ -12,7 +12,7 @@ made; what stages have to say travels up.
                           <-   Usable(blocks)                   here and in all stages behind
     Pass, HiddenStates... ->                                    compute, in this order
                           <-   PassTaken                        it is being computed: room for one more
-                          <-   FirstToken                       of a prompt that ended with a pass
+                          <-   FirstDrawn                       of a prompt that ended with a pass
                           <-   Stored                           all that the stages behind computed
                           <-   Sent                             their part of it is at the decode side
     End(prompt)           ->                                    aborted or failed: let go of it
@@ -25,7 +25,7 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
-from mooncake.messages import Capacity, PoolShard, PoolStats, Prefill
+from mooncake.messages import Capacity, PoolShard, PoolStats, Prefill, TokenLogprobs
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
@@ -70,12 +70,13 @@ class PassTaken(msgspec.Struct, tag=True, frozen=True):
     """The oldest pass that was not taken is being computed."""
 
 
-class FirstToken(msgspec.Struct, tag=True, frozen=True):
+class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
     """The last stage has drawn a prompt's first token."""
 
     job_id: int
     round: int
     token: int
+    logprobs: TokenLogprobs | None = None
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
@@ -161,7 +162,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
     job_id: int
 
 
-FromBehind = StageHello | StageBeat | Usable | Unusable | PassTaken | FirstToken | Stored | Sent | StageFailed
+FromBehind = StageHello | StageBeat | Usable | Unusable | PassTaken | FirstDrawn | Stored | Sent | StageFailed
 FromBefore = StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End
-AboutJob = Usable | Unusable | FirstToken | Stored | Sent | StageFailed
+AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed
 """what goes up the chain to whoever works on the prompt"""

@@ -19,7 +19,7 @@ from workers.stage_messages import (
     AboutJob,
     Begin,
     End,
-    FirstToken,
+    FirstDrawn,
     PassShare,
     Recount,
     Sent,
@@ -58,7 +58,7 @@ class StageRunner:
     async def hear(self, message: AboutJob) -> None:
         """What the stages behind say. What this stage has no part in is passed on."""
         self._stage.hear(message)
-        if isinstance(message, Unusable | FirstToken | StageFailed):
+        if isinstance(message, Unusable | FirstDrawn | StageFailed):
             await self._before.send(message)
 
     async def run(self) -> None:
@@ -130,7 +130,7 @@ class StageRunner:
             if job.round != share.round:
                 continue  # another stage lacks what was to be reused
             if outcome.first_token is not None:
-                await self._before.send(FirstToken(job.job_id, job.round, outcome.first_token))
+                await self._before.send(FirstDrawn(job.job_id, job.round, *outcome.first_token))
             elif not outcome.is_computed and job.lacks_reuse:
                 await self._say_unusable(job)
         await self._stage.hand_on(computed)

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from conductor.front import logprobs
 from conductor.front.generation import Delta, Usage
+from conductor.front.model import ServedModel
 from conductor.front.validation import Endpoint, Job
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -34,9 +36,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class AnswerFormat:
     """The answers to one job."""
 
-    __slots__ = ("_base", "_chat", "_include_usage", "_object", "_return_token_ids", "_unstarted")
+    __slots__ = (
+        "_base",
+        "_chat",
+        "_include_usage",
+        "_object",
+        "_return_token_ids",
+        "_token_bytes",
+        "_unstarted",
+    )
 
-    def __init__(self, job: Job, served_model_name: str, fingerprint: str) -> None:
+    def __init__(self, job: Job, served_model_name: str, model: ServedModel) -> None:
         self._chat = job.endpoint is Endpoint.CHAT
         self._object = "chat.completion" if self._chat else "text_completion"
         self._include_usage = job.include_usage
@@ -46,8 +56,9 @@ class AnswerFormat:
             "id": job.id,
             "created": int(time.time()),
             "model": served_model_name,
-            "system_fingerprint": fingerprint[:12],
+            "system_fingerprint": model.fingerprint[:12],
         }
+        self._token_bytes = model.tokenizer.token_bytes
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         """The answer that is not streamed; `choices` are complete and in order."""
@@ -64,7 +75,8 @@ class AnswerFormat:
 
     def chunks(self, delta: Delta) -> bytes:
         """The events of `delta`; none if it shows nothing new."""
-        is_new = bool(delta.text) or (self._return_token_ids and bool(delta.token_ids))
+        has_tokens = bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
+        is_new = bool(delta.text) or has_tokens
         if not self._chat:
             if not is_new and delta.finish_reason is None:
                 return b""
@@ -72,12 +84,12 @@ class AnswerFormat:
         events = b""
         if delta.choice_index in self._unstarted:
             self._unstarted.remove(delta.choice_index)
-            start = delta._replace(token_ids=[], finish_reason=None)
+            start = _without_tokens(delta)._replace(finish_reason=None)
             events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}})
         if is_new:
             events += self._chunk(delta._replace(finish_reason=None), {"delta": {"content": delta.text}})
         if delta.finish_reason is not None:
-            events += self._chunk(delta._replace(token_ids=[]), {"delta": {}})
+            events += self._chunk(_without_tokens(delta), {"delta": {}})
         return events
 
     def end(self, usage: Usage) -> bytes:
@@ -96,9 +108,19 @@ class AnswerFormat:
             "index": delta.choice_index,
             **content,
             **token_ids,
-            "logprobs": None,
+            "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
 
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """None where there are none: not asked for, or in a chunk without tokens."""
+        if not delta.logprobs:
+            return None
+        return (logprobs.of_chat if self._chat else logprobs.of_completion)(delta, self._token_bytes)
+
     def _chunk_base(self) -> dict[str, Any]:
         return {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
+
+
+def _without_tokens(delta: Delta) -> Delta:
+    return delta._replace(token_ids=[], logprobs=(), offsets=())

@@ -107,7 +107,7 @@ def create_app(front: Front) -> FastAPI:
         log.debug("request %s is %s", request.state.request_id, job.id)
         return GenerationResponse(
             Generation(job, front.model, front.link, front.metrics, arrived_s),
-            AnswerFormat(job, front.config.served_model_name, front.model.fingerprint),
+            AnswerFormat(job, front.config.served_model_name, front.model),
             job.stream,
             front.metrics,
         )

@@ -14,23 +14,30 @@ from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
 from conductor.front.validation import Job
-from mooncake.messages import FinishReason, Request
+from mooncake.messages import FinishReason, Request, SamplingParams, TokenLogprobs
 
 
 class Delta(NamedTuple):
-    """What one choice has gained. `text` may be empty; `token_ids` are those that `usage` counts."""
+    """What one choice has gained. `text` may be empty; `token_ids` are those that `usage` counts.
+
+    If logprobs are wanted: those of each token, and where in the choice's text it begins, in characters.
+    """
 
     choice_index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    offsets: Sequence[int] = ()
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """All deltas of one choice as one."""
     token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
     text = "".join(delta.text for delta in deltas)
-    return Delta(deltas[-1].choice_index, text, token_ids, deltas[-1].finish_reason)
+    logprobs = [of_token for delta in deltas for of_token in delta.logprobs]
+    offsets = [offset for delta in deltas for offset in delta.offsets]
+    return Delta(deltas[-1].choice_index, text, token_ids, deltas[-1].finish_reason, logprobs, offsets)
 
 
 class Usage(NamedTuple):
@@ -60,7 +67,7 @@ class Generation:
     def __init__(self, job: Job, model: ServedModel, link: Link, metrics: Metrics, arrived_s: float) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
         self._choices = {
-            request.request_id: _Choice(index, request, TextStream(model.new_detokenizer(), job.stops))
+            request.request_id: _Choice(index, request, _text_of(request.sampling, job.stops, model))
             for index, request in enumerate(job.requests(link.reply_to))
         }
 
@@ -121,7 +128,10 @@ class Generation:
             text, stopped = text + rest.text, rest.stopped
         choice.finish_reason = FinishReason.STOP if stopped else event.finish_reason
         self._count(choice, num_tokens, event.num_cached_tokens)
-        return Delta(choice.index, text, token_ids[:num_tokens], choice.finish_reason)
+        logprobs = event.logprobs[:num_tokens]
+        # The token that ended the choice has no text: it begins where that ends.
+        offsets = [*decoded.offsets, choice.text.num_chars][: len(logprobs)]
+        return Delta(choice.index, text, token_ids[:num_tokens], choice.finish_reason, logprobs, offsets)
 
     def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
         now_s = _now()
@@ -142,6 +152,11 @@ class Generation:
         return min(
             (c.num_cached_tokens for c in self._choices_of(prompt_index) if c.last_s is not None), default=0
         )
+
+
+def _text_of(sampling: SamplingParams, stops: Sequence[str], model: ServedModel) -> TextStream:
+    wants_logprobs = sampling.num_logprobs is not None
+    return TextStream(model.new_detokenizer(), stops, sampling.min_tokens, counts_offsets=wants_logprobs)
 
 
 def _now() -> float:

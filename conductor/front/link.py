@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from mooncake.messages import (
     Rejected,
     Request,
     Submit,
+    TokenLogprobs,
     TokenOutput,
     Tokens,
 )
@@ -52,6 +53,8 @@ class Received(NamedTuple):
     token_ids: list[int]
     num_cached_tokens: int
     finish_reason: FinishReason | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    """of each token, if the request wants them"""
 
 
 class Lost(NamedTuple):
@@ -248,7 +251,13 @@ class Link:
         reception.last_s = now_s
         if new or output.finish_reason is not None:
             reception.inbox.put_nowait(
-                Received(request_id, new, output.num_cached_tokens, output.finish_reason)
+                Received(
+                    request_id,
+                    new,
+                    output.num_cached_tokens,
+                    output.finish_reason,
+                    output.logprobs[len(output.token_ids) - len(new) :],
+                )
             )
         if output.finish_reason is not None:
             del self._in_flight[request_id]

@@ -23,6 +23,9 @@ class Tokenizer(Protocol):
     def has_chat_template(self) -> bool:
         """Whether `render_chat` can work."""
 
+    def token_bytes(self, token_id: int, /) -> bytes:
+        """What this token stands for in a text; of a multi-byte character's part, no UTF-8."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises RequestError."""
 

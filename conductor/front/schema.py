@@ -16,8 +16,14 @@ from mooncake.errors import RequestError
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 512
+MAX_BAD_WORDS = 128
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
 """What may go into a header and a log line."""
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Fields that are not served, with the values under which they ask for nothing."""
@@ -44,6 +50,13 @@ class GenerationFields(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 or -1: all tokens")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: SkipValidation[str | list[str] | None] = None
     stop_token_ids: list[int] | None = None
@@ -72,26 +85,22 @@ class ChatCompletionRequest(GenerationFields):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 class CompletionRequest(GenerationFields):
     """Body of `/v1/completions`."""
 
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 _UNSERVED: Neutral = {
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -111,14 +120,12 @@ _UNSERVED_IN_CHAT: Neutral = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),
     "prediction": (),
     "reasoning_effort": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -126,7 +133,6 @@ _UNSERVED_IN_COMPLETIONS: Neutral = {
     **_UNSERVED,
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
 }
 _UNSERVED_IN_MESSAGE: Neutral = {

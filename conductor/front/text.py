@@ -12,11 +12,15 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoded(NamedTuple):
-    """`num_tokens` is how many of the pushed tokens belong to the answer; fewer than pushed after a stop."""
+    """`num_tokens` is how many of the pushed tokens belong to the answer; fewer than pushed after a stop.
+
+    `offsets`: where in the text each of these tokens begins, in characters; if the stream counts them.
+    """
 
     text: str
     num_tokens: int
     stopped: bool
+    offsets: Sequence[int] = ()
 
 
 class StopMatcher:
@@ -64,25 +68,46 @@ class StopMatcher:
 class TextStream:
     """The text of one choice."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_token_by_token")
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_chars", "_num_tokens", "_token_by_token")
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        counts_offsets: bool = False,
+    ) -> None:
+        """No stop string is looked for in the text of the first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
-        self._token_by_token = bool(stops)
+        self._min_tokens = min_tokens
+        self._token_by_token = bool(stops) or counts_offsets
+        self._num_tokens = 0
+        self._num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> Decoded:
         """Decode more tokens. After `stopped` nothing more may be pushed."""
         if not self._token_by_token:
             return Decoded(self._detokenizer.push(token_ids), len(token_ids), False)
-        shown = ""
+        shown, offsets = "", []
         # One by one: the number of tokens up to a stop string must not depend on how they were sent.
         for num_tokens, token_id in enumerate(token_ids, start=1):
-            text, stopped = self._matcher.push(self._detokenizer.push([token_id]))
+            offsets.append(self._num_chars)
+            decoded = self._detokenizer.push([token_id])
+            self._num_chars += len(decoded)
+            self._num_tokens += 1
+            text, stopped = decoded, False
+            if self._num_tokens > self._min_tokens:
+                text, stopped = self._matcher.push(decoded)
             shown += text
             if stopped:
-                return Decoded(shown, num_tokens, True)
-        return Decoded(shown, len(token_ids), False)
+                return Decoded(shown, num_tokens, True, offsets)
+        return Decoded(shown, len(token_ids), False, offsets)
+
+    @property
+    def num_chars(self) -> int:
+        """Characters decoded so far, of a stream that counts them."""
+        return self._num_chars
 
     def flush(self) -> Decoded:
         """The rest, at the end of a generation. `num_tokens` is 0: they were counted when pushed."""

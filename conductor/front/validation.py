@@ -5,7 +5,6 @@ Everything here is a plain function of its input and may run in a thread.
 """
 
 import gc
-import hashlib
 import reprlib
 import secrets
 import sys
@@ -16,7 +15,8 @@ import msgspec
 from pydantic import ValidationError
 
 from conductor.front.model import ServedModel
-from conductor.front.prompt import chat_prompt, check_token_ids, num_prompts_of, prompts_of
+from conductor.front.prompt import chat_prompt, num_prompts_of, prompts_of
+from conductor.front.sampling import Sampling
 from conductor.front.schema import (
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -30,7 +30,6 @@ from mooncake.errors import RequestError
 from mooncake.messages import ClusterState, Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
-_SEED_BITS = 63
 
 # Pydantic's words are about Python; a client has written JSON.
 _EXPECTED = {
@@ -43,7 +42,9 @@ _EXPECTED = {
     "model_type": "an object",
     "string_pattern_mismatch": "1 to 128 visible ASCII characters",
     "string_too_long": "a shorter string",
+    "string_too_short": "at least one character",
     "string_type": "a string",
+    "too_long": "fewer items",
     "too_short": "at least one item",
 }
 
@@ -124,16 +125,9 @@ def read_job(
     else:
         _check_choices(num_prompts_of(request.prompt), num_choices_per_prompt, max_choices)
         prompts = prompts_of(request.prompt, model)
-    stop_token_ids = _stop_token_ids(request, model)
+    wanted = Sampling(request, model)
     sampling = [
-        SamplingParams(
-            max_tokens=_max_tokens(request, len(prompt), model.context_len),
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=min(max(request.top_k or 0, 0), model.tokenizer.vocab_size),
-            seed=_choice_seed(request.seed, index),
-            stop_token_ids=stop_token_ids,
-        )
+        wanted.params(_max_tokens(request, len(prompt), model.context_len), index)
         for prompt in prompts
         for index in range(num_choices_per_prompt)
     ]
@@ -265,15 +259,6 @@ def _stops(stop: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _stop_token_ids(
-    request: ChatCompletionRequest | CompletionRequest, model: ServedModel
-) -> tuple[int, ...]:
-    given = request.stop_token_ids or []
-    check_token_ids(given, model, "stop_token_ids")
-    eos = () if request.ignore_eos else model.tokenizer.eos_token_ids
-    return tuple(dict.fromkeys([*eos, *given]))
-
-
 def _given_max_tokens(request: ChatCompletionRequest | CompletionRequest) -> tuple[str | None, int]:
     """The field that limits the output, and its value; (None, the default) if none was given."""
     if isinstance(request, ChatCompletionRequest) and (newer := request.max_completion_tokens) is not None:
@@ -303,13 +288,3 @@ def _max_tokens(
             code="context_length_exceeded",
         )
     return min(max_tokens, room)
-
-
-def _choice_seed(seed: int | None, index: int) -> int:
-    """The seed of a prompt's `index`-th choice. The first has the given one, so it does not depend on n."""
-    if seed is None:
-        return secrets.randbits(_SEED_BITS)
-    if index == 0:
-        return seed & ((1 << _SEED_BITS) - 1)
-    digest = hashlib.sha256(f"mooncake-seed\0{seed}\0{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> (64 - _SEED_BITS)

@@ -49,6 +49,43 @@ def test_choices_differ_and_repeat_with_their_seed(client: openai.OpenAI) -> Non
     assert texts() == first
 
 
+def test_logprobs_of_a_greedy_answer_are_the_likeliest_and_join_to_it(client: openai.OpenAI) -> None:
+    arguments = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    answer = client.chat.completions.create(**arguments, top_logprobs=3)  # type: ignore[call-overload]
+    entries = answer.choices[0].logprobs.content
+    shown = [entry for entry in entries if entry.token != "<|im_end|>"]
+    text = b"".join(bytes(entry.bytes) for entry in shown).decode()
+    assert text == answer.choices[0].message.content
+    assert len(entries) == answer.usage.completion_tokens
+    for entry in entries:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**arguments, stream=True)  # type: ignore[call-overload]
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+    assert [entry.logprob for entry in streamed] == pytest.approx([e.logprob for e in entries], abs=1e-2)
+
+
+def test_forbidden_and_preferred_words(client: openai.OpenAI) -> None:
+    def answer(**fields: object) -> str:
+        choice = client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=12,
+            extra_body=fields,
+        ).choices[0]
+        return choice.message.content or ""
+
+    assert "Paris" in answer()
+    assert "Paris" not in answer(bad_words=["Paris"])
+    assert len(set(answer(presence_penalty=2, frequency_penalty=2, min_tokens=12).split())) > 4
+
+
 def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=32, stop=["is Par", "never"]

@@ -45,6 +45,7 @@ from mooncake.messages import (
     Role,
     SamplingParams,
     Submit,
+    TokenLogprobs,
     WorkFailed,
 )
 
@@ -137,7 +138,9 @@ def test_a_request_takes_the_steps_of_the_request_path() -> None:
     conductor, order = new_conductor(), request()
     assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order))]
     assert conductor.handle(D0, Reserved(ref(), GRANT), 1.0) == [Effect(P0, Prefill(ref(), order, GRANT))]
-    assert conductor.handle(P0, Prefilled(ref(), 42, 4), 1.0) == [Effect(D0, Decode(ref(), 42, 4))]
+    first = TokenLogprobs(-0.5, [42], [-0.5])
+    prefilled = Prefilled(ref(), 42, 4, first)
+    assert conductor.handle(P0, prefilled, 1.0) == [Effect(D0, Decode(ref(), 42, 4, first))]
     finished = conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0)
     assert finished == [Effect(FRONT, Ended("r", 3))]
     assert conductor.num_running == 0

@@ -32,6 +32,7 @@ from mooncake.messages import (
     Role,
     SamplingParams,
     Submit,
+    TokenLogprobs,
     TokenOutput,
     ToWorker,
 )
@@ -75,6 +76,7 @@ class Answer:
     """What a front would have received of one request."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int | None = None
     error: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,6 +184,7 @@ class MiniCluster:
             assert position == len(answer.tokens) or output.ref.attempt > 1
             if position == len(answer.tokens):
                 answer.tokens.append(token)
+                answer.logprobs += output.logprobs
             assert answer.tokens[position] == token
             answer.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:

@@ -34,11 +34,12 @@ from mooncake.messages import (
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from workers.block_transfers import BlockPair
 from workers.copies import Copies, copies_for
+from workers.draws import Draws, Row
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
-from workers.executor import Draws, Executor
+from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
 from workers.loading import layers_of_stage
@@ -56,7 +57,7 @@ NUM_PAGES = 96
 ACK_TIMEOUT_S = 3.0
 """how long pages may be quarantined for whoever hangs"""
 NUM_OUTPUT_TOKENS = 6
-SAMPLING = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0)
+SAMPLING = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0, num_logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class Receiving:
         num_in_last = len(self.request.token_ids) % BLOCK_SIZE
         if num_in_last:
             blocks[-1] = self._lab.without_rest(blocks[-1], num_in_last)
+        assert answer.first_logprobs is not None
+        assert answer.first_logprobs.top_token_ids == [answer.first_token]
         tokens = self._lab.continue_greedily(self.request.token_ids, answer.first_token, pages)
         await self.release()
         return Result(tokens, blocks, answer.num_cached_tokens)
@@ -343,7 +346,7 @@ class Lab:
                 assert not copies.load(layer, pairs, None).damaged
             for _ in range(NUM_OUTPUT_TOKENS - 1):
                 batch = self._decoder.prepare([Chunk(tokens[-1:], len(tokens) - 1, device_pages)])
-                tokens += self._decoder.decode(batch, Draws.of([SAMPLING], [len(tokens)]))
+                tokens += self._decoder.decode(batch, Draws([Row(SAMPLING, len(tokens))])).tokens
         finally:
             kv.free(device_pages)
         return tokens[len(prompt) :]

@@ -15,8 +15,8 @@ from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.mini_cluster import Answer, InstanceUnderTest, MiniCluster, Sizes, mini_cluster
 from tests.workers.test_runners import prompt_of, reference, tokens_of
+from workers.draws import Drawn, Draws
 from workers.engine.batch import Batch, Chunk
-from workers.executor import Draws
 from workers.inlining import PromptCost
 
 pytestmark = pytest.mark.cluster
@@ -101,7 +101,7 @@ def test_an_iteration_is_planned_while_the_one_before_runs(
             executor, may_go_on = decode.executor, threading.Event()
             compute, prepare, prepared = executor.decode, executor.prepare, []
 
-            def slow(batch: Batch, draws: Draws) -> list[int]:
+            def slow(batch: Batch, draws: Draws) -> Drawn:
                 assert may_go_on.wait(DEADLINE_S)
                 return compute(batch, draws)
 

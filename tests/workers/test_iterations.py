@@ -4,10 +4,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import torch
 
 from mooncake.messages import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S, run
+from workers.draws import Drawn, Draws
 from workers.engine.batch import Chunk
 from workers.executor import Executor
 from workers.iterations import Iterations
@@ -27,7 +30,8 @@ class FakeBatch:
 
 
 class FakeExecutor:
-    """A device whose next token is one more than the last, and which waits to be told to go on."""
+    """A device whose next token is one more than the last, if not that then five more, and which waits to be
+    told to go on."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -41,14 +45,20 @@ class FakeExecutor:
     def prepare(self, chunks: Sequence[Chunk]) -> FakeBatch:
         return FakeBatch(chunks)
 
-    def decode(self, batch: FakeBatch, draws: object) -> list[int]:
+    def decode(self, batch: FakeBatch, draws: Draws) -> Drawn:
         self.batches.append((batch.token_ids, batch.starts))
         assert self.may_go_on.acquire(timeout=DEADLINE_S)
-        return [token + 1 for token in batch.token_ids]
+        tokens = torch.tensor(batch.token_ids)
+        rows = torch.arange(len(tokens))
+        logits = torch.zeros(len(tokens), 100)
+        logits[rows, tokens + 1] = 2.0
+        logits[rows, tokens + 5] = 1.0
+        return draws.draw(logits)
 
 
-def sequence(number: int, *tokens: int) -> DecodedSequence:
-    request = Request(str(number), [tokens[0]], [], SamplingParams(100, temperature=0), "front")
+def sequence(number: int, *tokens: int, **wishes: Any) -> DecodedSequence:
+    sampling = SamplingParams(100, temperature=0, **wishes)
+    request = Request(str(number), [tokens[0]], [], sampling, "front")
     return DecodedSequence(number, Ref(1, str(number), 1), request, list(tokens))
 
 
@@ -90,6 +100,26 @@ def test_an_iteration_begins_with_tokens_that_nobody_has_received_yet() -> None:
         lab.executor.may_go_on.release(1)
         assert await lab.receive() == [[72, 22]]
         assert not a.is_in_flight
+        await lab.iterations.close()
+
+    run(test())
+
+
+def test_rules_see_tokens_that_nobody_has_received_yet() -> None:
+    async def test() -> None:
+        lab = Lab()
+        plain, worded = sequence(0, 10, 20), sequence(1, 10, 30, bad_words=((31, 32),), num_logprobs=0)
+        penalized = sequence(2, 10, 40, frequency_penalty=1.7, repetition_penalty=1.1, logit_bias={46: 4.0})
+        lab.iterations.plan([plain, worded, penalized])
+        await lab.until_computing(1)
+        assert lab.iterations.receive() == []
+        lab.iterations.plan([penalized, worded, plain])
+        lab.executor.may_go_on.release(1)
+        await lab.until_computing(2)
+        assert await lab.receive() == [[21, 31, 46]]
+        lab.executor.may_go_on.release(1)
+        # 32 is forbidden after 31 only; 46 has been drawn: 4 / 1.1 - 1.7 is less than 2.
+        assert await lab.receive() == [[47, 36, 22]]
         await lab.iterations.close()
 
     run(test())

@@ -1,12 +1,14 @@
-"""Drawing the next token from logits: greedy, temperature, top-k, top-p.
+"""Drawing the next token from logits: greedy, temperature, min-p, top-k, top-p. And its logprobs.
 
 A draw depends on the request's seed and the token's position only (`uniform`), not on the worker that
 makes it nor on the batch around it: a request that moves to another instance continues with the same text.
 
-Owns: the draw. Does not know: penalties, logit biases, grammars; those change the logits before.
+Owns: the draw, what ranks before what. Does not know: penalties, logit biases, grammars; those change the
+logits before (`logit_changes`).
 """
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +26,23 @@ def sample(
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
     """Next token of each row: int64 `[S]`, on the device of `logits` [S, V] (float32, finite or -inf).
 
-    The four parameters are `[S]`, best on the CPU (then an all-greedy batch never waits for the device).
-    `temperature` 0 is greedy. `top_k` 0 keeps all tokens; `top_p` in (0, 1] keeps the fewest likeliest tokens
-    whose mass reaches it, among those that top-k keeps. Equal logits rank by token id. `uniforms`: float64 in
-    [0, 1). Rows are independent of one another.
+    The five parameters are `[S]`, best on the CPU (then an all-greedy batch never waits for the device).
+    `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
+    the largest (arXiv 2407.01082). `top_k` 0 keeps all; `top_p` in (0, 1] keeps the fewest likeliest tokens
+    whose mass reaches it, among those that min-p and top-k keep. Equal logits rank by token id. `uniforms`:
+    float64 in [0, 1). Rows are independent of one another.
     """
     tokens = logits.argmax(-1)
     is_drawn = temperature > 0
     if bool(is_drawn.any()):
         rows = is_drawn.nonzero()[:, 0].to(logits.device)
-        limits = [values.to(logits.device)[rows] for values in (temperature, top_k, top_p, uniforms)]
-        tokens[rows] = _draw(logits[rows], *limits)
+        limits = [values.to(logits.device)[rows] for values in (temperature, top_k, top_p, min_p, uniforms)]
+        tokens[rows] = _draw(logits[rows], *limits, has_min_p=bool((min_p > 0).any()))
     return tokens
 
 
@@ -47,19 +51,46 @@ def _draw(
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor,
     uniforms: torch.Tensor,
+    *,
+    has_min_p: bool,
 ) -> torch.Tensor:
     """Inverts each row's cumulative distribution, in float64, over its tokens from the likeliest on."""
     vocab_size = logits.shape[-1]
     num_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
     values, tokens = _rank(logits, int(num_by_k.max()))
-    cumulative = values.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_().cumsum(-1)
+    weights = values.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_()
+    if has_min_p:
+        num_by_k = torch.minimum(num_by_k, (weights >= min_p[:, None]).sum(-1).clamp(min=1))
+    cumulative = weights.cumsum(-1)
     mass_by_k = cumulative.gather(-1, num_by_k[:, None] - 1)
     num_by_p = torch.searchsorted(cumulative, top_p[:, None] * mass_by_k) + 1
     num_kept = torch.minimum(num_by_k[:, None], num_by_p)
     kept_mass = cumulative.gather(-1, num_kept - 1)
     rank = torch.searchsorted(cumulative, uniforms[:, None] * kept_mass, right=True)
     return tokens.gather(-1, torch.minimum(rank, num_kept - 1))[:, 0]
+
+
+class Logprobs(NamedTuple):
+    """Of R rows: the drawn token's, float32 `[R]`, and the likeliest tokens, int64 and float32 `[R, N]`."""
+
+    drawn: torch.Tensor
+    top_tokens: torch.Tensor
+    top: torch.Tensor
+
+
+@torch.inference_mode()
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
+    """Logarithms of the probabilities by which `logits` [R, V] (float32) lead to `tokens` [R], and of the
+    `num_top` likeliest, descending; equal ones by id."""
+    values, top_tokens = _rank(logits, num_top)
+    log_mass = logits.logsumexp(-1, keepdim=True)
+    return Logprobs(
+        (logits.gather(-1, tokens[:, None]) - log_mass)[:, 0],
+        top_tokens,
+        values - log_mass,
+    )
 
 
 def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

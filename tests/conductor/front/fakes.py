@@ -36,6 +36,7 @@ from mooncake.messages import (
     Rejected,
     Request,
     Submit,
+    TokenLogprobs,
     TokenOutput,
     Tokens,
 )
@@ -53,6 +54,9 @@ class ByteTokenizer:
         self.vocab_size = 257
         self.max_token_chars = 1
         self.eos_token_ids: tuple[int, ...] = (EOS,)
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        return b"<end>" if token_id == EOS else bytes([token_id])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -156,7 +160,7 @@ class FakeCluster:
         attempt: int = 1,
         num_cached_tokens: int = 16,
     ) -> None:
-        """One Tokens message, as a worker sends it."""
+        """One Tokens message, as a worker sends it. A logprob is minus the token's id."""
         worker = self._workers.get(request.reply_to)
         if worker is None:
             worker = self._workers[request.reply_to] = self._context.socket(zmq.DEALER)
@@ -164,6 +168,11 @@ class FakeCluster:
             worker.connect(request.reply_to)
         ref = Ref(epoch=1, request_id=request.request_id, attempt=attempt)
         output = TokenOutput(ref, position, list(token_ids), num_cached_tokens, finish)
+        num_top = request.sampling.num_logprobs
+        if num_top is not None:
+            top = list(range(97, 97 + num_top))
+            logprobs = [TokenLogprobs(-token, top, [-float(other) for other in top]) for token in token_ids]
+            output = msgspec.structs.replace(output, logprobs=logprobs)
         await worker.send(msgspec.msgpack.encode(Tokens([output])))
 
     async def say(self, request: Request, text: str, *, end: bool = False, step: int = 1) -> None:

@@ -96,6 +96,24 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
+def test_logprobs_come_with_the_tokens_that_are_new(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            await until(lambda: link.cluster is not None)
+            inbox: Inbox = asyncio.Queue()
+            sampling = SamplingParams(max_tokens=9, num_logprobs=1)
+            request = Request("r", [1, 2], [], sampling, link.reply_to)
+            await link.submit(request, inbox)
+            await cluster.send_tokens(request, [1, 2], 0)
+            await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
+            for expected in ([-1.0, -2.0], [-3.0]):
+                received = await inbox.get()
+                assert isinstance(received, Received)
+                assert [of_token.logprob for of_token in received.logprobs] == expected
+
+    run(test)
+
+
 def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, dropped):
@@ -107,8 +125,8 @@ def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> No
             await cluster.send_tokens(request, [1, 2], 0)
             await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
             await cluster.send_tokens(request, [4], 3)
-            assert await inbox.get() == Received("r", [1, 2], 16, None)
-            assert await inbox.get() == Received("r", [3], 16, FinishReason.LENGTH)
+            assert await inbox.get() == Received("r", [1, 2], 16, None, [])
+            assert await inbox.get() == Received("r", [3], 16, FinishReason.LENGTH, [])
             await until(lambda: len(dropped) == 2)
             assert inbox.empty()
             assert link.num_in_flight == 0
@@ -143,7 +161,7 @@ def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
             await link.submit(request := request_to(link), inbox)
             await until(lambda: len(cluster.submitted) == 1)
             await cluster.send_tokens(request, [1], 0)
-            assert await inbox.get() == Received("r", [1], 16, None)
+            assert await inbox.get() == Received("r", [1], 16, None, [])
             await cluster.to_front(Ended("r", 2))
             event = await inbox.get()
             assert isinstance(event, Lost)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.front.text import StopMatcher, TextStream
+from conductor.front.text import Decoded, StopMatcher, TextStream
 from tests.conductor.front.fakes import ByteDetokenizer
 
 _texts = st.text("abé", max_size=30)
@@ -84,4 +84,4 @@ def test_stop_string_may_be_completed_by_what_was_held_back() -> None:
 
     stream = TextStream(HoldsEverything(), ["stop"])
     assert stream.push([1, 2]).text == ""
-    assert stream.flush() == ("ab ", 0, True)
+    assert stream.flush() == Decoded("ab ", 0, True)

@@ -4,13 +4,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import RequestError
-from mooncake.messages import ClusterState
+from mooncake.messages import ClusterState, SamplingParams
 from tests.conductor.front.fakes import EOS, MODEL_NAME, byte_model
 
 MODEL = byte_model(context_len=100)
@@ -61,15 +60,30 @@ def completion(**fields: Any) -> Job:
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
         ({"request_id": "two\nlines"}, "request_id"),
         ({"cache_salt": 7}, "cache_salt"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(EOS + 1): 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 4, "max_tokens": 3}, "min_tokens"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["x", " "]}, "bad_words[1]"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"store": True}, "store"),
-        ({"min_p": 0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
         ({"no_such_field": None}, "no_such_field"),
         ({"model": None}, "model"),
     ],
@@ -102,7 +116,9 @@ def test_bad_chat_request_names_the_field(fields: dict[str, Any], param: str) ->
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 0}, "logprobs"),  # asks for the chosen token's
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
     ],
 )
 def test_bad_completion_request_names_the_field(fields: dict[str, Any], param: str) -> None:
@@ -170,11 +186,42 @@ def test_content_parts_and_developer_role_reach_the_template() -> None:
 
 def test_sampling_parameters() -> None:
     sampling = chat(temperature=0, top_p=0.5, top_k=-1, seed=7, stop_token_ids=[5], max_tokens=3).sampling[0]
-    assert msgspec.to_builtins(sampling) == {
-        "max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 0, "seed": 7, "stop_token_ids": (EOS, 5),
-    }  # fmt: skip
+    assert sampling == SamplingParams(
+        max_tokens=3, temperature=0, top_p=0.5, top_k=0, seed=7, stop_token_ids=(EOS, 5)
+    )
+    sampling = chat(
+        temperature=1, seed=7, max_tokens=9, min_p=0.1, min_tokens=4, repetition_penalty=1.2,
+        presence_penalty=-1, frequency_penalty=0.5, logit_bias={"5": 1, "256": -100}, ignore_eos=True,
+        bad_words=["ab", " ab", "é"], logprobs=True, top_logprobs=3,
+    ).sampling[0]  # fmt: skip
+    assert sampling == SamplingParams(
+        max_tokens=9, temperature=1, seed=7, min_p=0.1, min_tokens=4, repetition_penalty=1.2,
+        presence_penalty=-1, frequency_penalty=0.5, logit_bias={5: 1, 256: -100},
+        bad_words=((97, 98), (0xC3, 0xA9)), num_logprobs=3,
+    )  # fmt: skip
+    assert chat(logprobs=True).sampling[0].num_logprobs == 0
+    assert completion(logprobs=0).sampling[0].num_logprobs == 0
+    assert completion(logprobs=5).sampling[0].num_logprobs == 5
+    assert completion().sampling[0].num_logprobs is None
     assert chat(ignore_eos=True).sampling[0].stop_token_ids == ()
     assert chat().sampling[0].temperature == 1
+
+
+def test_bad_words_are_also_forbidden_after_a_space_if_they_are_one_other_token_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = {"cat": [1], " cat": [2], "dog": [3], " dog": [4, 3], "rat": [5, 6], " rat": [7, 6]}
+    monkeypatch.setattr(type(MODEL.tokenizer), "encode", lambda _, text, add_special_tokens: tokens[text])
+    job = completion(prompt=[1], bad_words=["cat", " dog", "rat"])
+    assert job.sampling[0].bad_words == ((1,), (2,), (3,), (5, 6), (7, 6))
+
+
+def test_min_tokens_must_fit_the_answer_of_every_prompt() -> None:
+    assert completion(prompt="x", min_tokens=16).sampling[0].min_tokens == 16
+    with pytest.raises(RequestError, match=r"min_tokens is 17.* 16 tokens"):
+        completion(prompt="x", min_tokens=17)
+    with pytest.raises(RequestError, match=r"min_tokens is 16.* 5 tokens"):
+        completion(prompt=["x", "x" * 95], min_tokens=16)
 
 
 def test_each_choice_has_a_seed_of_its_own_and_the_first_does_not_depend_on_n() -> None:

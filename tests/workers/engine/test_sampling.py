@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.engine.sampling import sample, uniform
+from workers.engine.sampling import logprobs, sample, uniform
 
 VOCAB_SIZE = 3000
 
@@ -15,13 +15,18 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
 
 
 def draw(
-    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
 ) -> list[int]:
     """Each row with its own draw."""
     num_rows = len(logits)
     uniforms = torch.tensor([uniform(seed, row) for row in range(num_rows)], dtype=torch.float64)
-    temperatures, top_ks, top_ps = (torch.full((num_rows,), value) for value in (temperature, top_k, top_p))
-    return [int(token) for token in sample(logits, temperatures, top_ks, top_ps, uniforms)]
+    limits = [torch.full((num_rows,), value) for value in (temperature, top_k, top_p, min_p)]
+    return [int(token) for token in sample(logits, *limits, uniforms)]
 
 
 def test_uniform_depends_on_seed_and_position_only_and_fills_the_interval() -> None:
@@ -59,18 +64,25 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     top_k = torch.tensor([0, 0, 50, 700, 3, 0, 0, 2, 0, 290, 0, 0])
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.95, 0.5, 1.0, 0.3, 1.0, 1.0, 0.99, 0.999, 0.8])
     uniforms = torch.tensor([uniform(9, row) for row in range(12)], dtype=torch.float64)
-    together = sample(logits, temperature, top_k, top_p, uniforms)
+    min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.3, 0.0, 0.0, 0.02, 0.0, 0.0, 0.5, 0.0])
+    limits = (temperature, top_k, top_p, min_p, uniforms)
+    together = sample(logits, *limits)
     for row in range(12):
         only = slice(row, row + 1)
-        alone = sample(logits[only], temperature[only], top_k[only], top_p[only], uniforms[only])
+        alone = sample(logits[only], *(values[only] for values in limits))
         assert alone.item() == together[row].item()
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.7)])
-def test_frequencies_follow_the_filtered_distribution(top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(0, 1.0, 0), (5, 1.0, 0), (0, 0.8, 0), (6, 0.7, 0), (0, 1.0, 0.3), (5, 0.8, 0.2), (3, 1.0, 0.1)],
+)
+def test_frequencies_follow_the_filtered_distribution(top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.tensor([0.3, 2.0, -1.0, 1.1, 0.0, 1.7, -0.4, 0.9])
     temperature, num_draws = 1.3, 4000
     probabilities = (logits.double() / temperature).softmax(-1)
+    probabilities[probabilities < min_p * probabilities.max()] = 0
+    probabilities /= probabilities.sum()
     if top_k:
         probabilities[probabilities.argsort(descending=True)[top_k:]] = 0
         probabilities /= probabilities.sum()
@@ -79,7 +91,7 @@ def test_frequencies_follow_the_filtered_distribution(top_k: int, top_p: float) 
     probabilities[order[mass_before >= top_p]] = 0
     expected = probabilities / probabilities.sum() * num_draws
 
-    tokens = draw(logits.expand(num_draws, -1), temperature, top_k, top_p, seed=1)
+    tokens = draw(logits.expand(num_draws, -1), temperature, top_k, top_p, min_p, seed=1)
     counts = torch.bincount(torch.tensor(tokens), minlength=8)
     is_kept = expected > 0
     assert not counts[~is_kept].any()
@@ -105,4 +117,23 @@ def test_never_draws_a_forbidden_token() -> None:
     almost_one = torch.full((300,), 1 - 2.0**-53, dtype=torch.float64)
     ones, zeros = torch.ones(300), torch.zeros(300, dtype=torch.int64)
     assert set(draw(logits)) == {10, 40}
-    assert set(sample(logits, ones, zeros, ones, almost_one).tolist()) == {10}
+    assert set(sample(logits, ones, zeros, ones, torch.zeros(300), almost_one).tolist()) == {10}
+
+
+def test_min_p_1_keeps_the_likeliest_and_its_equals() -> None:
+    logits = torch.zeros(300, 10)
+    logits[:, 3] = logits[:, 6] = 0.01
+    assert set(draw(logits, min_p=1.0)) == {3, 6}
+
+
+def test_logprobs_are_those_of_log_softmax_and_rank_by_id_when_equal() -> None:
+    logits = random_logits(5)
+    logits[0] = 0.0
+    tokens = (logits.argmax(-1) + 7) % VOCAB_SIZE
+    expected = logits.double().log_softmax(-1)
+    computed = logprobs(logits, tokens, 4)
+    torch.testing.assert_close(computed.drawn, expected.gather(-1, tokens[:, None])[:, 0].float())
+    torch.testing.assert_close(computed.top, expected.topk(4).values.float())
+    assert computed.top_tokens[0].tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(computed.top, expected.gather(-1, computed.top_tokens).float())
+    assert logprobs(logits, tokens, 0).top.shape == (5, 0)

@@ -1,0 +1,62 @@
+"""Logprobs in OpenAI's two shapes: of chats, and of plain completions.
+
+Owns: their JSON. Does not know: where they come from.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from conductor.front.generation import Delta
+from mooncake.messages import TokenLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""vLLM's: JSON has no infinity"""
+TokenBytes = Callable[[int], bytes]
+
+
+def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
+    """One entry for each token that `usage` counts, the one that ended the answer included."""
+    content = [
+        {
+            **_entry(token_id, of_token.logprob, token_bytes),
+            "top_logprobs": [_entry(*likely, token_bytes) for likely in _top(of_token)],
+        }
+        for token_id, of_token in zip(delta.token_ids, delta.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def of_completion(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
+    """As for chats, in columns. The drawn token is always among the likeliest, so there may be one more."""
+    pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
+    return {
+        "tokens": [_text(token_bytes(token_id)) for token_id, _ in pairs],
+        "token_logprobs": [_shown(of_token.logprob) for _, of_token in pairs],
+        "top_logprobs": [_by_text(token_id, of_token, token_bytes) for token_id, of_token in pairs],
+        "text_offset": list(delta.offsets),
+    }
+
+
+def _by_text(token_id: int, of_token: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
+    shown: dict[str, float] = {}
+    for likely, logprob in (*_top(of_token), (token_id, of_token.logprob)):
+        # Parts of characters look the same: the likeliest stays.
+        shown.setdefault(_text(token_bytes(likely)), _shown(logprob))
+    return shown
+
+
+def _top(of_token: TokenLogprobs) -> Iterable[tuple[int, float]]:
+    return zip(of_token.top_token_ids, of_token.top_logprobs, strict=True)
+
+
+def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    data = token_bytes(token_id)
+    return {"token": _text(data), "logprob": _shown(logprob), "bytes": list(data)}
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _shown(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

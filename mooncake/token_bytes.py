@@ -1,0 +1,57 @@
+"""The bytes behind one token: vocabularies write them in characters.
+
+Byte-level vocabularies (GPT-2's) have a character for each byte; SentencePiece's "\u2581" for a space, and
+"<0xE2>" for a byte that is in no other piece.
+
+Owns: these two ways of writing. Does not know: text of several tokens (`tokenizer`).
+"""
+
+import json
+import re
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_SPACE = "\u2581"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class PieceBytes:
+    """Of a tokenizer. `added` tokens are written as they are."""
+
+    __slots__ = ("_added", "_backend", "_is_byte_level")
+
+    def __init__(self, backend: "Backend", added: Container[int]) -> None:
+        self._backend, self._added = backend, added
+        decoder = backend.decoder
+        kinds = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        self._is_byte_level = any(
+            step.get("type") == "ByteLevel" for step in (kinds, *kinds.get("decoders", ()))
+        )
+
+    def __call__(self, token_id: int) -> bytes:
+        """Empty outside the vocabulary."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added:
+            return piece.encode()
+        if self._is_byte_level and all(character in _BYTE_OF for character in piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(match[1])
+        return piece.replace(_SPACE, " ").encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable bytes of Latin-1 are written as themselves, the others by characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_level_alphabet()

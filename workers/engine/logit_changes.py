@@ -1,0 +1,125 @@
+"""What requests want changed of their logits before a token is drawn.
+
+Penalties of tokens that have been before (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's two), biases, and
+tokens that must not come now. The order is vLLM's: forbidden tokens, biases, penalties.
+
+Owns: these changes, for the rows that want some. Does not know: the draw, requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """One request's wishes, prepared once. `bad_words` are token ids, each at least one."""
+
+    repetition_penalty: float
+    """divides positive logits of the prompt's and the output's tokens, multiplies negative ones"""
+    presence_penalty: float
+    """subtracted from logits of the output's tokens"""
+    frequency_penalty: float
+    """subtracted as often as the token is in the output"""
+    prompt_tokens: np.ndarray
+    """int64, each once; empty if nothing depends on them"""
+    bias_tokens: np.ndarray
+    """int64"""
+    biases: np.ndarray
+    """float32, of `bias_tokens`"""
+    bad_words: Sequence[Sequence[int]]
+    """no output contains one of these"""
+    min_tokens: int
+    """the output is at least so long before one of `stop_tokens`"""
+    stop_tokens: np.ndarray
+    """int64"""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens count that have been before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def forbidden(self, output: Sequence[int]) -> list[int]:
+        """Tokens that must not follow `output`."""
+        tokens = [word[-1] for word in self.bad_words if _ends_with(output, word[:-1])]
+        if len(output) < self.min_tokens:
+            tokens += self.stop_tokens.tolist()
+        return tokens
+
+
+class LogitChanges:
+    """Of one pass. Rows that want nothing are not touched, and cost nothing."""
+
+    def __init__(self) -> None:
+        self._rules: dict[int, LogitRules] = {}
+        self._outputs: dict[int, list[int]] = {}
+
+    def add(self, row: int, rules: LogitRules, output: Sequence[int]) -> None:
+        """`output`: what is known of it so far, without the prompt."""
+        self._rules[row], self._outputs[row] = rules, list(output)
+
+    def extend(self, row: int, token: int) -> None:
+        """Another token of the row's output is known."""
+        if row in self._outputs:
+            self._outputs[row].append(token)
+
+    @torch.inference_mode()
+    def apply(self, logits: torch.Tensor) -> None:
+        """Changes `logits` float32 `[S, V]` in place."""
+        if not self._rules:
+            return
+        self._forbid(logits)
+        self._bias(logits)
+        self._penalize(logits)
+
+    def _forbid(self, logits: torch.Tensor) -> None:
+        forbidden = {row: rules.forbidden(self._outputs[row]) for row, rules in self._rules.items()}
+        logits[_places(forbidden, logits.device)] = float("-inf")
+
+    def _bias(self, logits: torch.Tensor) -> None:
+        rules = {row: of_row for row, of_row in self._rules.items() if len(of_row.biases)}
+        if rules:
+            places = _places({row: of_row.bias_tokens for row, of_row in rules.items()}, logits.device)
+            biases = np.concatenate([of_row.biases for of_row in rules.values()])
+            logits[places] += torch.from_numpy(biases).to(logits.device)
+
+    def _penalize(self, logits: torch.Tensor) -> None:
+        rules = {row: of_row for row, of_row in self._rules.items() if of_row.penalizes}
+        if not rules:
+            return
+        device = logits.device
+        counts = torch.zeros(len(rules), logits.shape[1], device=device)
+        # By places among these rows, not among all.
+        outputs = _places({row: self._outputs[of] for row, of in enumerate(rules)}, device)
+        counts.index_put_(outputs, torch.ones((), device=device), accumulate=True)
+        in_output = counts > 0
+        in_any = in_output.clone()
+        in_any[_places({row: of.prompt_tokens for row, of in enumerate(rules.values())}, device)] = True
+
+        def of_rows(name: str) -> torch.Tensor:
+            return torch.tensor([[getattr(of_row, name)] for of_row in rules.values()], device=device)
+
+        rows = torch.tensor(list(rules), device=device)
+        penalized = logits[rows]
+        repetition = of_rows("repetition_penalty")
+        repeated = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
+        penalized = torch.where(in_any, repeated, penalized)
+        penalized -= of_rows("frequency_penalty") * counts
+        penalized -= of_rows("presence_penalty") * in_output
+        logits[rows] = penalized
+
+
+def _places(
+    tokens_of_rows: Mapping[int, Sequence[int] | np.ndarray], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of these tokens in these rows."""
+    lens = [len(tokens) for tokens in tokens_of_rows.values()]
+    rows = np.repeat(np.fromiter(tokens_of_rows, np.int64), lens)
+    tokens = np.concatenate([np.asarray(of_row, dtype=np.int64) for of_row in tokens_of_rows.values()])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
+
+
+def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
+    return not end or list(tokens[-len(end) :]) == list(end)
