@@ -26,8 +26,8 @@ SIZE = 4 << 20
 
 
 @pytest.fixture
-def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def run_directory(short_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_tmp_path))
     return RunDirectory()
 
 
