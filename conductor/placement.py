@@ -19,9 +19,10 @@ class Placement:
 
 
 def num_tokens_held(request: Request, role: Role) -> int:
-    """Prefill holds the prompt, decode the output as well."""
-    num_prompt_tokens = len(request.token_ids)
-    return num_prompt_tokens + (request.sampling.max_tokens if role is Role.DECODE else 0)
+    """Prefill holds what is known of the sequence, decode all of it."""
+    if role is Role.PREFILL:
+        return len(request.token_ids)
+    return request.num_prompt_tokens + request.sampling.max_tokens
 
 
 def place(request: Request, instances: Instances, refused_by: Collection[str] = ()) -> Placement | None:
@@ -43,7 +44,7 @@ def why_too_large(request: Request, instances: Instances) -> str | None:
         if expected and not any(instance.can_hold(num_tokens) for instance in expected):
             largest = max(expected, key=lambda instance: instance.max_sequence_blocks)
             return (
-                f"the prompt has {len(request.token_ids)} tokens, "
+                f"the prompt has {request.num_prompt_tokens} tokens, "
                 f"max_tokens is {request.sampling.max_tokens}; "
                 f"the KVCache of a {role.value} instance holds at most "
                 f"{largest.max_sequence_blocks} blocks of {largest.registration.layout.block_size} tokens"

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conductor.instances import Instance, Instances
-from conductor.lifecycle import RequestState, TrackedRequest
+from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
 from conductor.placement import Placement, place, why_too_large
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Cancel,
     ClusterState,
+    Continue,
     Decode,
     Ended,
     Failed,
@@ -26,6 +27,7 @@ from mooncake.messages import (
     Grant,
     Heartbeat,
     HeartbeatAck,
+    Interrupted,
     Leave,
     Prefill,
     Prefilled,
@@ -95,6 +97,8 @@ class Conductor:
                 return self._on_front_hello(sender, message, now_s)
             case Submit():
                 return self._on_submit(sender, message, now_s)
+            case Continue():
+                return self._on_continue(sender, message, now_s)
             case Cancel():
                 return self._on_cancel(sender, message)
             case Register():
@@ -114,6 +118,8 @@ class Conductor:
         for tracked in list(self.requests.values()):
             if tracked.state is RequestState.WAITING:
                 effects += self._place_or_wait(tracked, now_s)
+            elif tracked.state is RequestState.INTERRUPTED:
+                effects.append(Effect(tracked.front, Interrupted(tracked.request.request_id)))
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
@@ -177,6 +183,14 @@ class Conductor:
         if tracked is None or tracked.front != sender:
             return []
         return self._abort(tracked)
+
+    def _on_continue(self, sender: bytes, answer: Continue, now_s: float) -> list[Effect]:
+        tracked = self.requests.get(answer.request.request_id)
+        if tracked is None or tracked.front != sender or tracked.state is not RequestState.INTERRUPTED:
+            return []  # it had been asked twice
+        tracked.request = answer.request
+        tracked.move_to(RequestState.WAITING)
+        return self._place_or_wait(tracked, now_s)
 
     def _abort(self, tracked: TrackedRequest) -> list[Effect]:
         effects = self._release_pair(tracked)
@@ -289,7 +303,7 @@ class Conductor:
     def _current(self, ref: Ref) -> TrackedRequest | None:
         """The request that `ref` is the running attempt of."""
         tracked = self.requests.get(ref.request_id)
-        if tracked is None or tracked.ref != ref or tracked.state is RequestState.WAITING:
+        if tracked is None or tracked.ref != ref or tracked.state in NOT_PLACED:
             return None
         return tracked
 
@@ -345,13 +359,16 @@ class Conductor:
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """Run it again elsewhere. Tokens that have left are drawn again, equal, and the front drops them."""
+        """Run it again elsewhere: from its beginning, or behind what the front has of the answer."""
         tracked.num_failures += 1
         if not retryable or tracked.num_failures >= self.limits.max_attempts:
             return self._fail(tracked, reason)
         effects = self._release_pair(tracked)
         tracked.refused_by.clear()
         tracked.last_failure, tracked.waiting_since_s = reason, now_s
+        if tracked.may_have_begun:
+            tracked.move_to(RequestState.INTERRUPTED)
+            return [*effects, Effect(tracked.front, Interrupted(tracked.request.request_id))]
         tracked.move_to(RequestState.WAITING)
         return effects + self._place_or_wait(tracked, now_s)
 

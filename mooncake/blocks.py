@@ -125,6 +125,14 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
     return keys
 
 
+def extended_keys(
+    known: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey
+) -> list[BlockKey]:
+    """Keys of the full blocks of `token_ids`, of which the first ones are `known`."""
+    parent = known[-1] if known else root
+    return known + block_keys(token_ids[len(known) * block_size :], block_size, parent)
+
+
 def model_fingerprint(architecture: str, weights_digest: str, dtype: KVDtype, layout: KVLayout) -> str:
     """Identity of what a KV byte means: two instances may exchange blocks only if theirs are equal.
 

@@ -12,9 +12,9 @@ from enum import StrEnum
 
 import msgspec
 
-from mooncake.blocks import BlockKey, KVLayout
+from mooncake.blocks import BlockKey, KVLayout, extended_keys
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Role(StrEnum):
@@ -80,7 +80,8 @@ class Request(msgspec.Struct, frozen=True):
 
     `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
     `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are those
-    of one tenant (`cache_salt`), so nobody else is told which tokens they stand for.
+    of one tenant (`cache_salt`), so nobody else is told which tokens they stand for. `root_key` is the parent
+    of the first block.
     """
 
     request_id: str
@@ -89,6 +90,27 @@ class Request(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     reply_to: str
     is_salted: bool = False
+    root_key: BlockKey = b""
+    num_output_tokens: int = 0
+    """the last so many of `token_ids` were drawn in earlier attempts: this one goes on behind them"""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids) - self.num_output_tokens
+
+    @property
+    def output(self) -> list[int]:
+        """What earlier attempts have drawn."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def continued(self, output: list[int], block_size: int) -> "Request":
+        """The same, to go on behind `output`. Only for one that has none yet."""
+        assert not self.num_output_tokens
+        token_ids = self.token_ids + output
+        keys = extended_keys(self.block_keys, token_ids, block_size, self.root_key)
+        return msgspec.structs.replace(
+            self, token_ids=token_ids, block_keys=keys, num_output_tokens=len(output)
+        )
 
 
 class MessengerAddress(msgspec.Struct, frozen=True):
@@ -489,6 +511,12 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+class Continue(msgspec.Struct, tag=True, frozen=True):
+    """Answers `Interrupted`: the request with what has come of its output, to go on behind that."""
+
+    request: Request
+
+
 class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """First message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
@@ -525,6 +553,14 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Interrupted(msgspec.Struct, tag=True, frozen=True):
+    """Who decoded this request is lost. Answered by `Continue`, or by `Cancel` if nothing more is wanted.
+
+    Asked again until it is answered."""
+
+    request_id: str
+
+
 class Ended(msgspec.Struct, tag=True, frozen=True):
     """The decode instance has sent all `num_output_tokens`. A front that lacks some has lost them."""
 
@@ -556,7 +592,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = Register | Heartbeat | Leave | Reserved | Prefilled | Finished | Refused | WorkFailed
-FromFront = FrontHello | Submit | Cancel
+FromFront = FrontHello | Submit | Continue | Cancel
 ToConductor = FromWorker | FromFront
 ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort
-ToFront = ClusterState | RegisterRefused | Rejected | Failed | Ended | Tokens
+ToFront = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Tokens

@@ -48,7 +48,7 @@ def rules_of(request: Request) -> LogitRules | None:
     )
     if is_neutral:
         return None
-    prompt = request.token_ids if sampling.repetition_penalty != 1 else []
+    prompt = request.token_ids[: request.num_prompt_tokens] if sampling.repetition_penalty != 1 else []
     return LogitRules(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,

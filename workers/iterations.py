@@ -143,7 +143,7 @@ def _next_chunk(sequence: Sequence) -> Chunk:
 def _row(sequence: Sequence, position: int) -> Row:
     """Its next draw. Without rules nobody looks at its output."""
     rules = sequence.rules
-    output = sequence.tokens[len(sequence.request.token_ids) :] if rules is not None else ()
+    output = sequence.tokens[sequence.request.num_prompt_tokens :] if rules is not None else ()
     return Row(sequence.request.sampling, position, rules, output)
 
 

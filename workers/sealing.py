@@ -10,7 +10,7 @@ import asyncio
 
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
-from mooncake.blocks import BlockKey, block_keys, root_key
+from mooncake.blocks import BlockKey, extended_keys
 from mooncake.errors import PoolFullError
 from workers.block_transfers import BlockPair, BlockTransfers
 from workers.sequence import Sequence
@@ -25,7 +25,6 @@ class Sealer:
     def __init__(self, pool: WorkerClient, transfers: BlockTransfers) -> None:
         self._pool, self._transfers = pool, transfers
         self._block_size = pool.segment.layout.block_size
-        self._root = root_key(pool.segment.fingerprint)
 
     async def seal(self, sequence: Sequence) -> int:
         """Every full block that the pool lacks. Returns how many that were; PoolFullError without room."""
@@ -43,14 +42,11 @@ class Sealer:
         return await self._store(sequence, keys, num_blocks - len(keys))
 
     def keys_of(self, sequence: Sequence) -> list[BlockKey]:
-        """Of its full blocks; none if it is salted and its prompt has none: the root is not known here."""
+        """Of its full blocks."""
         request, size = sequence.request, self._block_size
         num_blocks = sequence.num_kv_tokens // size
         known = request.block_keys[:num_blocks]
-        if request.is_salted and not known:
-            return []
-        parent = known[-1] if known else self._root
-        return known + block_keys(sequence.tokens[len(known) * size : num_blocks * size], size, parent)
+        return extended_keys(known, sequence.tokens[: num_blocks * size], size, request.root_key)
 
     async def _store(self, sequence: Sequence, keys: list[BlockKey], num_private: int) -> Reservation:
         reservation = await self._reserve(keys, num_private)

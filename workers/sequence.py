@@ -30,10 +30,10 @@ class SequenceState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Invariants: `tokens` is the prompt followed by the output, the newest token has no KVCache yet;
-    of an inlined prompt `num_cached_tokens` have one until its first token has been drawn;
-    `pages` is empty unless `state` is LOADING, RUNNING or LEAVING; while it waits, its KVCache is in the
-    pages of `reservation` or in `saved`.
+    """Invariants: `tokens` is the prompt followed by the output, that of earlier attempts included;
+    the newest token has no KVCache yet; of an inlined prompt `num_cached_tokens` have one until its first
+    token has been drawn; `pages` is empty unless `state` is LOADING, RUNNING or LEAVING; while it waits, its
+    KVCache is in the pages of `reservation` or in `saved`.
     """
 
     number: int
@@ -62,13 +62,18 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens drawn so far."""
-        return len(self.tokens) - len(self.request.token_ids)
+        """Tokens drawn so far, those of earlier attempts included."""
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether there is a token of this attempt."""
+        return len(self.tokens) > len(self.request.token_ids)
 
     @property
     def num_kv_tokens(self) -> int:
         """Tokens whose KVCache exists when nothing is in flight."""
-        return len(self.tokens) - 1 if self.num_output_tokens else self.num_cached_tokens
+        return len(self.tokens) - 1 if self.has_drawn else self.num_cached_tokens
 
     @property
     def num_planned_tokens(self) -> int:
@@ -79,17 +84,17 @@ class Sequence:
     def ends_in_flight(self) -> bool:
         """The token that is in flight is the last in any case."""
         max_tokens = self.request.sampling.max_tokens
-        return self.num_planned_tokens - len(self.request.token_ids) >= max_tokens
+        return self.num_planned_tokens - self.request.num_prompt_tokens >= max_tokens
 
     @property
     def num_tokens_left(self) -> int:
         """Of the prompt, if it is inlined and its first token is not known: what is still to be computed."""
-        return 0 if self.num_output_tokens else len(self.tokens) - self.num_cached_tokens
+        return 0 if self.has_drawn else len(self.tokens) - self.num_cached_tokens
 
     @property
     def has_begun(self) -> bool:
         """It is here to stay: its first token has left, or will be drawn here."""
-        return self.num_output_tokens > 0 or self.state is not SequenceState.NEW
+        return self.has_drawn or self.state is not SequenceState.NEW
 
     def num_pages_needed(self, page_size: int) -> int:
         """Pages for the KVCache after the next iteration to be planned."""
@@ -99,7 +104,7 @@ class Sequence:
     def finish_reason(self) -> FinishReason | None:
         """Set as soon as the newest token is the last."""
         sampling = self.request.sampling
-        if not self.num_output_tokens:
+        if not self.has_drawn:
             return None
         if self.tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP

@@ -285,7 +285,7 @@ class Stage:
         if ends:
             requests = [jobs[index].order.request for index in ends]
             logits = self._executor.model.logits(hidden[list(ends.values())])
-            rows = [Row(r.sampling, len(r.token_ids), rules_of(r)) for r in requests]
+            rows = [Row(r.sampling, len(r.token_ids), rules_of(r), r.output) for r in requests]
             drawn = Draws(rows).draw(logits)
             for of_drawn, (index, token) in enumerate(zip(ends, drawn.tokens, strict=True)):
                 tokens[index] = FirstToken(token, drawn.logprobs.get(of_drawn))

@@ -52,6 +52,7 @@ class Front:
             config.reply_endpoint,
             config.cluster_key,
             model.fingerprint,
+            model.block_size,
             self.metrics.output_dropped,
         )
 

@@ -23,10 +23,12 @@ from mooncake.messages import (
     PROTOCOL_VERSION,
     Cancel,
     ClusterState,
+    Continue,
     Ended,
     Failed,
     FinishReason,
     FrontHello,
+    Interrupted,
     RegisterRefused,
     Rejected,
     Request,
@@ -64,7 +66,7 @@ class Lost(NamedTuple):
     error: RequestError
 
 
-FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Ended
+FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended
 Event = Received | Lost
 Inbox = asyncio.Queue[Event]
 
@@ -73,6 +75,7 @@ Inbox = asyncio.Queue[Event]
 class Reception:
     """How far one request's tokens have arrived. Every attempt gives the same token at the same position."""
 
+    request: Request
     inbox: Inbox
     last_s: float
     attempt: tuple[int, int] = (0, 0)
@@ -116,6 +119,7 @@ class Link:
         reply_endpoint: str,
         key: ClusterKey,
         fingerprint: str,
+        block_size: int,
         on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises ConfigError for unusable endpoints. `on_dropped` is called for each stale output."""
@@ -127,6 +131,7 @@ class Link:
             self._replies.close()
             raise
         self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
+        self._block_size = block_size
         self._on_dropped = on_dropped
         self._in_flight: dict[str, Reception] = {}
         self._cluster: ClusterState | None = None
@@ -165,7 +170,7 @@ class Link:
 
         Raises UnavailableError.
         """
-        self._in_flight[request.request_id] = Reception(inbox, _now())
+        self._in_flight[request.request_id] = Reception(request, inbox, _now())
         try:
             await self._conductor.send(Submit(request))
         except PeerGoneError as error:
@@ -208,12 +213,25 @@ class Link:
                     raise ConfigError(f"the conductor refused this front: {message}")
                 case Rejected(request_id, status, message, retry_after_s):
                     self._end(request_id, _rejection(status, message, retry_after_s))
+                case Interrupted(request_id):
+                    await self._continue(request_id)
                 case Failed(request_id, message):
                     self._end(request_id, GenerationFailedError(message))
                 case Ended(request_id, num_output_tokens):
                     if (reception := self._in_flight.get(request_id)) is not None:
                         reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
                         reception.last_s = _now()
+
+    async def _continue(self, request_id: str) -> None:
+        """The request's decode instance is lost: say how far its answer has come."""
+        reception = self._in_flight.get(request_id)
+        answer = (
+            Cancel(request_id)  # it ended in the meantime
+            if reception is None
+            else Continue(reception.request.continued(reception.token_ids, self._block_size))
+        )
+        with contextlib.suppress(PeerGoneError):  # it will ask again
+            await self._conductor.send(answer)
 
     async def _adopt(self, cluster: ClusterState) -> None:
         restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch

@@ -85,6 +85,7 @@ class Job:
     include_usage: bool
     return_token_ids: bool
     client_request_id: str | None
+    root_key: bytes
     is_salted: bool
 
     @property
@@ -101,6 +102,7 @@ class Job:
                 block_keys=self.prompts[index // self.num_choices_per_prompt].keys,
                 sampling=sampling,
                 reply_to=reply_to,
+                root_key=self.root_key,
                 is_salted=self.is_salted,
             )
             for index, sampling in enumerate(self.sampling)
@@ -144,6 +146,7 @@ def read_job(
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
         return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
+        root_key=root,
         is_salted=bool(request.cache_salt),
     )
 

@@ -16,6 +16,7 @@ from mooncake.messages import (
     Cancel,
     Capacity,
     ClusterState,
+    Continue,
     Decode,
     Ended,
     Failed,
@@ -26,6 +27,7 @@ from mooncake.messages import (
     GrantedPage,
     Heartbeat,
     HeartbeatAck,
+    Interrupted,
     Leave,
     MessengerAddress,
     PoolShard,
@@ -164,7 +166,8 @@ def test_a_request_that_decode_computed_itself_is_refused_by_nobody_later() -> N
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
     effects = conductor.handle(D0, WorkFailed(ref(), "damaged", True), 2.0)
-    assert effects[-1] == Effect(D0, Reserve(ref(2), order, tbt_slo_s=None))
+    assert effects[-1] == Effect(FRONT, Interrupted("r"))
+    assert conductor.handle(FRONT, Continue(order), 2.0) == [Effect(D0, Reserve(ref(2), order))]
 
 
 @pytest.mark.parametrize(("missing", "num_held"), [([2], 2), ([1, 2], 1), ([0, 2], 0), ([], 2)])
@@ -227,8 +230,36 @@ def test_nobody_refuses_a_request_whose_tokens_may_have_left() -> None:
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
-    effects = conductor.peer_gone(D0, 2.0)
-    assert Effect(D1, Reserve(ref(2), order, tbt_slo_s=None)) in effects
+    conductor.peer_gone(D0, 2.0)
+    effects = conductor.handle(FRONT, Continue(order), 2.0)
+    assert effects == [Effect(D1, Reserve(ref(2), order, tbt_slo_s=None))]
+
+
+def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
+    assert Effect(FRONT, Interrupted("r")) in conductor.peer_gone(D0, 2.0)
+    assert conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 2.0) == []
+    assert Effect(FRONT, Interrupted("r")) in conductor.tick(2.5)
+    longer = order.continued([42, 43], block_size=4)
+    assert conductor.handle(b"front#2", Continue(longer), 3.0) == []
+    assert conductor.handle(FRONT, Continue(longer), 3.0) == [Effect(D1, Reserve(ref(2), longer))]
+    assert conductor.handle(FRONT, Continue(longer), 3.0) == []
+    conductor.handle(D1, Reserved(ref(2), GRANT), 3.0)
+    conductor.handle(P0, Prefilled(ref(2), 44, 0), 3.0)
+    effects = conductor.handle(D1, Finished(ref(2), FinishReason.LENGTH, 5), 4.0)
+    assert effects == [Effect(FRONT, Ended("r", 5))]
+
+
+def test_an_interrupted_request_that_nobody_wants_ends() -> None:
+    conductor = two_decode_instances()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
+    conductor.peer_gone(D0, 2.0)
+    assert conductor.handle(FRONT, Cancel("r"), 2.0) == []
+    assert conductor.num_running == 0
 
 
 def test_refusals_are_no_failures_and_are_forgotten_after_one() -> None:

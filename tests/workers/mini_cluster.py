@@ -20,9 +20,11 @@ from mooncake.messages import (
     Abort,
     Cancel,
     Capacity,
+    Continue,
     Decode,
     Failed,
     FrontHello,
+    Interrupted,
     PoolShard,
     Prefill,
     Register,
@@ -35,6 +37,7 @@ from mooncake.messages import (
     TokenLogprobs,
     TokenOutput,
     ToWorker,
+    WorkFailed,
 )
 from tests.kvstore.nodes import DEADLINE_S, Node
 from workers.block_transfers import BlockTransfers
@@ -69,6 +72,8 @@ class Sizes:
     num_decode: int = 1
     inline_prefill_tokens: int = 0
     tbt_slo_s: float | None = None
+    lost_after: tuple[int, ...] = ()
+    """numbers of tokens after which a request loses its decode instance"""
 
 
 @dataclass(slots=True)
@@ -79,6 +84,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int | None = None
     error: str | None = None
+    num_lost: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -162,6 +168,7 @@ class MiniCluster:
         limits = Limits(max_running_requests=4096, peer_timeout_s=3600, tbt_slo_s=sizes.tbt_slo_s)
         self.conductor = Conductor(1, FINGERPRINT, limits)
         self.instances: list[InstanceUnderTest] = []
+        self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
 
@@ -172,6 +179,11 @@ class MiniCluster:
                 answer = self.answers[effect.message.request_id]
                 answer.error = effect.message.message
                 answer.ended.set()
+            if isinstance(effect.message, Interrupted):
+                request_id = effect.message.request_id
+                output = list(self.answers[request_id].tokens)
+                request = self.requests[request_id].continued(output, self.sizes.block_size)
+                self.take(self.conductor.handle(FRONT, Continue(request), time.monotonic()))
             for instance in self.instances:
                 if instance.identity == effect.peer:
                     instance.obey(effect.message)  # type: ignore[arg-type]
@@ -189,12 +201,18 @@ class MiniCluster:
             answer.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:
                 answer.ended.set()
+            elif len(answer.tokens) in self.sizes.lost_after and answer.num_lost < output.ref.attempt:
+                answer.num_lost = output.ref.attempt
+                lost = WorkFailed(output.ref, "lost", retryable=True)
+                self.take(self.conductor.handle(self.instances[-1].identity, lost, time.monotonic()))
 
     def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Answer:
         """Start a request."""
-        keys = block_keys(prompt, self.sizes.block_size, root_key(FINGERPRINT, salt))
         answer = self.answers[request_id] = Answer()
-        request = Request(request_id, prompt, keys, sampling, "front", is_salted=bool(salt))
+        root = root_key(FINGERPRINT, salt)
+        keys = block_keys(prompt, self.sizes.block_size, root)
+        request = Request(request_id, prompt, keys, sampling, "front", bool(salt), root)
+        self.requests[request_id] = request
         self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))
         return answer
 

@@ -19,8 +19,13 @@ GREEDY = SamplingParams(NUM_TOKENS, temperature=0)
 PROMPTS = [prompt_of(seed, 20 + seed) for seed in range(4)]
 EVERYWHERE = pytest.mark.parametrize(
     "sizes",
-    [Sizes(), Sizes(inline_prefill_tokens=1000), Sizes(num_device_pages=12)],
-    ids=["prefilled", "inlined", "preempted"],
+    [
+        Sizes(),
+        Sizes(inline_prefill_tokens=1000),
+        Sizes(num_device_pages=12),
+        Sizes(lost_after=(3, 4), num_decode=2),
+    ],
+    ids=["prefilled", "inlined", "preempted", "interrupted"],
 )
 
 

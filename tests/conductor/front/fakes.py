@@ -29,6 +29,7 @@ from mooncake.keys import ClusterKey
 from mooncake.messages import (
     Cancel,
     ClusterState,
+    Continue,
     Failed,
     FinishReason,
     FrontHello,
@@ -111,9 +112,10 @@ class FakeCluster:
         self.num_hellos = 0
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
+        self.continued: list[Request] = []
 
     async def run(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FrontHello | Submit | Cancel)
+        decoder = msgspec.msgpack.Decoder(FrontHello | Submit | Continue | Cancel)
         try:
             while True:
                 self._front, payload = await self._control.recv_multipart()
@@ -128,6 +130,8 @@ class FakeCluster:
                         task = asyncio.create_task(self._behave(request))
                         self._tasks.add(task)
                         task.add_done_callback(self._tasks.discard)
+                    case Continue(request):
+                        self.continued.append(request)
                     case Cancel(request_id):
                         self.cancelled.append(request_id)
                 with self._changed:

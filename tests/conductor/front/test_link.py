@@ -10,11 +10,13 @@ import pytest
 from conductor.front import link as link_module
 from conductor.front.errors import GenerationFailedError
 from conductor.front.link import Inbox, Link, Lost, Received, Reception
+from mooncake.blocks import block_keys, root_key
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.messages import (
     ClusterState,
     Ended,
     FinishReason,
+    Interrupted,
     Ref,
     Request,
     SamplingParams,
@@ -22,13 +24,16 @@ from mooncake.messages import (
 )
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster
 
+BLOCK_SIZE = 4
+REQUEST = Request("r", [1, 2], [], SamplingParams(max_tokens=9), "ep")
+
 
 def output(position: int, token_ids: list[int], attempt: int = 1) -> TokenOutput:
     return TokenOutput(Ref(1, "r", attempt), position, token_ids, 0)
 
 
 def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
-    reception = Reception(asyncio.Queue(), 0.0)
+    reception = Reception(REQUEST, asyncio.Queue(), 0.0)
     assert reception.accept(output(0, [1, 2])) == [1, 2]
     assert reception.accept(output(2, [3])) == [3]
     assert reception.accept(output(0, [1], attempt=2)) == []
@@ -38,7 +43,7 @@ def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
 
 
 def test_another_attempt_with_other_tokens_fails_the_request() -> None:
-    reception = Reception(asyncio.Queue(), 0.0)
+    reception = Reception(REQUEST, asyncio.Queue(), 0.0)
     reception.accept(output(0, [1, 2, 3]))
     assert reception.accept(output(0, [1], attempt=2)) == []
     with pytest.raises(GenerationFailedError, match="attempt 2 drew other tokens from 1 on than"):
@@ -46,7 +51,7 @@ def test_another_attempt_with_other_tokens_fails_the_request() -> None:
 
 
 def test_missing_tokens_fail_the_request() -> None:
-    reception = Reception(asyncio.Queue(), 0.0)
+    reception = Reception(REQUEST, asyncio.Queue(), 0.0)
     reception.accept(output(0, [1, 2]))
     with pytest.raises(GenerationFailedError, match="tokens 2 to 3 of attempt 1"):
         reception.accept(output(4, [5]))
@@ -71,6 +76,7 @@ async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, l
         f"ipc://{directory}/reply",
         CLUSTER_KEY,
         "f",
+        BLOCK_SIZE,
         lambda: dropped.append(1),
     )
     tasks = [asyncio.create_task(cluster.run()), asyncio.create_task(link.run())]
@@ -233,8 +239,36 @@ def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
 def test_unusable_endpoint_is_a_config_error(tmp_path: Path) -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="nonsense"):
-            Link(f"ipc://{tmp_path}/control", "nonsense", CLUSTER_KEY, "f")
+            Link(f"ipc://{tmp_path}/control", "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE)
         with pytest.raises(ConfigError, match="nonsense"):
-            Link("nonsense", f"ipc://{tmp_path}/reply", CLUSTER_KEY, "f")
+            Link("nonsense", f"ipc://{tmp_path}/reply", CLUSTER_KEY, "f", BLOCK_SIZE)
+
+    run(test)
+
+
+def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have_come(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            await until(lambda: link.cluster is not None)
+            inbox: Inbox = asyncio.Queue()
+            root = root_key("f", "salt")
+            prompt = [1, 2, 3, 4, 5]
+            keys = block_keys(prompt, BLOCK_SIZE, root)
+            request = Request("r", prompt, keys, SamplingParams(max_tokens=9), link.reply_to, True, root)
+            await link.submit(request, inbox)
+            await cluster.send_tokens(request, [6, 7, 8, 9])
+            await inbox.get()
+            for _ in range(2):  # asked again, it says the same
+                await cluster.to_front(Interrupted("r"))
+            await until(lambda: len(cluster.continued) == 2)
+            continued = cluster.continued[0]
+            assert cluster.continued[1] == continued
+            assert continued.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+            assert (continued.num_prompt_tokens, continued.output) == (5, [6, 7, 8, 9])
+            assert continued.block_keys == block_keys(continued.token_ids, BLOCK_SIZE, root)
+            await cluster.send_tokens(request, [10], 4, FinishReason.STOP, attempt=2)
+            assert (await inbox.get()).token_ids == [10]
+            await cluster.to_front(Interrupted("r"))  # it has ended
+            await until(lambda: cluster.cancelled == ["r"])
 
     run(test)
