@@ -18,8 +18,10 @@ from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel, load_served_model
 from conductor.front.server import listen
 from conductor.front.server import serve as serve_front
-from conductor.metrics import ConductorMetrics
+from conductor.history import History
+from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor, Effect, Limits
+from conductor.view import ClusterView
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import ConductorProcess
@@ -33,9 +35,10 @@ log = logging.getLogger(__name__)
 class ConductorService:
     """Receives, decides, sends."""
 
-    def __init__(self, conductor: Conductor, router: Router[ToConductor]) -> None:
+    def __init__(self, conductor: Conductor, router: Router[ToConductor], history: History) -> None:
         self._conductor = conductor
         self._router = router
+        self._history = history
 
     async def run(self) -> None:
         """The loop."""
@@ -43,12 +46,18 @@ class ConductorService:
             group.create_task(self._tick())
             while True:
                 sender, message = await self._router.recv()
-                await self._carry_out(self._conductor.handle(sender, message, time.monotonic()))
+                now_s = time.monotonic()
+                effects = self._conductor.handle(sender, message, now_s)
+                self._history.observe(sender, message, effects, now_s)
+                await self._carry_out(effects)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            await self._carry_out(self._conductor.tick(time.monotonic()))
+            now_s = time.monotonic()
+            effects = self._conductor.tick(now_s)
+            self._history.observe(b"", None, effects, now_s)
+            await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
         """Send; a peer that is gone has effects of its own."""
@@ -58,7 +67,9 @@ class ConductorService:
             try:
                 await self._router.send(effect.peer, effect.message)
             except PeerGoneError as error:
-                consequences = self._conductor.peer_gone(effect.peer, time.monotonic())
+                now_s = time.monotonic()
+                consequences = self._conductor.peer_gone(effect.peer, now_s)
+                self._history.observe(b"", None, consequences, now_s)
                 log.log(logging.WARNING if consequences else logging.DEBUG, "%s", error)
                 pending += consequences
 
@@ -86,20 +97,26 @@ async def serve(process: ConductorProcess) -> None:
             control_endpoint=config.conductor.endpoint,
             reply_endpoint=config.conductor.reply_endpoint,
             served_model_name=config.served_model_name or checkpoint.name,
+            ttft_slo_s=config.conductor.ttft_slo_s,
+            tbt_slo_s=config.conductor.tbt_slo_s,
             max_request_bytes=int(config.http.max_request_bytes),
             cluster_key=process.cluster_key,
         )
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
+        history = History()
         ConductorMetrics(conductor, registry, lambda: router.num_refused)
+        HistoryMetrics(history, registry)
+        view = ClusterView(conductor, history, front.served_model_name, time.time() - time.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(ConductorService(conductor, router).run())
+                group.create_task(ConductorService(conductor, router, history).run())
                 await serve_front(
                     front,
                     model,
                     registry,
                     listener,
                     lambda url: report(_ready(url, front, model, config.role == "all")),
+                    view,
                 )
         finally:
             router.close()

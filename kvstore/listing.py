@@ -4,6 +4,7 @@ Owns: how a store is described. Does not know: who asks.
 """
 
 import asyncio
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from kvstore.pages import PageState
 from kvstore.shelf import Shelf
 from kvstore.store import Store
 from messenger.checksums import layer_checksums
-from messenger.transports import Transport
+from messenger.peer import Peer
+from messenger.transports import Number, PeerTraffic, Transport
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError
 from mooncake.messages import PeerStats, PoolStats, Tier, TierStats
@@ -49,12 +51,7 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         sent_bytes=by_name(traffic.sent_bytes),
         received_bytes=by_name(traffic.received_bytes),
         num_strangers=traffic.num_strangers,
-        peers={
-            peer.name: PeerStats(
-                peer.flow.in_flight_bytes, peer.flow.bandwidth_bytes_per_s, num_streams=len(peer.lanes)
-            )
-            for peer in store.peers.all
-        },
+        peers={peer.name: _peer_stats(peer, traffic.by_peer[peer.name]) for peer in store.peers.all},
         integrity=store.problem,
     )
 
@@ -89,6 +86,22 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
 def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
     """Transports by the names that messages carry."""
     return {transport.value: count for transport, count in num_bytes.items()}
+
+
+def _peer_stats(peer: Peer, moved: PeerTraffic) -> PeerStats:
+    return PeerStats(
+        peer.flow.in_flight_bytes,
+        peer.flow.bandwidth_bytes_per_s,
+        num_streams=len(peer.lanes),
+        sent_bytes=_used(moved.sent_bytes),
+        received_bytes=_used(moved.received_bytes),
+        busy_s=_used(moved.busy_s),
+    )
+
+
+def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
+    """Those that have been used: between two messengers it is mostly one."""
+    return {transport.value: amount for transport, amount in amounts.items() if amount}
 
 
 def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:

@@ -20,6 +20,8 @@ class Flow:
     in_flight_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
     """None before the first sample"""
+    total_busy_s: float = 0.0
+    """in which something was under way, up to the last end"""
     _since_s: float = 0.0
     _busy_s: float = 0.0
     """since the last sample"""
@@ -36,6 +38,7 @@ class Flow:
         self.in_flight_bytes -= num_bytes
         self._moved_bytes += moved_bytes
         self._busy_s += now_s - self._since_s
+        self.total_busy_s += now_s - self._since_s
         self._since_s = now_s
         if not self._moved_bytes and not self.in_flight_bytes:
             self._busy_s = 0.0  # what was given up, or is for nobody, says nothing about the path

@@ -105,6 +105,10 @@ class Peer:
         self.closed_reason: str | None = None
         self.flow = Flow()
         self._traffic = traffic
+        self._own_traffic = traffic.by_peer[name]
+        self._counted_busy_s = 0.0
+        self._last_transport = Transport.TCP
+        """that moved something"""
         self._lanes: list[Lane] = []
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._has_rdma = False
@@ -301,6 +305,8 @@ class Peer:
             elif isinstance(request, WriteRequest) and result[0] is Outcome.PLACED:
                 moved_bytes = num_bytes
             self.flow.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
+            if moved_bytes:
+                self._count_busy_time()
             self._room[request.urgency].release()
             if is_urgent:
                 self._num_urgent -= 1
@@ -310,6 +316,11 @@ class Peer:
                 asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
         request.done = finish
+
+    def _count_busy_time(self) -> None:
+        busy_s = self.flow.total_busy_s
+        self._own_traffic.busy_s[self._last_transport] += busy_s - self._counted_busy_s
+        self._counted_busy_s = busy_s
 
     # -- lanes ------------------------------------------------------------------------------------
 
@@ -442,8 +453,9 @@ class Peer:
         return None
 
     def moved(self, lane: Lane, num_bytes: int, *, received: bool) -> None:
-        counters = self._traffic.received_bytes if received else self._traffic.sent_bytes
-        counters[lane.path.transport] += num_bytes
+        self._last_transport = transport = lane.path.transport
+        for traffic in (self._traffic, self._own_traffic):
+            (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
 
     def damaged(self, lane: Lane) -> None:
         self._traffic.num_checksum_failures += 1

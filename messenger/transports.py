@@ -11,11 +11,12 @@ Owns: choice of transport, opening sockets, moving one frame's bytes. Does not k
 import asyncio
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.stream import Stream
@@ -34,6 +35,9 @@ _TURN_BYTES = 1 << 20
 """received before others may have their turn"""
 
 
+Number = TypeVar("Number", int, float)
+
+
 class Transport(StrEnum):
     """How a connection moves payload."""
 
@@ -42,12 +46,27 @@ class Transport(StrEnum):
     TCP = "tcp"
 
 
+def _of_each(zero: Number) -> dict[Transport, Number]:
+    return dict.fromkeys(Transport, zero)
+
+
+@dataclass(slots=True)
+class PeerTraffic:
+    """What this messenger has moved to and from another one at its own request, over all sessions."""
+
+    sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    busy_s: dict[Transport, float] = field(default_factory=lambda: _of_each(0.0))
+    """in which something was under way"""
+
+
 @dataclass(slots=True)
 class Traffic:
     """What a messenger has moved, acknowledged payload bytes per transport, and what should not have come."""
 
-    sent_bytes: dict[Transport, int] = field(default_factory=lambda: dict.fromkeys(Transport, 0))
-    received_bytes: dict[Transport, int] = field(default_factory=lambda: dict.fromkeys(Transport, 0))
+    sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    by_peer: defaultdict[str, PeerTraffic] = field(default_factory=lambda: defaultdict(PeerTraffic))
     num_checksum_failures: int = 0
     num_strangers: int = 0
     """connections that were closed because their other end had not the cluster's key"""

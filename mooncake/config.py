@@ -157,6 +157,11 @@ class WorkerConfig(_Section):
         True, description="load and store KVCache beside the computation, layer by layer"
     )
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
+    metrics_listen: str | None = Field(
+        None,
+        pattern=r"^[^:/]+:\d{1,5}$",
+        description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
+    )
     inline_prefill_tokens: int = Field(
         0,
         ge=0,

@@ -192,6 +192,11 @@ class PeerStats(msgspec.Struct, frozen=True):
     bandwidth_bytes_per_s: float | None
     """lately, while something was under way; None before the first transfers"""
     num_streams: int
+    sent_bytes: dict[str, int] = {}
+    """by transport, as the two below: totals since this messenger started"""
+    received_bytes: dict[str, int] = {}
+    busy_s: dict[str, float] = {}
+    """in which something was under way"""
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -402,11 +407,17 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
-    """Decode: the last token has left for the front."""
+    """Decode: the last token has left for the front.
+
+    `arrival_s`: from the order to decode until its KVCache was there; `joining_s`: from then until it joined
+    the batch. None where it needed neither.
+    """
 
     ref: Ref
     finish_reason: FinishReason
     num_output_tokens: int
+    arrival_s: float | None = None
+    joining_s: float | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -22,6 +22,7 @@ from mooncake.config import (
     MessengerConfig,
     MessengerProcess,
     StageProcess,
+    WorkerConfig,
     WorkerProcess,
 )
 from mooncake.errors import ConfigError
@@ -203,7 +204,7 @@ def _part(
     def worker(incarnation: int) -> str:
         return WorkerProcess(
             cluster_key=key,
-            config=config,
+            config=config.model_copy(update={"worker": _worker_of_part(config.worker, index)}),
             role=part.role,
             instance=part.instance,
             incarnation=incarnation,
@@ -224,6 +225,12 @@ def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
     return kvcache.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
     )
+
+
+def _worker_of_part(worker: WorkerConfig, index: int) -> WorkerConfig:
+    """As `_of_part`."""
+    address = worker.metrics_listen
+    return worker.model_copy(update={"metrics_listen": address and _port_higher(address, index)})
 
 
 def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:

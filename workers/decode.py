@@ -73,6 +73,7 @@ class DecodeRunner:
         self.meter = DecodeMeter()
         self._double_check = DoubleCheck(self.meter, max_inline_tokens)
         self._numbers = itertools.count()
+        self._now_s = asyncio.get_running_loop().time
         self._reserving = asyncio.Lock()  # first come, first served
         self._orders: dict[Ref, asyncio.Future[Decode]] = {}
         self._sequences: dict[Ref, Sequence] = {}
@@ -140,7 +141,15 @@ class DecodeRunner:
             await self._receive_kvcache(sequence, order)
             await self._generate(sequence)
             assert sequence.finish_reason is not None
-            await self._send(Finished(ref, sequence.finish_reason, sequence.num_output_tokens))
+            await self._send(
+                Finished(
+                    ref,
+                    sequence.finish_reason,
+                    sequence.num_output_tokens,
+                    sequence.arrival_s,
+                    sequence.joining_s,
+                )
+            )
             await self._seal(sequence)
         finally:
             try:
@@ -167,12 +176,14 @@ class DecodeRunner:
         self.meter.num_not_inlined += 1
         await self._send(Reserved(order.ref, grant))
         decode = await self._orders[order.ref]
+        sequence.ordered_s = self._now_s()
         self._double_check.check(sequence, order.tbt_slo_s, self._those_that_have_begun)
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs
         await self._emit([output_of(sequence)])
         await self._wait_arrived(reservation)
+        sequence.arrived_s = self._now_s()
         if sequence.finish_reason is None:
             self._batch.enter(sequence)
 
@@ -204,6 +215,7 @@ class DecodeRunner:
             if sequence.error is None:
                 await self._load(sequence)
                 self._batch.join(sequence)
+                sequence.joined_s = sequence.joined_s or self._now_s()
                 self._changed.set()
                 await self._release(sequence)
             await sequence.left.wait()

@@ -53,6 +53,12 @@ class Sequence:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """it has left the batch, its tokens have left for the front, and nothing computes with its pages"""
     error: Exception | None = None
+    ordered_s: float | None = None
+    """when the order to decode came, as the two below a time of the event loop"""
+    arrived_s: float | None = None
+    """when its KVCache was there"""
+    joined_s: float | None = None
+    """when it first joined the batch"""
     newest_logprobs: TokenLogprobs | None = None
     """of the newest token, if the request wants them"""
     rules: LogitRules | None = field(init=False)
@@ -101,6 +107,16 @@ class Sequence:
         return -(-self.num_planned_tokens // page_size)
 
     @property
+    def arrival_s(self) -> float | None:
+        """How long its KVCache took to arrive."""
+        return _seconds(self.ordered_s, self.arrived_s)
+
+    @property
+    def joining_s(self) -> float | None:
+        """How long it took from there into the batch."""
+        return _seconds(self.arrived_s, self.joined_s)
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Set as soon as the newest token is the last."""
         sampling = self.request.sampling
@@ -111,3 +127,7 @@ class Sequence:
         if self.num_output_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
+    return None if began_s is None or ended_s is None else ended_s - began_s

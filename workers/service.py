@@ -6,15 +6,19 @@ of the session ends and the next one registers anew.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 
+from mooncake.blocks import KVLayout
 from mooncake.checkpoint import kv_layout, open_checkpoint
 from mooncake.config import WorkerProcess
 from mooncake.errors import PoolError
 from mooncake.process import child_main
 from workers.errors import SessionLostError
+from workers.executor import Executor
 from workers.loading import load_executor
+from workers.metrics_listener import InstanceStatus, listening
 from workers.session import Session
 from workers.stage_session import StageSession
 
@@ -31,10 +35,24 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
-    session_type = Session if process.stage.number == 0 else StageSession
+    status = InstanceStatus()
+    with contextlib.ExitStack() as stack:
+        if config.worker.metrics_listen is not None and process.stage.number == 0:
+            name = config.served_model_name or checkpoint.name
+            stack.enter_context(listening(config.worker.metrics_listen, name, status))
+        await _serve_sessions(process, executor, layout, fingerprint, status)
+
+
+async def _serve_sessions(
+    process: WorkerProcess, executor: Executor, layout: KVLayout, fingerprint: str, status: InstanceStatus
+) -> None:
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
-        session = session_type(process, incarnation, executor, layout, fingerprint)
+        session: Session | StageSession
+        if process.stage.number == 0:
+            session = Session(process, incarnation, executor, layout, fingerprint, status)
+        else:
+            session = StageSession(process, incarnation, executor, layout, fingerprint)
         try:
             await session.run()
         except (SessionLostError, PoolError) as error:

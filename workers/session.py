@@ -14,6 +14,7 @@ from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.config import WorkerProcess
 from mooncake.errors import ConfigError, PoolError
+from mooncake.instance_metrics import InstanceReport
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -45,6 +46,7 @@ from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.latest_stats import LatestStats
 from workers.loading import pick_prefill_chunk
+from workers.metrics_listener import InstanceStatus
 from workers.next_stage import engines_of, least_capacity, next_stage_of, shards_of
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
@@ -68,11 +70,13 @@ class Session:
         executor: Executor,
         layout: KVLayout,
         fingerprint: str,
+        status: InstanceStatus,
     ) -> None:
         self._process = process
         self._incarnation = incarnation
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
+        self._status = status
         self._identity = peer_identity(process.instance, incarnation)
         self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._fronts: dict[str, Dealer[ToFront]] = {}
@@ -91,6 +95,7 @@ class Session:
         try:
             await self._run_with(pool)
         finally:
+            self._status.is_registered = False
             await pool.close()
 
     async def _run_with(self, pool: WorkerClient) -> None:
@@ -179,7 +184,7 @@ class Session:
                         raise SessionLostError("the conductor has restarted, or had given this worker up")
                 case Registered():
                     if not self.is_registered:
-                        self.is_registered = True
+                        self.is_registered = self._status.is_registered = True
                         engine = engines_of(self._executor.engine, self._next)
                         report(Ready(f"{self._process.role.value} on {engine}"))
                 case RegisterRefused(message=reason, retryable=retryable):
@@ -218,7 +223,7 @@ class Session:
     async def _heartbeat(self) -> Heartbeat:
         part = self._process.stage.part_of(self._process.instance)
         pools = {part: await self._stats.get(self._heartbeat_s)}
-        return Heartbeat(
+        heartbeat = Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
@@ -226,6 +231,8 @@ class Session:
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
             decode=self._decode.meter.stats,
         )
+        self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
+        return heartbeat
 
     async def _watch(self, pool: WorkerClient) -> None:
         await pool.closed.wait()

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -28,9 +28,11 @@ from conductor.front.generation import Generation
 from conductor.front.link import Link
 from conductor.front.metrics import Metrics, Outcome
 from conductor.front.model import ServedModel
+from conductor.front.monitoring import monitoring
 from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import REQUEST_ID_PATTERN, ChatCompletionRequest, CompletionRequest, shortened
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job, unknown_model
+from conductor.view import ClusterView
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState
 
@@ -43,10 +45,17 @@ log = logging.getLogger(__name__)
 class Front:
     """What the routes share: the link to the cluster, the model, the metrics."""
 
-    def __init__(self, config: FrontConfig, model: ServedModel, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        config: FrontConfig,
+        model: ServedModel,
+        registry: CollectorRegistry,
+        view: ClusterView | None = None,
+    ) -> None:
         """Raises ConfigError for endpoints that cannot be used."""
         self.config, self.model = config, model
-        self.metrics = Metrics(registry, config.served_model_name)
+        self.registry, self.view = registry, view
+        self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.link = Link(
             config.control_endpoint,
             config.reply_endpoint,
@@ -150,9 +159,7 @@ def create_app(front: Front) -> FastAPI:
             {"status": "ready", "num_prefill": cluster.num_prefill, "num_decode": cluster.num_decode}
         )
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(front.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    app.include_router(monitoring(front.registry, front.view, front.link))
 
     known = ", ".join(
         f"{method} {route.path}"

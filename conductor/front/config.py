@@ -19,6 +19,8 @@ class FrontConfig(BaseModel):
     reply_endpoint: str
     cluster_key: ClusterKey
     served_model_name: str = Field(min_length=1)
+    ttft_slo_s: float | None = Field(default=None, gt=0, description="what counts as in time; None: any")
+    tbt_slo_s: float | None = Field(default=None, gt=0)
     max_request_bytes: int = Field(default=8 << 20, ge=1)
     max_choices: int = Field(default=128, ge=1, description="most choices (prompts x n) of one HTTP request")
     shutdown_grace_s: int = Field(

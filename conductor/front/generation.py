@@ -6,7 +6,7 @@ Does not know: HTTP, the answer's format, where the tokens come from.
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conductor.front.link import Inbox, Link, Lost, Received
@@ -50,14 +50,16 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """`last_s` is the time of its latest tokens; None: none yet."""
+    """`last_s` is the time of its latest tokens; None: none yet. `gaps_s` lie between its steps."""
 
     index: int
     request: Request
     text: TextStream
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    ttft_s: float = 0.0
     last_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -95,7 +97,9 @@ class Generation:
                     del running[event.request_id]
                     await self._link.cancel(event.request_id)
                     self._metrics.choice_ended(started=True)
-                    self._metrics.choice_finished(delta.finish_reason, _now() - self._arrived_s)
+                    self._metrics.choice_finished(
+                        delta.finish_reason, _now() - self._arrived_s, choice.ttft_s, choice.gaps_s
+                    )
                 yield delta
         finally:
             for request_id, choice in running.items():
@@ -138,8 +142,12 @@ class Generation:
         if choice.last_s is None:
             # A later attempt finds what the first one computed; the client is told of the first.
             choice.num_cached_tokens = num_cached_tokens
-            self._metrics.choice_started(now_s - self._arrived_s)
-        self._metrics.tokens_received(num_tokens, None if choice.last_s is None else now_s - choice.last_s)
+            choice.ttft_s = now_s - self._arrived_s
+            self._metrics.choice_started(choice.ttft_s)
+            self._metrics.tokens_received(num_tokens, None)
+        else:
+            choice.gaps_s.append(now_s - choice.last_s)
+            self._metrics.tokens_received(num_tokens, choice.gaps_s[-1])
         choice.num_tokens += num_tokens
         choice.last_s = now_s
 

@@ -154,6 +154,11 @@ class Link:
         """Requests that were submitted and have not ended."""
         return len(self._in_flight)
 
+    def num_received(self, request_id: str) -> int | None:
+        """Tokens of a request that have come; None if it is not in flight."""
+        reception = self._in_flight.get(request_id)
+        return None if reception is None else len(reception.token_ids)
+
     async def run(self) -> None:
         """Receive until cancelled, then close both sockets."""
         try:

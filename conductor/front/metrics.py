@@ -3,12 +3,24 @@
 Times are in seconds as the front sees them: from a request's arrival over HTTP to its tokens' arrival from a
 worker. The `vllm:` names carry the same values for dashboards that query them.
 
-Owns: metric names and buckets. Does not know: when something happens.
+Something is counted with every token, so counting is adding to plain numbers; names, labels and the format
+come with the scrape. All of it happens in the thread of the front's event loop.
+
+Owns: metric names and buckets, what is within an SLO. Does not know: when something happens.
 """
 
+import heapq
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from mooncake.messages import FinishReason
 
@@ -24,6 +36,8 @@ E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
+TBT_SHARE = 0.1
+"""the TBT of a request is the mean of so many of its longest gaps (Mooncake, FAST'25, section 5.1)"""
 
 
 class Outcome(StrEnum):
@@ -36,104 +50,202 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-class Metrics:
-    """All metrics of one front, in `registry`."""
+def tbt_s(gaps_s: Sequence[float]) -> float | None:
+    """Time between tokens of one request; None if it has no two tokens."""
+    if not gaps_s:
+        return None
+    longest = heapq.nlargest(math.ceil(TBT_SHARE * len(gaps_s)), gaps_s)
+    return sum(longest) / len(longest)
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=registry)
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(name, text, labels, registry=registry)
+class Distribution:
+    """Observations counted in buckets, of which each holds what is not above its bound."""
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+    __slots__ = ("_bounds", "_counts", "_sum")
 
-        self.registry = registry
-        self._requests = counter("mooncake_requests", "HTTP generation requests by their end", "outcome")
-        for outcome in Outcome:
-            self._requests.labels(outcome)
-        self._running = gauge("mooncake_requests_running", "Requests (choices) submitted and not yet ended")
-        self._stale = counter("mooncake_stale_outputs", "Token messages of ended requests or older attempts")
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
 
-        vllm = {"model_name": model_name}
-        prompt_text, cached_text = "Prompt tokens", "Prompt tokens whose KVCache was reused"
-        generated_text, ttft_text = "Tokens generated", "Time to first token"
-        gap_text, name = "Time between tokens", "model_name"
-        self._prompt_tokens = (
-            counter("mooncake_prompt_tokens", prompt_text),
-            counter("vllm:prompt_tokens", prompt_text, name).labels(**vllm),
-            counter("vllm:prefix_cache_queries", prompt_text, name).labels(**vllm),
-        )
-        self._cached_tokens = (
-            counter("mooncake_cached_prompt_tokens", cached_text),
-            counter("vllm:prefix_cache_hits", cached_text, name).labels(**vllm),
-        )
-        self._generation_tokens = (
-            counter("mooncake_generation_tokens", generated_text),
-            counter("vllm:generation_tokens", generated_text, name).labels(**vllm),
-        )
-        self._ttft_s = (
-            histogram("mooncake_time_to_first_token_seconds", ttft_text, TTFT_BUCKETS_S),
-            histogram("vllm:time_to_first_token_seconds", ttft_text, TTFT_BUCKETS_S, name).labels(**vllm),
-        )
-        self._gap_s = (
-            histogram("mooncake_token_gap_seconds", gap_text, GAP_BUCKETS_S),
-            histogram("vllm:inter_token_latency_seconds", gap_text, GAP_BUCKETS_S, name).labels(**vllm),
-        )
-        self._e2e_s = histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token", E2E_BUCKETS_S, name
-        ).labels(**vllm)
-        success = counter("vllm:request_success", "Choices by finish reason", name, "finished_reason")
-        self._success = {
-            reason: success.labels(finished_reason=reason.value, **vllm) for reason in FinishReason
-        }
-        self._receiving = gauge("vllm:num_requests_running", "Choices that receive tokens", name).labels(
-            **vllm
-        )
-        self._waiting = gauge("vllm:num_requests_waiting", "Choices without a token yet", name).labels(**vllm)
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Bounds and cumulative counts, the last bound infinite."""
+        bounds = (*self._bounds, math.inf)
+        return list(zip(map(floatToGoString, bounds), map(float, accumulate(self._counts)), strict=True))
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+
+class Metrics(Collector):
+    """All metrics of one front; registers itself. An SLO that is None: any time will do."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        ttft_slo_s: float | None = None,
+        tbt_slo_s: float | None = None,
+    ) -> None:
+        self._model_name = model_name
+        self._ttft_slo_s, self._tbt_slo_s = ttft_slo_s, tbt_slo_s
+        self._outcomes = Counter(dict.fromkeys(Outcome, 0))
+        self._finished = Counter(dict.fromkeys(FinishReason, 0))
+        self._within_slo = Counter({"ttft": 0, "tbt": 0, "both": 0})
+        self._num_waiting = self._num_receiving = 0
+        self._num_stale = 0
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
+        self._ttft = Distribution(TTFT_BUCKETS_S)
+        self._gap = Distribution(GAP_BUCKETS_S)
+        self._tbt = Distribution(GAP_BUCKETS_S)
+        self._e2e = Distribution(E2E_BUCKETS_S)
+        registry.register(self)
+
+    # -- what happens -----------------------------------------------------------------------------
 
     def request_ended(self, outcome: Outcome) -> None:
         """One HTTP request has its answer, or needs none any more."""
-        self._requests.labels(outcome).inc()
+        self._outcomes[outcome] += 1
 
     def choice_submitted(self) -> None:
         """A choice waits for its first token."""
-        self._running.inc()
-        self._waiting.inc()
+        self._num_waiting += 1
 
     def choice_started(self, ttft_s: float) -> None:
         """A choice has its first token."""
-        self._waiting.dec()
-        self._receiving.inc()
-        for histogram in self._ttft_s:
-            histogram.observe(ttft_s)
+        self._num_waiting -= 1
+        self._num_receiving += 1
+        self._ttft.observe(ttft_s)
 
     def choice_ended(self, started: bool) -> None:
         """A choice is over, for whatever reason."""
-        self._running.dec()
-        (self._receiving if started else self._waiting).dec()
+        if started:
+            self._num_receiving -= 1
+        else:
+            self._num_waiting -= 1
 
-    def choice_finished(self, reason: FinishReason, latency_s: float) -> None:
-        """A choice has all of its tokens."""
-        self._success[reason].inc()
-        self._e2e_s.observe(latency_s)
+    def choice_finished(
+        self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
+    ) -> None:
+        """A choice has all of its tokens, which came `gaps_s` after each other."""
+        self._finished[reason] += 1
+        self._e2e.observe(latency_s)
+        of_choice_s = tbt_s(gaps_s)
+        if of_choice_s is not None:
+            self._tbt.observe(of_choice_s)
+        has_ttft = self._ttft_slo_s is None or ttft_s <= self._ttft_slo_s
+        has_tbt = self._tbt_slo_s is None or of_choice_s is None or of_choice_s <= self._tbt_slo_s
+        self._within_slo["ttft"] += has_ttft
+        self._within_slo["tbt"] += has_tbt
+        self._within_slo["both"] += has_ttft and has_tbt
 
     def tokens_received(self, num_tokens: int, gap_s: float | None) -> None:
         """Tokens of one step, `gap_s` after those before; None for the first."""
-        for counter in self._generation_tokens:
-            counter.inc(num_tokens)
+        self._num_generated_tokens += num_tokens
         if gap_s is not None:
-            for histogram in self._gap_s:
-                histogram.observe(gap_s)
+            self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
         """A prompt was computed or found in the cache."""
-        for counter in self._prompt_tokens:
-            counter.inc(num_tokens)
-        for counter in self._cached_tokens:
-            counter.inc(num_cached_tokens)
+        self._num_prompt_tokens += num_tokens
+        self._num_cached_tokens += num_cached_tokens
 
     def output_dropped(self) -> None:
         """A token message that belongs to nothing that is wanted."""
-        self._stale.inc()
+        self._num_stale += 1
+
+    # -- what is scraped --------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything under its own name, and what has one under vLLM's."""
+        yield from self._own()
+        yield from self._as_vllm()
+
+    def _own(self) -> Iterator[Metric]:
+        yield _counters(
+            "mooncake_requests", "HTTP generation requests by their end", "outcome", self._outcomes
+        )
+        yield GaugeMetricFamily(
+            "mooncake_requests_running",
+            "Requests (choices) submitted and not yet ended",
+            self._num_waiting + self._num_receiving,
+        )
+        yield _counters(
+            "mooncake_requests_within_slo",
+            "Finished choices whose TTFT, TBT, or both (goodput) were within the SLO; all if there is none",
+            "slo",
+            self._within_slo,
+        )
+        slos = GaugeMetricFamily("mooncake_slo_seconds", "The SLOs that are set", labels=["slo"])
+        for name, slo_s in (("ttft", self._ttft_slo_s), ("tbt", self._tbt_slo_s)):
+            if slo_s is not None:
+                slos.add_metric([name], slo_s)
+        yield slos
+        yield CounterMetricFamily(
+            "mooncake_stale_outputs", "Token messages of ended requests or older attempts", self._num_stale
+        )
+        yield CounterMetricFamily("mooncake_prompt_tokens", "Prompt tokens", self._num_prompt_tokens)
+        yield CounterMetricFamily(
+            "mooncake_cached_prompt_tokens",
+            "Prompt tokens whose KVCache was reused",
+            self._num_cached_tokens,
+        )
+        yield CounterMetricFamily(
+            "mooncake_generation_tokens", "Tokens generated", self._num_generated_tokens
+        )
+        for name, text, distribution in (
+            ("mooncake_time_to_first_token_seconds", "Time to first token", self._ttft),
+            ("mooncake_token_gap_seconds", "Time between two steps of a choice", self._gap),
+            (
+                "mooncake_request_tbt_seconds",
+                "TBT of a finished choice: the mean of its longest 10% of gaps",
+                self._tbt,
+            ),
+        ):
+            yield HistogramMetricFamily(name, text, distribution.buckets, distribution.sum)
+
+    def _as_vllm(self) -> Iterator[Metric]:
+        model = [self._model_name]
+        for name, text, num_tokens in (
+            ("vllm:prompt_tokens", "Prompt tokens", self._num_prompt_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens", self._num_prompt_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens whose KVCache was reused", self._num_cached_tokens),
+            ("vllm:generation_tokens", "Tokens generated", self._num_generated_tokens),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric(model, num_tokens)
+            yield counter
+        for name, text, num_choices in (
+            ("vllm:num_requests_running", "Choices that receive tokens", self._num_receiving),
+            ("vllm:num_requests_waiting", "Choices without a token yet", self._num_waiting),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric(model, num_choices)
+            yield gauge
+        for name, text, distribution in (
+            ("vllm:time_to_first_token_seconds", "Time to first token", self._ttft),
+            ("vllm:inter_token_latency_seconds", "Time between two steps of a choice", self._gap),
+            ("vllm:e2e_request_latency_seconds", "Arrival to last token", self._e2e),
+        ):
+            histogram = HistogramMetricFamily(name, text, labels=["model_name"])
+            histogram.add_metric(model, distribution.buckets, distribution.sum)
+            yield histogram
+        success = CounterMetricFamily(
+            "vllm:request_success", "Choices by finish reason", labels=["model_name", "finished_reason"]
+        )
+        for reason, num_choices in self._finished.items():
+            success.add_metric([*model, reason.value], num_choices)
+        yield success
+
+
+def _counters(name: str, text: str, label: str, counts: Counter[Outcome] | Counter[str]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([str(value)], count)
+    return family

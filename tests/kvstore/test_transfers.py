@@ -114,7 +114,12 @@ def test_only_lacking_blocks_travel_and_sealed_ones_at_once(
             await nodes.prefill.wait_sent(source.reservation_id)
             await nodes.decode.wait_arrived(to.reservation_id)
             assert_holds(nodes.decode, to, keys)
-            assert (await nodes.prefill.stats(check_integrity=True)).sent_bytes[transport] == 2 * BLOCK_BYTES
+            stats = await nodes.prefill.stats(check_integrity=True)
+            assert stats.sent_bytes[transport] == 2 * BLOCK_BYTES
+            (path,) = stats.peers.values()
+            assert (path.sent_bytes, path.received_bytes) == ({transport: 2 * BLOCK_BYTES}, {})
+            assert set(path.busy_s) == {transport}
+            assert 0 < path.busy_s[transport] < 60
             # Nothing is lacking now: an empty grant is complete from the start.
             source, to, grant = await nodes.begin(keys)
             assert grant.pages == []

@@ -11,8 +11,8 @@ import torch
 from mooncake.bus import peer_identity
 from mooncake.errors import ConfigError
 from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolStats
-from tests.conductor.test_pool_metrics import STATS
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
+from tests.mooncake.test_instance_metrics import STATS
 from workers.errors import SessionLostError
 from workers.next_stage import NextStage
 from workers.previous_stage import PreviousStage

@@ -1,19 +1,22 @@
-"""What Prometheus is told about the instances' parts of the KVCache pool."""
+"""What Prometheus is told about the instances, from their heartbeats."""
+
+import time
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.metrics import ConductorMetrics, decode_metrics, pool_metrics
+from conductor.metrics import instances_text
 from conductor.policy import Conductor, Limits
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
+from mooncake.instance_metrics import InstanceReport, instance_text
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Capacity,
     DecodeStats,
     Heartbeat,
     MessengerAddress,
+    PeerStats,
     PoolShard,
     PoolStats,
     Register,
@@ -63,27 +66,21 @@ STATS = PoolStats(
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
-class Pools:
-    """Collects what `pool_metrics` yields."""
-
-    def __init__(self, **pools: PoolStats) -> None:
-        self.pools = pools
-
-    def collect(self) -> object:
-        return pool_metrics(self.pools)
-
-
-def scraped(**pools: PoolStats) -> dict[Sample, float]:
+def parsed(text: str) -> dict[Sample, float]:
     """Samples as a scraper reads them, by name and labels."""
-    registry = CollectorRegistry()
-    registry.register(Pools(**pools))  # type: ignore[arg-type]
     samples: dict[Sample, float] = {}
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             key = sample.name, tuple(sorted(sample.labels.items()))
             assert key not in samples, "one sample for each set of labels"
             samples[key] = sample.value
     return samples
+
+
+def scraped(**pools: PoolStats) -> dict[Sample, float]:
+    """What is told of instances with these pools."""
+    reports = [InstanceReport(name, 100, Heartbeat(0, 0, 25, {name: pool})) for name, pool in pools.items()]
+    return parsed(instance_text(reports, "model"))
 
 
 def of(samples: dict[Sample, float], name: str, **labels: str) -> float:
@@ -146,14 +143,68 @@ def test_instances_are_told_apart_and_one_without_ssd_has_no_such_tier() -> None
 
 
 def test_without_instances_there_are_names_but_no_samples() -> None:
-    assert scraped() == {}
-    assert len(list(pool_metrics({}))) == len({family.name for family in pool_metrics({})}) > 10
+    text = instance_text([], "model")
+    assert parsed(text) == {}
+    assert text.count("# TYPE ") == text.count("\n") // 2 > 25
 
 
-def test_strangers_at_the_conductor_are_counted() -> None:
-    registry = CollectorRegistry()
-    ConductorMetrics(Conductor(1, "f" * 32, Limits()), registry, lambda: 7)
-    assert "mooncake_conductor_strangers_total 7.0" in generate_latest(registry).decode()
+def test_the_use_of_the_device_is_told_under_vllms_name() -> None:
+    samples = scraped(p0=STATS)
+    assert of(samples, "vllm:kv_cache_usage_perc", model_name="model", engine="p0") == 0.75
+
+
+def test_names_from_outside_cannot_break_the_format() -> None:
+    nasty = 'a"b\\c\nd'
+    peers = {nasty: PeerStats(1, None, 1, sent_bytes={"tcp": 2})}
+    samples = scraped(p0=msgspec.structs.replace(STATS, peers=peers))
+    labels = {"direction": "sent", "instance": "p0", "peer": nasty, "transport": "tcp"}
+    assert of(samples, "mooncake_transfer_peer_bytes_total", **labels) == 2
+
+
+def test_transfers_are_told_by_peer_and_transport() -> None:
+    peer = PeerStats(
+        1, 2.0, 3, sent_bytes={"shm": 4, "tcp": 5}, received_bytes={"shm": 6}, busy_s={"shm": 0.5, "tcp": 1.5}
+    )
+    stats = msgspec.structs.replace(
+        STATS, peers={"d0": peer}, sent_bytes={"shm": 7}, received_bytes={"tcp": 8}
+    )
+    samples = scraped(p0=stats)
+    told = {
+        (name.removeprefix("mooncake_transfer_"), *sorted(dict(labels).values())): value
+        for (name, labels), value in samples.items()
+        if name.startswith("mooncake_transfer_")
+    }
+    assert told == {
+        ("bytes_total", "p0", "sent", "shm"): 7,
+        ("bytes_total", "p0", "received", "tcp"): 8,
+        ("peer_bytes_total", "d0", "p0", "sent", "shm"): 4,
+        ("peer_bytes_total", "d0", "p0", "sent", "tcp"): 5,
+        ("peer_bytes_total", "d0", "p0", "received", "shm"): 6,
+        ("peer_seconds_total", "d0", "p0", "shm"): 0.5,
+        ("peer_seconds_total", "d0", "p0", "tcp"): 1.5,
+        ("in_flight_bytes", "d0", "p0"): 1,
+        ("bandwidth_bytes_per_second", "d0", "p0"): 2,
+        ("streams", "d0", "p0"): 3,
+    }
+
+
+def test_a_hundred_instances_are_told_before_anybody_misses_the_event_loop() -> None:
+    """Half of them send to each of the others. 50 ms of processor time are allowed; it takes about 15."""
+    peers = {
+        f"decode-{i}": PeerStats(1, 2.0, 3, {"tcp": 10**9}, {"tcp": 10**9}, {"tcp": 1.5}) for i in range(50)
+    }
+    reports = [
+        InstanceReport(name, 100, Heartbeat(1, 2, 3, {name: msgspec.structs.replace(STATS, peers=whose)}))
+        for i in range(50)
+        for name, whose in ((f"prefill-{i}", peers), (f"decode-{i}", {}))
+    ]
+    took_s = []
+    for _ in range(5):
+        began_s = time.process_time()
+        text = instance_text(reports, "model")
+        took_s.append(time.process_time() - began_s)
+    assert text.count("\n") > 20_000
+    assert min(took_s) < 0.05
 
 
 def test_prefilled_tokens_are_told_by_their_source() -> None:
@@ -173,18 +224,13 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
         "cpu (torch)",
     )
     conductor.handle(p0, register, 0.0)
-    heartbeat = Heartbeat(0, 0, 0, {"p0.0": STATS, "p0.1": STATS}, {"computed": 50, "dram": 30, "remote": 20})
-    conductor.handle(p0, heartbeat, 1.0)
-    registry = CollectorRegistry()
-    ConductorMetrics(conductor, registry, lambda: 0)
+    pools = {"p0.0": STATS, "p0.1": STATS}
+    conductor.handle(p0, Heartbeat(0, 0, 0, pools, {"computed": 50, "dram": 30, "remote": 20}), 1.0)
+    samples = parsed(instances_text(conductor, "model"))
     for source, expected in {"computed": 50, "dram": 30, "ssd": 0, "remote": 20}.items():
-        labels = {"instance": "p0", "source": source}
-        assert registry.get_sample_value("mooncake_prefill_tokens_total", labels) == expected
-    labels = {"instance": "p0", "engine": "cpu (torch)"}
-    assert registry.get_sample_value("mooncake_instance_engine", labels) == 1
+        assert of(samples, "mooncake_prefill_tokens_total", instance="p0", source=source) == expected
     for name in ("p0.0", "p0.1"):  # a pool of its own each
-        pages = registry.get_sample_value("mooncake_pool_pages", {"instance": name, "state": "free"})
-        assert pages == STATS.num_free
+        assert of(samples, "mooncake_pool_pages", instance=name, state="free") == STATS.num_free
 
 
 def test_decoding_is_told_by_instance() -> None:
@@ -201,10 +247,11 @@ def test_decoding_is_told_by_instance() -> None:
         num_inlined=10,
         num_not_inlined=11,
     )
+    text = instance_text([InstanceReport("d0", 100, Heartbeat(0, 0, 0, {}, decode=stats))], "model")
     samples = {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in decode_metrics({"d0": stats})
-        for sample in family.samples
+        (name, *sorted(dict(labels).values())): value
+        for (name, labels), value in parsed(text).items()
+        if name.startswith("mooncake_decode_")
     }
     assert samples == {
         ("mooncake_decode_iterations_total", "d0"): 1,

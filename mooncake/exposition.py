@@ -1,0 +1,34 @@
+"""Prometheus' text format for families with very many samples.
+
+prometheus_client takes about 6 us a sample, which is too long for an event loop that has tokens to send and a
+hundred instances to tell about; this takes about 1 us.
+
+Owns: that format. Does not know: what is measured.
+"""
+
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+
+
+def labels(**values: str) -> str:
+    """A set of labels as it stands between the braces. Worth keeping: most of a sample's time goes here."""
+    return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
+
+
+class Family:
+    """The samples of one metric: `add` them, then take the `text`."""
+
+    __slots__ = ("_head", "_lines", "name")
+
+    def __init__(self, name: str, kind: str, help_text: str) -> None:
+        self.name = name
+        self._head = f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
+        self._lines: list[str] = []
+
+    def add(self, label_text: str, value: float) -> None:
+        """A sample; `label_text` is from `labels`, with more of them behind a comma if there are more."""
+        self._lines.append(f"{self.name}{{{label_text}}} {value}\n")
+
+    @property
+    def text(self) -> str:
+        """Also without samples, so that a name can be looked up before it has some."""
+        return self._head + "".join(self._lines)

@@ -1,0 +1,45 @@
+"""An instance's own /metrics, over HTTP."""
+
+import httpx
+import pytest
+
+from mooncake.errors import ConfigError
+from mooncake.instance_metrics import InstanceReport
+from mooncake.messages import Heartbeat
+from tests.mooncake.test_instance_metrics import STATS, of, parsed
+from workers.metrics_listener import InstanceStatus, listening
+
+REPORT = InstanceReport("p0", 100, Heartbeat(1, 2, 30, {"p0": STATS}))
+
+
+def test_the_latest_heartbeat_and_the_process_are_told() -> None:
+    status = InstanceStatus()
+    with listening("127.0.0.1:0", "model", status) as port:
+        url = f"http://127.0.0.1:{port}"
+        assert "mooncake_instance_requests{" not in httpx.get(f"{url}/metrics").text
+        status.report = REPORT
+        samples = parsed(httpx.get(f"{url}/metrics").text)
+        assert of(samples, "mooncake_instance_requests", instance="p0", state="waiting") == 2
+        assert of(samples, "vllm:kv_cache_usage_perc", model_name="model", engine="p0") == 0.7
+        assert of(samples, "process_resident_memory_bytes") > 0
+
+
+def test_ready_is_what_the_conductor_says() -> None:
+    status = InstanceStatus()
+    with listening("127.0.0.1:0", "model", status) as port:
+        url = f"http://127.0.0.1:{port}/ready"
+        assert httpx.get(url).status_code == 503
+        status.is_registered = True
+        assert httpx.get(url).status_code == 200
+
+
+def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
+    status = InstanceStatus()
+    with listening("127.0.0.1:0", "model", status) as port:
+        address = f"127.0.0.1:{port}"
+        with (
+            pytest.raises(ConfigError, match=f"worker.metrics_listen: {address} is in use"),
+            listening(address, "model", status),
+        ):
+            pass
+        assert httpx.get(f"http://{address}/nowhere").status_code == 404

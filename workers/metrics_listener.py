@@ -1,0 +1,97 @@
+"""An instance's own `/metrics` and `/ready`, for those who scrape instances and not the Conductor.
+
+Owns: the HTTP listener, in a thread of its own. Does not know: what is measured.
+"""
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+from mooncake.config import host_and_port
+from mooncake.errors import ConfigError
+from mooncake.instance_metrics import InstanceReport, instance_text
+
+_CLIENT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class InstanceStatus:
+    """What the listener tells: replaced by whoever serves, read by the listener's threads."""
+
+    report: InstanceReport | None = None
+    """None before the first heartbeat"""
+    is_registered: bool = False
+
+
+@contextmanager
+def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator[int]:
+    """Answers at `address` (host:port) until the block ends; the port. Raises ConfigError if it cannot."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    try:
+        server = ThreadingHTTPServer(
+            host_and_port(address), partial(_Handler, registry, model_name, status), bind_and_activate=True
+        )
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ConfigError(f"worker.metrics_listen: {address} {reason}; choose another") from None
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CLIENT_TIMEOUT_S
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        status: InstanceStatus,
+        *connection: object,
+    ) -> None:
+        self._registry, self._model_name, self._status = registry, model_name, status
+        super().__init__(*connection)  # type: ignore[arg-type]  # it serves the connection
+
+    def do_GET(self) -> None:
+        status = self._status
+        if self.path == "/metrics":
+            reports = [] if status.report is None else [status.report]
+            text = generate_latest(self._registry) + instance_text(reports, self._model_name).encode()
+            self._answer(200, text, CONTENT_TYPE_LATEST)
+        elif self.path == "/ready":
+            if status.is_registered:
+                self._answer(200, b"ready\n")
+            else:
+                self._answer(503, b"the conductor has not registered this instance\n")
+        else:
+            self._answer(404, b"there are /metrics and /ready\n")
+
+    def _answer(self, status: int, body: bytes, content_type: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """A scrape is no news."""
