@@ -102,7 +102,7 @@ class Tokenizer:
         """What this token stands for: a part of a character's UTF-8 too. Nothing outside the vocabulary."""
         return self._bytes_of_piece(token_id)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template, ready for the assistant's answer.
 
         `template_kwargs` are the template's variables: `tools`, `enable_thinking`, `add_generation_prompt`...

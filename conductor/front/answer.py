@@ -4,7 +4,7 @@ Owns: the JSON of answers. Does not know: where text comes from, how it is sent.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from conductor.front import logprobs
 from conductor.front.generation import Delta, Usage
 from conductor.front.model import ServedModel
-from conductor.front.validation import Endpoint, Job
+from conductor.front.validation import Endpoint, Job, UsageShown
 
 STREAM_END = b"data: [DONE]\n\n"
 
@@ -39,17 +39,17 @@ class AnswerFormat:
     __slots__ = (
         "_base",
         "_chat",
-        "_include_usage",
         "_object",
         "_return_token_ids",
         "_token_bytes",
         "_unstarted",
+        "_usage_shown",
     )
 
     def __init__(self, job: Job, served_model_name: str, model: ServedModel) -> None:
         self._chat = job.endpoint is Endpoint.CHAT
         self._object = "chat.completion" if self._chat else "text_completion"
-        self._include_usage = job.include_usage
+        self._usage_shown = job.usage_shown
         self._return_token_ids = job.return_token_ids
         self._unstarted = set(range(len(job.sampling)))  # choices that have not sent their role
         self._base = {
@@ -73,34 +73,40 @@ class AnswerFormat:
         ]
         return _encode({**self._base, "object": self._object, "choices": bodies, "usage": _usage(usage)})
 
-    def chunks(self, delta: Delta) -> bytes:
-        """The events of `delta`; none if it shows nothing new."""
+    def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
+        """The events of `delta`; none if it shows nothing new. `usage`: with it, if the client wants that."""
+        counts = self._counts(usage)
         has_tokens = bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
         is_new = bool(delta.text) or has_tokens
         if not self._chat:
             if not is_new and delta.finish_reason is None:
                 return b""
-            return self._chunk(delta, {"text": delta.text})
+            return self._chunk(delta, {"text": delta.text}, counts)
         events = b""
         if delta.choice_index in self._unstarted:
             self._unstarted.remove(delta.choice_index)
             start = _without_tokens(delta)._replace(finish_reason=None)
-            events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}})
+            events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}}, counts)
         if is_new:
-            events += self._chunk(delta._replace(finish_reason=None), {"delta": {"content": delta.text}})
+            shown = delta._replace(finish_reason=None)
+            events += self._chunk(shown, {"delta": {"content": delta.text}}, counts)
         if delta.finish_reason is not None:
-            events += self._chunk(_without_tokens(delta), {"delta": {}})
+            events += self._chunk(_without_tokens(delta), {"delta": {}}, counts)
         return events
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream."""
-        if not self._include_usage:
+        if self._usage_shown is UsageShown.NOWHERE:
             return STREAM_END
         return event({**self._chunk_base(), "choices": [], "usage": _usage(usage)}) + STREAM_END
 
-    def _chunk(self, delta: Delta, content: dict[str, Any]) -> bytes:
-        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        return event({**self._chunk_base(), "choices": [self._choice(delta, content)], **usage})
+    def _counts(self, usage: Callable[[], Usage]) -> dict[str, Any]:
+        if self._usage_shown is UsageShown.NOWHERE:
+            return {}
+        return {"usage": _usage(usage()) if self._usage_shown is UsageShown.IN_EACH_CHUNK else None}
+
+    def _chunk(self, delta: Delta, content: dict[str, Any], counts: dict[str, Any]) -> bytes:
+        return event({**self._chunk_base(), "choices": [self._choice(delta, content)], **counts})
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         token_ids: dict[str, Any] = {"token_ids": delta.token_ids} if self._return_token_ids else {}

@@ -1,16 +1,16 @@
 """The routes.
 
-Owns: paths, request bodies, readiness, and that every response has an id and every error OpenAI's body.
-Does not know: how an answer comes about (`generation`, `response`).
+Owns: paths, readiness, and that every error has OpenAI's body. Does not know: how an answer comes about
+(`generation`, `response`).
 """
 
 import asyncio
 import functools
 import logging
-import re
-import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conductor.front.answer import AnswerFormat
+from conductor.front.boundary import Boundary, read_body
 from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError, error_response
 from conductor.front.generation import Generation
@@ -30,16 +30,28 @@ from conductor.front.metrics import Metrics, Outcome
 from conductor.front.model import ServedModel
 from conductor.front.monitoring import monitoring
 from conductor.front.response import GenerationResponse, outcome_of
-from conductor.front.schema import REQUEST_ID_PATTERN, ChatCompletionRequest, CompletionRequest, shortened
-from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job, unknown_model
+from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, shortened
+from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
 from conductor.view import ClusterView
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState
+
+UNSERVED_ENDPOINTS = tuple(
+    f"/v1/{name}"
+    for name in (
+        *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files"),
+        *("fine_tuning", "images", "messages", "moderations", "realtime", "rerank", "responses", "score"),
+        *("threads", "uploads", "vector_stores", "videos"),
+    )
+)
+"""OpenAI's and vLLM's, so that a client learns that it is not a misspelling. 404: clients retry a 501"""
 
 # Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
 _MAX_INLINE_BYTES = 4096
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Front:
@@ -92,26 +104,32 @@ class Front:
         read = functools.partial(
             read_job, endpoint, body, self.model, self.config.served_model_name, self.config.max_choices
         )
-        job = read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
-        return fit_into_pool(job, self.cluster(), self.model.block_size)
+        return fit_into_pool(await _beside(body, read), self.cluster(), self.model.block_size)
+
+    async def about_tokens(
+        self, answer: Callable[[bytes, ServedModel, str], dict[str, Any]], request: Request
+    ) -> dict[str, Any]:
+        """What `answer` makes of a request's body. Raises RequestError."""
+        body = await read_body(request, self.config.max_request_bytes)
+        return await _beside(body, functools.partial(answer, body, self.model, self.config.served_model_name))
 
 
 def create_app(front: Front) -> FastAPI:
     """The HTTP API of `front`, whose link someone else runs."""
     app = FastAPI(title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(_Boundary)
+    app.add_middleware(Boundary)
 
     async def generate(endpoint: Endpoint, request: Request) -> Response:
         arrived_s = asyncio.get_running_loop().time()
         try:
-            body = await _read_body(request, front.config.max_request_bytes)
+            body = await read_body(request, front.config.max_request_bytes)
             job = await front.read_job(endpoint, body)
         except RequestError as error:
             front.metrics.request_ended(outcome_of(error))
             raise
         except ClientDisconnect:
             front.metrics.request_ended(Outcome.ABORTED)
-            return Response(status_code=400)  # nobody reads it
+            raise
         if job.client_request_id is not None:
             request.state.request_id = job.client_request_id
         log.debug("request %s is %s", request.state.request_id, job.id)
@@ -130,6 +148,14 @@ def create_app(front: Front) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await generate(Endpoint.COMPLETION, request)
 
+    @app.post("/tokenize", openapi_extra=_described(TokenizeRequest))
+    async def tokenized(request: Request) -> Response:
+        return JSONResponse(await front.about_tokens(tokenize, request))
+
+    @app.post("/detokenize", openapi_extra=_described(DetokenizeRequest))
+    async def detokenized(request: Request) -> Response:
+        return JSONResponse(await front.about_tokens(detokenize, request))
+
     served = {
         "id": front.config.served_model_name,
         "object": "model",
@@ -144,13 +170,20 @@ def create_app(front: Front) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != front.config.served_model_name:
-            raise unknown_model(name, front.config.served_model_name)
+        check_model(name, front.config.served_model_name)
         return JSONResponse(served)
 
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
+
+    @app.get("/live")
+    async def live() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def served_version() -> Response:
+        return JSONResponse({"version": version("mooncake-serve")})
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -172,73 +205,35 @@ def create_app(front: Front) -> FastAPI:
     async def on_request_error(_: Request, error: RequestError) -> Response:
         return error_response(error)
 
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path = shortened(request.url.path)
+        path, code = shortened(request.url.path), None
         if error.status_code == 404:
-            message = f"there is no {request.method} {path}; this server has {known}"
+            if request.url.path.startswith(UNSERVED_ENDPOINTS):
+                code = "unsupported_endpoint"
+            message = f"there is no {request.method} {path} here; this server has {known}"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{path} does not take {request.method}; use {allowed}"
         else:
             message = error.detail
         return error_response(
-            RequestError(message, status=error.status_code, code=None), dict(error.headers or {})
+            RequestError(message, status=error.status_code, code=code), dict(error.headers or {})
         )
 
     return app
+
+
+async def _beside(body: bytes, read: Callable[[], T]) -> T:
+    """In a thread, if `body` may take long."""
+    return read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
 
 
 def _described(body: type[BaseModel]) -> dict[str, Any]:
     # FastAPI describes only bodies that it parses itself. `$id` makes the references inside the schema local.
     schema = {"$id": body.__name__, **body.model_json_schema()}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    too_large = RequestError(
-        f"the request body is larger than {max_bytes} bytes; send less", status=413, code="request_too_large"
-    )
-    length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
-
-
-class _Boundary:
-    """Outermost: gives each request an id that its response carries, and turns bugs into an error body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        state = scope.setdefault("state", {})
-        text = given.decode("latin-1")
-        state["request_id"] = text if re.fullmatch(REQUEST_ID_PATTERN, text) else secrets.token_hex(16)
-        started = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                header = (b"x-request-id", state["request_id"].encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception:
-            log.exception("request %s met a bug", state["request_id"])
-            if started:
-                raise
-            error = RequestError("internal error; the server's log says more", status=500, code="internal")
-            await error_response(error)(scope, receive, send_with_id)

@@ -29,8 +29,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises RequestError."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], /) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises RequestError."""
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        """Text of `ids`."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. `template_kwargs` are the template's
+        variables. Raises RequestError."""
 
 
 class Detokenizer(Protocol):

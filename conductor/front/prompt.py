@@ -14,6 +14,16 @@ from mooncake.errors import RequestError
 
 
 def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
+    """The conversation through the model's chat template, with room for an answer. Raises RequestError."""
+    prompt = chat_tokens(messages, model)
+    check_token_ids(prompt, model, "messages")
+    _check_room(prompt, model.context_len, "messages")
+    return prompt
+
+
+def chat_tokens(
+    messages: Sequence[Message], model: ServedModel, add_generation_prompt: bool = True
+) -> list[int]:
     """The conversation through the model's chat template. Raises RequestError."""
     rendered = []
     if len(messages) > model.context_len:  # each takes at least one token
@@ -29,10 +39,7 @@ def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
             entry["name"] = message.name
         rendered.append(entry)
     _check_num_chars(sum(len(entry["content"]) for entry in rendered), model, "messages")
-    prompt = model.tokenizer.render_chat(rendered)
-    check_token_ids(prompt, model, "messages")
-    _check_room(prompt, model.context_len, "messages")
-    return prompt
+    return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt)
 
 
 def _text(content: object, path: str) -> str:
@@ -81,8 +88,7 @@ def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
     for index, item in enumerate(given):
         path = "prompt" if many is None else f"prompt[{index}]"
         if isinstance(item, str):
-            _check_num_chars(len(item), model, path)
-            token_ids = model.tokenizer.encode(item, add_special_tokens=True)
+            token_ids = text_tokens(item, model, path)
         elif isinstance(item, list):
             token_ids = item
         else:
@@ -95,6 +101,12 @@ def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
         _check_room(token_ids, model.context_len, path)
         prompts.append(token_ids)
     return prompts
+
+
+def text_tokens(text: str, model: ServedModel, path: str, add_special_tokens: bool = True) -> list[int]:
+    """Raises RequestError, naming the place, for what can be no text of the model."""
+    _check_num_chars(len(text), model, path)
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:

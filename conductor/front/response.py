@@ -75,7 +75,7 @@ class GenerationResponse(Response):
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                    if events := self._answers.chunks(delta):
+                    if events := self._answers.chunks(delta, self._generation.usage):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             outcome, end = Outcome.FINISHED, self._answers.end(self._generation.usage())
         except RequestError as error:

@@ -6,7 +6,7 @@ or the request is refused. Null means "not given" everywhere, as at OpenAI.
 Owns: field names, types, bounds and neutral values. Does not know: prompts and tokens (`validation`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
@@ -35,6 +35,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: in each chunk")
 
 
 class GenerationFields(BaseModel):
@@ -146,19 +147,24 @@ _UNSERVED_IN_MESSAGE: Neutral = {
     "tool_call_id": (),
     "tool_calls": ([],),
 }
-_UNSERVED_IN_STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+_UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
     """Raises RequestError, naming the field, for fields that are unknown or ask for what is not served."""
     if isinstance(request, ChatCompletionRequest):
         _check(request, _UNSERVED_IN_CHAT, "")
-        for index, message in enumerate(request.messages):
-            _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
+        check_message_fields(request.messages)
     else:
         _check(request, _UNSERVED_IN_COMPLETIONS, "")
     if request.stream_options is not None:
         _check(request.stream_options, _UNSERVED_IN_STREAM_OPTIONS, "stream_options.")
+
+
+def check_message_fields(messages: Sequence[Message]) -> None:
+    """As `check_extra_fields`."""
+    for index, message in enumerate(messages):
+        _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
 
 
 def _check(fields: BaseModel, unserved: Neutral, path: str) -> None:
@@ -178,6 +184,17 @@ def _check(fields: BaseModel, unserved: Neutral, path: str) -> None:
 def _same(value: Any, neutral: Any) -> bool:
     # False == 0 in Python, but `logprobs: 0` asks for something and `logprobs: false` does not.
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def check_model(name: str | None, served_model_name: str) -> None:
+    """Raises RequestError for a model that is not the one served."""
+    if name not in (None, served_model_name):
+        raise RequestError(
+            f"the model {shortened(str(name))!r} does not exist; this server serves {served_model_name!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
 
 
 def shortened(text: str, num_chars: int = 80) -> str:

@@ -4,16 +4,14 @@ Owns: parsing, defaults, and checks against the model's limits. Does not know: H
 Everything here is a plain function of its input and may run in a thread.
 """
 
-import gc
-import reprlib
 import secrets
 import sys
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import msgspec
-from pydantic import ValidationError
 
+from conductor.front.body import parse
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_prompt, num_prompts_of, prompts_of
 from conductor.front.sampling import Sampling
@@ -22,31 +20,15 @@ from conductor.front.schema import (
     MAX_STOPS,
     ChatCompletionRequest,
     CompletionRequest,
+    StreamOptions,
     check_extra_fields,
-    shortened,
+    check_model,
 )
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState, Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
-
-# Pydantic's words are about Python; a client has written JSON.
-_EXPECTED = {
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "list_type": "a list",
-    "model_type": "an object",
-    "string_pattern_mismatch": "1 to 128 visible ASCII characters",
-    "string_too_long": "a shorter string",
-    "string_too_short": "at least one character",
-    "string_type": "a string",
-    "too_long": "fewer items",
-    "too_short": "at least one item",
-}
 
 
 class Endpoint(Enum):
@@ -59,6 +41,14 @@ class Endpoint(Enum):
     def id_prefix(self) -> str:
         """How the ids of its answers begin."""
         return "chatcmpl" if self is Endpoint.CHAT else "cmpl"
+
+
+class UsageShown(Enum):
+    """Where a stream shows token counts."""
+
+    NOWHERE = "nowhere"
+    AT_END = "at the end"
+    IN_EACH_CHUNK = "in each chunk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ class Job:
     """the field by which the client chose `max_tokens`; None: it is the default"""
     stops: tuple[str, ...]
     stream: bool
-    include_usage: bool
+    usage_shown: UsageShown
     return_token_ids: bool
     client_request_id: str | None
     root_key: bytes
@@ -113,10 +103,11 @@ def read_job(
     endpoint: Endpoint, body: bytes, model: ServedModel, served_model_name: str, max_choices: int
 ) -> Job:
     """Parse, check and tokenize a request's body. Raises RequestError that names the field."""
-    request = _parse(endpoint, body)
+    request: ChatCompletionRequest | CompletionRequest
+    is_chat = endpoint is Endpoint.CHAT
+    request = parse(ChatCompletionRequest, body) if is_chat else parse(CompletionRequest, body)
     check_extra_fields(request)
-    if request.model != served_model_name:
-        raise unknown_model(request.model, served_model_name)
+    check_model(request.model, served_model_name)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
     stops = _stops(request.stop)
@@ -143,7 +134,7 @@ def read_job(
         max_tokens_field=_given_max_tokens(request)[0],
         stops=stops,
         stream=bool(request.stream),
-        include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        usage_shown=_usage_shown(request.stream_options),
         return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
         root_key=root,
@@ -196,47 +187,10 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
     return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, max_tokens))
 
 
-def unknown_model(name: str, served_model_name: str) -> RequestError:
-    """The error for a model that is not the one served."""
-    return RequestError(
-        f"the model {shortened(name)!r} does not exist; this server serves {served_model_name!r}",
-        status=404,
-        param="model",
-        code="model_not_found",
-    )
-
-
-def _parse(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
-    gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
-    try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
-    finally:
-        gc.enable()
-    if not isinstance(value, dict):
-        raise RequestError("the request body must be a JSON object", code="invalid_json")
-    schema = ChatCompletionRequest if endpoint is Endpoint.CHAT else CompletionRequest
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        raise _first_error(error) from None
-
-
-def _first_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
-    path = shortened(path)
-    if first["type"] == "missing":
-        return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
-    expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
-    return RequestError(
-        f"{path}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",
-        param=path,
-        code="invalid_value",
-    )
+def _usage_shown(options: StreamOptions | None) -> UsageShown:
+    if options is None or not options.include_usage:
+        return UsageShown.NOWHERE
+    return UsageShown.IN_EACH_CHUNK if options.continuous_usage_stats else UsageShown.AT_END
 
 
 def _prompt_field(endpoint: Endpoint) -> str:

@@ -62,10 +62,17 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], /) -> list[int]:
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        shown = (token for token in ids if not (skip_special_tokens and token == EOS))
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
+    ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise RequestError("the model's chat template refused: user must begin", param="messages")
-        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return self.encode(text + "assistant: " * add_generation_prompt)
 
 
 class ByteDetokenizer:

@@ -69,6 +69,17 @@ def test_streamed_chat(front: Running, client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_usage_in_each_chunk(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=HI,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert counts == [1, 1, 2, 3, 4, 5, 6, 7, 7]  # the role comes with the first token
+
+
 def test_completions_with_several_prompts_and_choices(front: Running, client: openai.OpenAI) -> None:
     async def echo(cluster: FakeCluster, request: Request) -> None:
         index = int(request.request_id.rsplit("-")[-1])
@@ -253,6 +264,9 @@ def test_error_types_of_the_official_client(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
         client.embeddings.create(model=MODEL_NAME, input="x")
+    with pytest.raises(openai.NotFoundError, match="/v1/responses") as unserved:
+        client.responses.create(model=MODEL_NAME, input="x")
+    assert unserved.value.code == "unsupported_endpoint"
 
 
 @pytest.mark.parametrize(

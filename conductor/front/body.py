@@ -1,0 +1,66 @@
+"""A request's body: from bytes to the fields that a schema names.
+
+Owns: JSON, and errors in the words of clients who have written JSON. Does not know: what a field means.
+"""
+
+import gc
+import reprlib
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from conductor.front.schema import shortened
+from mooncake.errors import RequestError
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+# Pydantic's words are about Python; a client has written JSON.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_pattern_mismatch": "1 to 128 visible ASCII characters",
+    "string_too_long": "a shorter string",
+    "string_too_short": "at least one character",
+    "string_type": "a string",
+    "too_long": "fewer items",
+    "too_short": "at least one item",
+}
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """The object in `body`. Raises RequestError that names the first wrong field."""
+    gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    finally:
+        gc.enable()
+    if not isinstance(value, dict):
+        raise RequestError("the request body must be a JSON object", code="invalid_json")
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def _first_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
+    path = shortened(path)
+    if first["type"] == "missing":
+        return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    return RequestError(
+        f"{path}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",
+        param=path,
+        code="invalid_value",
+    )

@@ -1,0 +1,80 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is to the model.
+
+Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may run in a thread.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from conductor.front.body import parse
+from conductor.front.model import ServedModel
+from conductor.front.prompt import chat_tokens, check_token_ids, text_tokens
+from conductor.front.schema import Message, check_message_fields, check_model
+from mooncake.errors import RequestError
+
+
+class TokenizeRequest(BaseModel):
+    """Body of `/tokenize`: a text, or a conversation that goes through the chat template."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="of a text; default: true")
+    add_generation_prompt: bool | None = Field(None, description="of a conversation; default: true")
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of `/detokenize`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
+    """The answer to `/tokenize`. Raises RequestError."""
+    request = parse(TokenizeRequest, body)
+    check_model(request.model, served_model_name)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError(
+            "expected either prompt or messages", param="prompt", code="missing_required_parameter"
+        )
+    if request.messages is not None:
+        if request.add_special_tokens is not None:
+            raise RequestError(
+                "add_special_tokens is for a prompt; the chat template writes those of messages",
+                param="add_special_tokens",
+                code="invalid_value",
+            )
+        check_message_fields(request.messages)
+        tokens = chat_tokens(
+            request.messages, model, add_generation_prompt=request.add_generation_prompt is not False
+        )
+    else:
+        if request.add_generation_prompt is not None:
+            raise RequestError(
+                "add_generation_prompt is for messages", param="add_generation_prompt", code="invalid_value"
+            )
+        tokens = text_tokens(request.prompt or "", model, "prompt", request.add_special_tokens is not False)
+    token_bytes = model.tokenizer.token_bytes
+    return {
+        "count": len(tokens),
+        "max_model_len": model.context_len,
+        "tokens": tokens,
+        "token_strs": [token_bytes(token).decode(errors="replace") for token in tokens]
+        if request.return_token_strs
+        else None,
+    }
+
+
+def detokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
+    """The answer to `/detokenize`: special tokens are written out. Raises RequestError."""
+    request = parse(DetokenizeRequest, body)
+    check_model(request.model, served_model_name)
+    check_token_ids(request.tokens, model, "tokens")
+    return {"prompt": model.tokenizer.decode(request.tokens, skip_special_tokens=False)}
