@@ -18,6 +18,7 @@ from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel, load_served_model
 from conductor.front.server import listen
 from conductor.front.server import serve as serve_front
+from conductor.front.tool_calls import ToolFormat
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor, Effect, Limits
@@ -81,7 +82,10 @@ async def serve(process: ConductorProcess) -> None:
     with contextlib.closing(listener):
         checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
         dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
-        model = await asyncio.to_thread(load_served_model, checkpoint, dtype, config.kvcache.block_size)
+        tool_format = None if config.http.tool_parser == "auto" else ToolFormat(config.http.tool_parser)
+        model = await asyncio.to_thread(
+            load_served_model, checkpoint, dtype, config.kvcache.block_size, tool_format
+        )
         limits = Limits(
             max_running_requests=config.conductor.max_running_requests,
             peer_timeout_s=config.conductor.peer_timeout_s,

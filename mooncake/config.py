@@ -50,6 +50,9 @@ class HttpConfig(_Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(8000, description="port to listen on")
     max_request_bytes: ByteSize = Field(ByteSize(8 << 20), description="largest request body")
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template shows"
+    )
 
 
 class EvictionPolicy(StrEnum):

@@ -81,6 +81,12 @@ class Tokenizer:
         """Whether `render_chat` can work at all."""
         return self._wrapped.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The template's source, or of several one behind the other; empty if there is none."""
+        template = self._wrapped.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written out in the text become those tokens.
 

@@ -12,6 +12,7 @@ import msgspec
 from conductor.front import logprobs
 from conductor.front.generation import Delta, Usage
 from conductor.front.model import ServedModel
+from conductor.front.tool_answer import ToolAnswer
 from conductor.front.validation import Endpoint, Job, UsageShown
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -42,6 +43,7 @@ class AnswerFormat:
         "_object",
         "_return_token_ids",
         "_token_bytes",
+        "_tool_answers",
         "_unstarted",
         "_usage_shown",
     )
@@ -51,6 +53,7 @@ class AnswerFormat:
         self._object = "chat.completion" if self._chat else "text_completion"
         self._usage_shown = job.usage_shown
         self._return_token_ids = job.return_token_ids
+        self._tool_answers = {index: ToolAnswer(job.tools) for index in range(len(job.sampling)) if job.tools}
         self._unstarted = set(range(len(job.sampling)))  # choices that have not sent their role
         self._base = {
             "id": job.id,
@@ -62,22 +65,13 @@ class AnswerFormat:
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         """The answer that is not streamed; `choices` are complete and in order."""
-        bodies = [
-            self._choice(
-                choice,
-                {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-                if self._chat
-                else {"text": choice.text},
-            )
-            for choice in choices
-        ]
+        bodies = [self._choice(choice, self._content(choice)) for choice in choices]
         return _encode({**self._base, "object": self._object, "choices": bodies, "usage": _usage(usage)})
 
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
         """The events of `delta`; none if it shows nothing new. `usage`: with it, if the client wants that."""
         counts = self._counts(usage)
-        has_tokens = bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
-        is_new = bool(delta.text) or has_tokens
+        is_new = bool(delta.text) or self._has_shown_tokens(delta)
         if not self._chat:
             if not is_new and delta.finish_reason is None:
                 return b""
@@ -87,9 +81,10 @@ class AnswerFormat:
             self._unstarted.remove(delta.choice_index)
             start = _without_tokens(delta)._replace(finish_reason=None)
             events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}}, counts)
-        if is_new:
-            shown = delta._replace(finish_reason=None)
-            events += self._chunk(shown, {"delta": {"content": delta.text}}, counts)
+        shown = delta._replace(finish_reason=None)
+        for message in self._message_deltas(delta, is_new):
+            events += self._chunk(shown, {"delta": message}, counts)
+            shown = _without_tokens(shown)
         if delta.finish_reason is not None:
             events += self._chunk(_without_tokens(delta), {"delta": {}}, counts)
         return events
@@ -99,6 +94,24 @@ class AnswerFormat:
         if self._usage_shown is UsageShown.NOWHERE:
             return STREAM_END
         return event({**self._chunk_base(), "choices": [], "usage": _usage(usage)}) + STREAM_END
+
+    def _content(self, choice: Delta) -> dict[str, Any]:
+        if not self._chat:
+            return {"text": choice.text}
+        if (with_tools := self._tool_answers.get(choice.choice_index)) is not None:
+            return {"message": with_tools.message(choice.text)}
+        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+
+    def _message_deltas(self, delta: Delta, is_new: bool) -> list[dict[str, Any]]:
+        with_tools = self._tool_answers.get(delta.choice_index)
+        if with_tools is None:
+            return [{"content": delta.text}] if is_new else []
+        deltas = with_tools.deltas(delta.text, is_last=delta.finish_reason is not None)
+        # Tokens with a logprob are shown even if their text is held back.
+        return deltas or ([{"content": ""}] if self._has_shown_tokens(delta) else [])
+
+    def _has_shown_tokens(self, delta: Delta) -> bool:
+        return bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
 
     def _counts(self, usage: Callable[[], Usage]) -> dict[str, Any]:
         if self._usage_shown is UsageShown.NOWHERE:
@@ -115,8 +128,12 @@ class AnswerFormat:
             **content,
             **token_ids,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(delta),
         }
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        with_tools = self._tool_answers.get(delta.choice_index)
+        return delta.finish_reason if with_tools is None else with_tools.finish_reason(delta.finish_reason)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         """None where there are none: not asked for, or in a chunk without tokens."""

@@ -13,6 +13,7 @@ from conductor.front.link import Inbox, Link, Lost, Received
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
+from conductor.front.tool_calls import ToolFormat
 from conductor.front.validation import Job
 from mooncake.messages import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -69,7 +70,7 @@ class Generation:
     def __init__(self, job: Job, model: ServedModel, link: Link, metrics: Metrics, arrived_s: float) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
         self._choices = {
-            request.request_id: _Choice(index, request, _text_of(request.sampling, job.stops, model))
+            request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
             for index, request in enumerate(job.requests(link.reply_to))
         }
 
@@ -162,9 +163,12 @@ class Generation:
         )
 
 
-def _text_of(sampling: SamplingParams, stops: Sequence[str], model: ServedModel) -> TextStream:
+def _text_of(sampling: SamplingParams, job: Job, model: ServedModel) -> TextStream:
     wants_logprobs = sampling.num_logprobs is not None
-    return TextStream(model.new_detokenizer(), stops, sampling.min_tokens, counts_offsets=wants_logprobs)
+    # The mark of Mistral's calls is a special token.
+    hides_special_tokens = job.tools is None or job.tools.tool_format is not ToolFormat.MISTRAL
+    detokenizer = model.new_detokenizer(hides_special_tokens)
+    return TextStream(detokenizer, job.stops, sampling.min_tokens, counts_offsets=wants_logprobs)
 
 
 def _now() -> float:

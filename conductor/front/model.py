@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from conductor.front.tool_calls import ToolFormat, format_of_template, takes_tools
 from mooncake.blocks import KVDtype
 from mooncake.checkpoint import Checkpoint
 from mooncake.tokenizer import IncrementalDetokenizer, load_tokenizer
@@ -49,27 +50,39 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice.
+    """`context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice, with which
+    special tokens are hidden or not.
 
     The model has weights for token ids below `vocab_size`; its tokenizer may know more of them, or fewer.
     """
 
     tokenizer: Tokenizer
-    new_detokenizer: Callable[[], Detokenizer]
+    new_detokenizer: Callable[[bool], Detokenizer]
     context_len: int
     vocab_size: int
     fingerprint: str
     block_size: int
+    tool_format: ToolFormat | None = None
+    """how the model writes tool calls, if that is known"""
+    template_takes_tools: bool = True
 
 
-def load_served_model(checkpoint: Checkpoint, dtype: KVDtype, block_size: int) -> ServedModel:
-    """Load the checkpoint's tokenizer. Raises ModelError."""
+def load_served_model(
+    checkpoint: Checkpoint, dtype: KVDtype, block_size: int, tool_format: ToolFormat | None = None
+) -> ServedModel:
+    """Load the checkpoint's tokenizer. `tool_format`: how it writes calls, whatever its template shows.
+
+    Raises ModelError.
+    """
     tokenizer = load_tokenizer(checkpoint)
+    template = tokenizer.chat_template
     return ServedModel(
         tokenizer=tokenizer,
-        new_detokenizer=lambda: IncrementalDetokenizer(tokenizer),
+        new_detokenizer=lambda hides: IncrementalDetokenizer(tokenizer, skip_special_tokens=hides),
         context_len=checkpoint.context_len,
         vocab_size=int(checkpoint.config["vocab_size"]),
         fingerprint=checkpoint.fingerprint(dtype, block_size),
         block_size=block_size,
+        tool_format=tool_format or format_of_template(template),
+        template_takes_tools=takes_tools(template),
     )

@@ -1,73 +1,54 @@
 """Prompts: from messages, text or token ids to the token ids that the model gets.
 
-Owns: content parts, the forms of `prompt`, and that a prompt leaves room for an answer.
-Does not know: other fields.
+Owns: the forms of `prompt`, and that a prompt leaves room for an answer. Does not know: what messages and
+tools consist of (`conversation`, `tools`), other fields.
 """
 
+import json
 import reprlib
 from collections.abc import Sequence
-from typing import Any
 
+from conductor.front.conversation import index_of_tool_use, rendered_messages
+from conductor.front.described_tools import describe_tools
 from conductor.front.model import ServedModel
 from conductor.front.schema import Message, shortened
+from conductor.front.tools import ToolFields, rendered_tools
 from mooncake.errors import RequestError
 
 
-def chat_prompt(messages: Sequence[Message], model: ServedModel) -> list[int]:
+def chat_prompt(messages: Sequence[Message], tools: Sequence[ToolFields], model: ServedModel) -> list[int]:
     """The conversation through the model's chat template, with room for an answer. Raises RequestError."""
-    prompt = chat_tokens(messages, model)
+    prompt = chat_tokens(messages, tools, model)
     check_token_ids(prompt, model, "messages")
     _check_room(prompt, model.context_len, "messages")
     return prompt
 
 
 def chat_tokens(
-    messages: Sequence[Message], model: ServedModel, add_generation_prompt: bool = True
+    messages: Sequence[Message],
+    tools: Sequence[ToolFields],
+    model: ServedModel,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """The conversation through the model's chat template. Raises RequestError."""
-    rendered = []
     if len(messages) > model.context_len:  # each takes at least one token
         raise _too_long(f"{len(messages)} messages", model.context_len, "messages")
-    for index, message in enumerate(messages):
-        # OpenAI renamed "system" for its own models; templates know the old name.
-        role = "system" if message.role == "developer" else message.role
-        entry: dict[str, Any] = {
-            "role": role,
-            "content": _text(message.content, f"messages[{index}].content"),
-        }
-        if message.name is not None:
-            entry["name"] = message.name
-        rendered.append(entry)
+    rendered = rendered_messages(messages)
     _check_num_chars(sum(len(entry["content"]) for entry in rendered), model, "messages")
-    return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt)
-
-
-def _text(content: object, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(
-            f"{path}: expected a string or a list of text parts", param=path, code="invalid_value"
-        )
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        where = f"{path}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise RequestError(f"{where}: expected an object with a type", param=where, code="invalid_value")
-        if kind != "text":
+    described = rendered_tools(tools)
+    _check_num_chars(sum(len(json.dumps(tool)) for tool in described), model, "tools")
+    if not model.template_takes_tools and (described or (at := index_of_tool_use(messages)) is not None):
+        if model.tool_format is None:
+            path = "tools" if described else f"messages[{at}]"
             raise RequestError(
-                f"{where}: parts of type {shortened(kind)!r} are not supported by this server, only 'text'",
-                param=where,
-                code="unsupported_content",
+                f"{path}: this model's chat template has no place for tools; start the server with"
+                " --http-tool-parser hermes to have them described in the system message",
+                param=path,
+                code="unsupported_parameter",
             )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise RequestError(
-                f"{where}.text: expected a string", param=f"{where}.text", code="invalid_value"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+        rendered, described = describe_tools(rendered, described), []
+    variables = {"tools": described} if described else {}
+    return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def num_prompts_of(prompt: object) -> int:

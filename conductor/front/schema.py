@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from conductor.front.tools import MAX_TOOLS, ToolCallFields, ToolFields
 from mooncake.errors import RequestError
 
 MAX_STOPS = 16
@@ -72,13 +73,15 @@ class GenerationFields(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a conversation; `content` is text or a list of text parts."""
+    """One message of a conversation; `content` is text or a list of text parts, or nothing beside calls."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: SkipValidation[str | list[dict[str, Any]]]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: SkipValidation[str | list[dict[str, Any]] | None] = None
     name: str | None = None
+    tool_calls: list[ToolCallFields] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -88,6 +91,9 @@ class ChatCompletionRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: SkipValidation[str | dict[str, Any] | None] = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(GenerationFields):
@@ -122,11 +128,8 @@ _UNSERVED_IN_CHAT: Neutral = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (False, True),
     "prediction": (),
     "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -144,8 +147,6 @@ _UNSERVED_IN_MESSAGE: Neutral = {
     "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 

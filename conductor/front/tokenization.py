@@ -11,6 +11,7 @@ from conductor.front.body import parse
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_tokens, check_token_ids, text_tokens
 from conductor.front.schema import Message, check_message_fields, check_model
+from conductor.front.tools import MAX_TOOLS, ToolFields
 from mooncake.errors import RequestError
 
 
@@ -22,6 +23,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="of a text; default: true")
     add_generation_prompt: bool | None = Field(None, description="of a conversation; default: true")
     return_token_strs: bool | None = None
@@ -53,13 +55,15 @@ def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[st
             )
         check_message_fields(request.messages)
         tokens = chat_tokens(
-            request.messages, model, add_generation_prompt=request.add_generation_prompt is not False
+            request.messages,
+            request.tools or [],
+            model,
+            add_generation_prompt=request.add_generation_prompt is not False,
         )
     else:
-        if request.add_generation_prompt is not None:
-            raise RequestError(
-                "add_generation_prompt is for messages", param="add_generation_prompt", code="invalid_value"
-            )
+        for name in ("add_generation_prompt", "tools"):
+            if getattr(request, name) is not None:
+                raise RequestError(f"{name} is for messages", param=name, code="invalid_value")
         tokens = text_tokens(request.prompt or "", model, "prompt", request.add_special_tokens is not False)
     token_bytes = model.tokenizer.token_bytes
     return {

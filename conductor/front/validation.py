@@ -24,6 +24,7 @@ from conductor.front.schema import (
     check_extra_fields,
     check_model,
 )
+from conductor.front.tools import ToolUse, tool_use
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState, Request, SamplingParams
@@ -77,6 +78,8 @@ class Job:
     client_request_id: str | None
     root_key: bytes
     is_salted: bool
+    tools: ToolUse | None = None
+    """the answer may have calls of these"""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -110,11 +113,14 @@ def read_job(
     check_model(request.model, served_model_name)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
-    stops = _stops(request.stop)
+    stops, tools = _stops(request.stop), None
     num_choices_per_prompt = request.n or 1
     if isinstance(request, ChatCompletionRequest):
         _check_choices(1, num_choices_per_prompt, max_choices)
-        prompts = [chat_prompt(request.messages, model)]
+        offered = request.tools or []
+        tools = tool_use(offered, request.tool_choice, request.parallel_tool_calls, model.tool_format)
+        shown = [] if request.tool_choice == "none" else offered
+        prompts = [chat_prompt(request.messages, shown, model)]
     else:
         _check_choices(num_prompts_of(request.prompt), num_choices_per_prompt, max_choices)
         prompts = prompts_of(request.prompt, model)
@@ -139,6 +145,7 @@ def read_job(
         client_request_id=request.request_id,
         root_key=root,
         is_salted=bool(request.cache_salt),
+        tools=tools,
     )
 
 

@@ -67,16 +67,17 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, tools: Any = ()
     ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise RequestError("the model's chat template refused: user must begin", param="messages")
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        text = "".join(f"{tool['function']['name']}()\n" for tool in tools) + text
         return self.encode(text + "assistant: " * add_generation_prompt)
 
 
 class ByteDetokenizer:
-    def __init__(self) -> None:
+    def __init__(self, hides_special_tokens: bool = True) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int], /) -> str:
