@@ -1,0 +1,31 @@
+"""One request of a load, and the error of whoever cannot make one.
+
+Owns: the vocabulary of loads. Does not know: where they come from, or whom they are sent to.
+"""
+
+from typing import NamedTuple
+
+from mooncake.errors import MooncakeError
+
+BLOCK_TOKENS = 512
+"""of the blocks that `hash_ids` name"""
+
+
+class TraceError(MooncakeError):
+    """A trace or a description of a load that cannot be used; names the file and the line."""
+
+
+class TraceRequest(NamedTuple):
+    """`hash_ids` name the blocks of the prompt, the last of which may be partial. An id stands for a block
+    and all that is before it: equal ids mean equal prefixes. Without ids a prompt shares nothing."""
+
+    arrival_s: float
+    """since the load's beginning"""
+    num_input_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def num_blocks_of(num_tokens: int) -> int:
+    """Blocks of a prompt, the partial one included."""
+    return -(-num_tokens // BLOCK_TOKENS)
