@@ -1,0 +1,322 @@
+"""`mooncake-bench`: loads OpenAI-compatible servers, and fits synthetic loads to traces.
+
+Owns: the command line. Does not know: how loads are made and sent.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.load.bench import Bench, Load, find_server
+from benchmarks.load.clients import Clients
+from benchmarks.load.measures import Slo
+from benchmarks.load.pictures import draw
+from benchmarks.load.report import Report, print_report, save_report
+from benchmarks.load.sources import MixSource, Run, Source, SyntheticSource, TraceSource
+from benchmarks.traces.fitting import fit
+from benchmarks.traces.mixes import MIXES, Mix, RequestClass
+from benchmarks.traces.reading import TraceFile
+from benchmarks.traces.synthetic import SyntheticLoad
+from mooncake.errors import ConfigError, MooncakeError
+
+FAILED = 1
+WRONG_USE = 2
+INTERRUPTED = 130
+
+TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
+LONG_FROM = 1024
+
+
+def main() -> None:
+    """Entry point of the `mooncake-bench` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (MooncakeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE if isinstance(error, ConfigError) else FAILED
+    return code
+
+
+# -- commands ---------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    source, slo = _source(options), _slo(options)
+    loads = _loads(options, source)
+    if options.num_requests is None and options.duration is None and not isinstance(source, TraceSource):
+        raise ConfigError("this load has no end: say --num-requests or --duration")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    run = Run(
+        url="",
+        model="",
+        source=source,
+        rate_per_s=None,
+        concurrency=None,
+        seed=options.seed,
+        num_requests=options.num_requests,
+        duration_s=options.duration,
+        scale_lengths=options.scale_lengths,
+        context_len=None,
+        token_ids=options.token_ids,
+        as_text=options.text,
+        ignore_eos=not options.no_ignore_eos,
+        timeout_s=options.timeout,
+    )
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    servers = [
+        find_server(url, options.model, options.context_len) for url in (options.url, *options.against)
+    ]
+    bench = Bench(servers, loads, run, options.rounds)
+    with Clients(options.processes) as clients:
+        bench.measure(clients)
+    runs = bench.measured(slo)
+    report = Report(shlex.join(["mooncake-bench", *sys.argv[1:]]), started_at, slo, runs)
+    print_report(report)
+    if options.out is not None:
+        outcomes = bench.outcomes()
+        named = [(r.server, r.load, of_run) for r, of_run in zip(runs, outcomes, strict=True)]
+        save_report(report, named, options.out)
+        try:
+            draw(runs, outcomes, slo, options.out)
+        except ImportError:
+            print("no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
+        print(f"everything is in {options.out}", file=sys.stderr)
+    return INTERRUPTED if bench.was_interrupted else 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    trace = TraceFile(options.trace)
+    summary, load = fit(trace)
+    for name, value in summary._asdict().items():
+        print(f"{name}\t{value:.6g}")
+    for name in ("rate_per_s", "burstiness", "follow_up_share", "shared_prefix_tokens"):
+        print(f"{name}\t{getattr(load, name):.6g}")
+    if trace.repairs:
+        print(f"repaired: {trace.repairs}", file=sys.stderr)
+    if options.out is not None:
+        load.save(options.out)
+    return 0
+
+
+# -- options ----------------------------------------------------------------------------------------
+
+
+def _source(options: argparse.Namespace) -> Source:
+    """Raises TraceError, ConfigError."""
+    if options.trace is not None:
+        trace = TraceFile(options.trace)
+        for _ in trace:  # told before anything is sent
+            pass
+        if trace.repairs:
+            print(f"{options.trace}: {trace.repairs}", file=sys.stderr)
+        return TraceSource(options.trace, options.speed, options.jitter)
+    if options.speed != 1 or options.jitter:
+        raise ConfigError("--speed and --jitter are for a --trace; other loads have --rates and --burstiness")
+    if options.synthetic is not None:
+        return SyntheticSource(SyntheticLoad.load(options.synthetic))
+    return MixSource(options.mix or options.lengths, options.burstiness)
+
+
+def _loads(options: argparse.Namespace, source: Source) -> list[Load]:
+    """Raises ConfigError."""
+    if options.concurrency:
+        return [Load(f"concurrency {number}", None, number) for number in options.concurrency]
+    if isinstance(source, TraceSource):
+        if options.rates:
+            raise ConfigError("a --trace has its own rate: change it with --speed")
+        return [Load(f"{options.trace.name} x{options.speed:g}", None, None)]
+    if options.rates:
+        return [Load(f"{rate:g} req/s", rate, None) for rate in options.rates]
+    if isinstance(source, SyntheticSource):
+        return [Load(f"{source.load.rate_per_s:g} req/s", source.load.rate_per_s, None)]
+    raise ConfigError("say how many requests to send: --rates (open loop) or --concurrency (closed loop)")
+
+
+def _slo(options: argparse.Namespace) -> Slo:
+    mix: Mix | None = options.mix
+    ttft_s, tbt_s = (mix.ttft_slo_s, mix.tbt_slo_s) if mix else (TTFT_SLO_S, TBT_SLO_S)
+    return Slo(options.ttft_slo or ttft_s, options.tbt_slo or tbt_s, options.long_from)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mooncake-bench",
+        description="Load OpenAI-compatible servers and measure what their users see.",
+        epilog="Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    text = "send a load to a server, or to several in turn"
+    run_parser = commands.add_parser("run", help=text, description=text.capitalize() + ".")
+    run_parser.set_defaults(command=_run)
+    _add_load_options(run_parser)
+    _add_run_options(run_parser)
+    text = "print a trace's figures, and the parameters of a synthetic load that resembles it"
+    fit_parser = commands.add_parser("fit", help=text, description=text.capitalize() + ".")
+    fit_parser.set_defaults(command=_fit)
+    fit_parser.add_argument("trace", type=Path, metavar="TRACE", help="as for run --trace")
+    fit_parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the parameters for run --synthetic"
+    )
+    return parser
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the load")
+    kind = group.add_mutually_exclusive_group(required=True)
+    kind.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Mooncake's format (.jsonl), or .csv with arrival, input and output; either may be .gz",
+    )
+    kind.add_argument("--synthetic", type=Path, metavar="FILE", help="parameters that `fit` has written")
+    kind.add_argument("--mix", type=_mix, metavar="NAME", help=f"one of {', '.join(MIXES)}")
+    kind.add_argument("--lengths", type=_lengths, metavar="IN/OUT", help="tokens of every request, as 128/64")
+    group.add_argument("--rates", type=_floats, metavar="R,...", help="requests a second, one run for each")
+    group.add_argument(
+        "--concurrency",
+        type=_ints,
+        metavar="N,...",
+        help="closed loop: so many at any time, one run for each",
+    )
+    group.add_argument("--num-requests", type=_positive_int, metavar="N", help="of a run")
+    group.add_argument("--duration", type=_positive, metavar="SECONDS", help="requests are sent for so long")
+    group.add_argument(
+        "--speed", type=_positive, default=1.0, metavar="X", help="2 plays a trace in half its time"
+    )
+    group.add_argument(
+        "--jitter",
+        type=_not_negative,
+        default=0.0,
+        metavar="SECONDS",
+        help="spread requests of one tick of a trace's clock over so long; 3 for Mooncake's; default: 0",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=_not_negative,
+        default=1.0,
+        metavar="B",
+        help="of --mix and --lengths: variance of arrivals by their mean; default: 1, a Poisson process",
+    )
+    group.add_argument(
+        "--scale-lengths", type=_positive, default=1.0, metavar="X", help="0.1 makes all lengths a tenth"
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="another one sends other prompts, which no cache holds yet; default: 0",
+    )
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another server, loaded in turn with the first",
+    )
+    parser.add_argument(
+        "--rounds", type=_positive_int, default=1, metavar="N", help="runs of each load; default: 1"
+    )
+    parser.add_argument("--model", help="default: the first that the server names")
+    parser.add_argument(
+        "--context-len",
+        type=_positive_int,
+        metavar="TOKENS",
+        help="longer requests are left out; default: what the server says of its model",
+    )
+    parser.add_argument("--text", action="store_true", help="send prompts as text, not as token ids")
+    parser.add_argument(
+        "--token-ids",
+        type=_id_range,
+        default=(1000, 30_000),
+        metavar="A:B",
+        help="prompts are drawn from ids A to B-1; default: 1000:30000",
+    )
+    parser.add_argument(
+        "--no-ignore-eos", action="store_true", help="let answers end early, for servers without `ignore_eos`"
+    )
+    parser.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="of a request; default: 600"
+    )
+    parser.add_argument(
+        "--processes", type=_positive_int, default=1, metavar="N", help="that send requests; default: 1"
+    )
+    mix_or = "the mix's, or"
+    parser.add_argument(
+        "--ttft-slo", type=_positive, metavar="SECONDS", help=f"default: {mix_or} {TTFT_SLO_S:g}"
+    )
+    parser.add_argument(
+        "--tbt-slo", type=_positive, metavar="SECONDS", help=f"default: {mix_or} {TBT_SLO_S:g}"
+    )
+    parser.add_argument(
+        "--long-from",
+        type=_positive_int,
+        default=LONG_FROM,
+        metavar="TOKENS",
+        help=f"input tokens that make a request a long one; default: {LONG_FROM}",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write report.json, every request, and pictures there"
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    return 0.0 if float(text) == 0 else _positive(text)
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
+
+
+def _floats(text: str) -> list[float]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _ints(text: str) -> list[int]:
+    return [_positive_int(part) for part in text.split(",")]
+
+
+def _id_range(text: str) -> tuple[int, int]:
+    start, end = map(int, text.split(":"))
+    if not 0 <= start < end:
+        raise argparse.ArgumentTypeError(f"expected A:B with 0 <= A < B, got {text}")
+    return start, end
+
+
+def _lengths(text: str) -> Mix:
+    num_input, num_output = map(_positive_int, text.split("/"))
+    return Mix((RequestClass(1.0, num_input, num_output),), TTFT_SLO_S, TBT_SLO_S)
+
+
+def _mix(text: str) -> Mix:
+    if text not in MIXES:
+        raise argparse.ArgumentTypeError(f"there is no mix {text}, only {', '.join(MIXES)}")
+    return MIXES[text]

@@ -1,0 +1,55 @@
+"""What came of one request, as its user saw it.
+
+Owns: the record, and TBT's definition. Does not know: HTTP, and what the outcomes of many mean together.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+TBT_SHARE = 0.1
+
+
+class Kind(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    REJECTED = "rejected"
+    """429: the server has no room"""
+    FAILED = "failed"
+    UNFINISHED = "unfinished"
+    """when the run was ended"""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Times are in seconds from when the request was to be sent, whenever it really was: a client that is
+    late makes nobody's latency look better. Tokens without `num_prompt_tokens` were not reported by the
+    server."""
+
+    number: int
+    kind: Kind
+    scheduled_s: float
+    """since the run's beginning"""
+    num_input_tokens: int
+    """as planned"""
+    lag_s: float
+    """how late it was sent"""
+    answered_s: float
+    """to the end of the answer, whatever it was"""
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    """`tbt_of` the answer; None for less than two tokens"""
+    num_output_tokens: int = 0
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    error: str = ""
+
+
+def tbt_of(gaps_s: Sequence[float]) -> float | None:
+    """Of a request: the mean of its longest 10% of token gaps, at least of one (Mooncake, FAST'25)."""
+    if not gaps_s:
+        return None
+    longest = sorted(gaps_s, reverse=True)[: math.ceil(TBT_SHARE * len(gaps_s))]
+    return sum(longest) / len(longest)
