@@ -14,11 +14,11 @@ import rich.console
 import rich.progress
 
 from benchmarks.load.client import api_key_header
-from benchmarks.load.clients import ClientError, Clients, RunResult
+from benchmarks.load.clients import ClientError, Clients
 from benchmarks.load.measures import Slo, summarize
-from benchmarks.load.outcomes import Kind, Outcome
+from benchmarks.load.outcomes import Kind, Outcome, RunResult
 from benchmarks.load.report import Measured
-from benchmarks.load.sources import Run
+from benchmarks.load.sources import Load, Run
 
 MODELS_TIMEOUT_S = 10.0
 NUM_WARM_UP = 2
@@ -31,14 +31,6 @@ class Server(NamedTuple):
     url: str
     model: str
     context_len: int | None
-
-
-class Load(NamedTuple):
-    """One of the loads to measure under, as in `Run`."""
-
-    name: str
-    rate_per_s: float | None
-    concurrency: int | None
 
 
 def find_server(url: str, model: str | None, context_len: int | None) -> Server:

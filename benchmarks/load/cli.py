@@ -11,12 +11,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.load.bench import Bench, Load, find_server
-from benchmarks.load.clients import Clients
 from benchmarks.load.measures import Slo
 from benchmarks.load.pictures import draw
 from benchmarks.load.report import Report, print_report, save_report
-from benchmarks.load.sources import MixSource, Run, Source, SyntheticSource, TraceSource
+from benchmarks.load.sources import Load, MixSource, Run, Source, SyntheticSource, TraceSource
 from benchmarks.traces.fitting import fit
 from benchmarks.traces.mixes import MIXES, Mix, RequestClass
 from benchmarks.traces.reading import TraceFile
@@ -53,6 +51,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    try:
+        from benchmarks.load.bench import Bench, find_server
+        from benchmarks.load.clients import Clients
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}: sending needs more, pip install 'mooncake-serve[bench]'") from None
     source, slo = _source(options), _slo(options)
     loads = _loads(options, source)
     if options.num_requests is None and options.duration is None and not isinstance(source, TraceSource):

@@ -13,13 +13,12 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import NamedTuple
 
 from benchmarks.load.client import Client
-from benchmarks.load.outcomes import Outcome
+from benchmarks.load.outcomes import Outcome, RunResult
 from benchmarks.load.sending import Sender
 from benchmarks.load.sources import Run
 from mooncake.errors import MooncakeError
@@ -50,34 +49,6 @@ class _Done(NamedTuple):
 
 class _Broken(NamedTuple):
     reason: str
-
-
-@dataclass
-class RunResult:
-    """Of one run, or of several together (`add`)."""
-
-    outcomes: list[Outcome] = field(default_factory=list)
-    num_sent: int = 0
-    wall_s: float = 0.0
-    """to the last outcome"""
-    sending_s: float = 0.0
-    """in which requests were sent: of an open loop the duration of its schedule, else all of `wall_s`"""
-    cpu_shares: list[float] = field(default_factory=list)
-    """of each client process: processor time by wall time"""
-    num_too_long: int = 0
-    """requests that the server's context does not hold"""
-    was_interrupted: bool = False
-
-    def add(self, other: "RunResult") -> None:
-        """Another run of the same load, by as many processes."""
-        self.outcomes += other.outcomes
-        self.num_sent += other.num_sent
-        self.wall_s += other.wall_s
-        self.sending_s += other.sending_s
-        pairs = zip(self.cpu_shares or other.cpu_shares, other.cpu_shares, strict=True)
-        self.cpu_shares = [max(pair) for pair in pairs]
-        self.num_too_long += other.num_too_long
-        self.was_interrupted |= other.was_interrupted
 
 
 class Clients:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.load.clients import RunResult
-from benchmarks.load.outcomes import Kind, Outcome
+from benchmarks.load.outcomes import Kind, Outcome, RunResult
 
 MAX_CPU_SHARE = 0.7
 """of a client process; beyond, what it waits for itself is no longer small"""

@@ -1,10 +1,11 @@
-"""What came of one request, as its user saw it.
+"""What came of one request, as its user saw it, and of all requests of a run.
 
-Owns: the record, and TBT's definition. Does not know: HTTP, and what the outcomes of many mean together.
+Owns: the records, and TBT's definition. Does not know: HTTP, and what the outcomes of many mean together.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -53,3 +54,31 @@ def tbt_of(gaps_s: Sequence[float]) -> float | None:
         return None
     longest = sorted(gaps_s, reverse=True)[: math.ceil(TBT_SHARE * len(gaps_s))]
     return sum(longest) / len(longest)
+
+
+@dataclass
+class RunResult:
+    """Of one run, or of several together (`add`)."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    num_sent: int = 0
+    wall_s: float = 0.0
+    """to the last outcome"""
+    sending_s: float = 0.0
+    """in which requests were sent: of an open loop the duration of its schedule, else all of `wall_s`"""
+    cpu_shares: list[float] = field(default_factory=list)
+    """of each client process: processor time by wall time"""
+    num_too_long: int = 0
+    """requests that the server's context does not hold"""
+    was_interrupted: bool = False
+
+    def add(self, other: "RunResult") -> None:
+        """Another run of the same load, by as many processes."""
+        self.outcomes += other.outcomes
+        self.num_sent += other.num_sent
+        self.wall_s += other.wall_s
+        self.sending_s += other.sending_s
+        pairs = zip(self.cpu_shares or other.cpu_shares, other.cpu_shares, strict=True)
+        self.cpu_shares = [max(pair) for pair in pairs]
+        self.num_too_long += other.num_too_long
+        self.was_interrupted |= other.was_interrupted

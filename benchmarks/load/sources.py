@@ -82,6 +82,14 @@ class Run:
     timeout_s: float
 
 
+class Load(NamedTuple):
+    """One of the loads to measure under, as in `Run`."""
+
+    name: str
+    rate_per_s: float | None
+    concurrency: int | None
+
+
 class Planned(NamedTuple):
     """One request as it will be sent; `number` counts those of the run."""
 

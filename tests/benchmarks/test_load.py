@@ -19,9 +19,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from benchmarks.load import cli
 from benchmarks.load.client import Answer, AnswerError, Client, EventStream
-from benchmarks.load.clients import RunResult
 from benchmarks.load.measures import Slo, summarize
-from benchmarks.load.outcomes import Kind, Outcome, tbt_of
+from benchmarks.load.outcomes import Kind, Outcome, RunResult, tbt_of
 from benchmarks.load.prompts import PromptMaker
 from benchmarks.load.sending import Sender
 from benchmarks.load.sources import MixSource, Plan, Planned, Run, SyntheticSource
