@@ -46,16 +46,20 @@ class Instances:
     def __init__(self) -> None:
         self._by_name: dict[str, Instance] = {}
         self._lost: dict[str, tuple[Instance, float]] = {}  # and when
+        self.num_changes = 0
+        """how often an instance has come or gone"""
 
     def add(self, instance: Instance) -> None:
         """The name must be free: remove an earlier life first."""
         assert instance.name not in self._by_name
         self._lost.pop(instance.name, None)
         self._by_name[instance.name] = instance
+        self.num_changes += 1
 
     def remove(self, name: str, now_s: float) -> None:
         """This life has ended; the next may be about to come."""
         self._lost[name] = (self._by_name.pop(name), now_s)
+        self.num_changes += 1
 
     def forget_lost(self, before_s: float) -> None:
         """Expect those no longer that were lost before this time."""

@@ -67,6 +67,11 @@ class TrackedRequest:
     last_failure: str = field(default="")
 
     @property
+    def request_id(self) -> str:
+        """Of the request."""
+        return self.request.request_id
+
+    @property
     def ref(self) -> Ref:
         """Names the current attempt."""
         return Ref(self.epoch, self.request.request_id, self.attempt)

@@ -1,21 +1,101 @@
-"""Which pair of instances serves a request: for now the least loaded pair that can hold it.
+"""What a decision about a request is: a pair of instances and what was predicted, or a rejection.
 
-Pure: same state and same request give the same answer.
+Pure values. `conductor.scheduling` makes them.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from conductor.instances import Instance, Instances
 from mooncake.messages import Request, Role
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The pair chosen for a request."""
+class Reuse(StrEnum):
+    """Where the prefix that is not computed is to come from."""
+
+    NONE = "none"
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class Prediction(NamedTuple):
+    """Seconds, kept to be compared with what happens. TTFT is the sum of the first three."""
+
+    queue_s: float
+    transfer_s: float
+    prefill_s: float
+    tbt_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """From the decision to the first token."""
+        return self.queue_s + self.transfer_s + self.prefill_s
+
+
+class Placement(NamedTuple):
+    """The pair chosen for a request.
+
+    `source` holds the prompt's first `num_source_blocks` blocks, and `prefill` is to fetch what it lacks of
+    them; None if it is to use its own `num_local_blocks` only.
+    """
 
     prefill: Instance
     decode: Instance
+    num_local_blocks: int
+    source: Instance | None
+    num_source_blocks: int
+    prediction: Prediction
+
+    @property
+    def num_fetched_blocks(self) -> int:
+        """What `prefill` is believed to lack of the source's blocks."""
+        return max(0, self.num_source_blocks - self.num_local_blocks)
+
+    @property
+    def reuse(self) -> Reuse:
+        """Where the prefix comes from."""
+        if self.source is not None:
+            return Reuse.REMOTE
+        return Reuse.LOCAL if self.num_local_blocks else Reuse.NONE
+
+
+class Reason(StrEnum):
+    """Why a request is turned away. SLOs are named by their keys in the configuration."""
+
+    UNREADY = "unready"
+    DUPLICATE = "duplicate"
+    TOO_LARGE = "too_large"
+    TOO_MANY = "max_running_requests"
+    TTFT = "ttft_slo_s"
+    TBT = "tbt_slo_s"
+    DOUBLE_CHECK = "double_check"
+    NEVER_PLACED = "placement_timeout_s"
+
+    @property
+    def status(self) -> int:
+        """Of HTTP."""
+        return _STATUS.get(self, 429)
+
+
+_STATUS = {Reason.UNREADY: 503, Reason.NEVER_PLACED: 503, Reason.DUPLICATE: 409, Reason.TOO_LARGE: 400}
+_WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token would take"}
+
+
+class Rejection(NamedTuple):
+    """Algorithm 1, line 26. `predicted_s` exceeds the SLO of `reason`; it may fit in `retry_after_s`."""
+
+    reason: Reason
+    predicted_s: float
+    slo_s: float
+    retry_after_s: float
+
+    @property
+    def message(self) -> str:
+        """For the client."""
+        return (
+            f"the cluster is overloaded: {_WOULD_TAKE[self.reason]} {1000 * self.predicted_s:.1f} ms, at most"
+            f" {1000 * self.slo_s:g} ms are allowed (conductor.{self.reason}); come back later"
+        )
 
 
 def num_tokens_held(request: Request, role: Role) -> int:
@@ -23,17 +103,6 @@ def num_tokens_held(request: Request, role: Role) -> int:
     if role is Role.PREFILL:
         return len(request.token_ids)
     return request.num_prompt_tokens + request.sampling.max_tokens
-
-
-def place(request: Request, instances: Instances, refused_by: Collection[str] = ()) -> Placement | None:
-    """The pair with the fewest assigned prompt tokens; None when no pair can hold the request now.
-
-    Not on decode instances that have refused it.
-    """
-    decodes = [instance for instance in instances.of_role(Role.DECODE) if instance.name not in refused_by]
-    prefill = _least_loaded(instances.of_role(Role.PREFILL), num_tokens_held(request, Role.PREFILL))
-    decode = _least_loaded(decodes, num_tokens_held(request, Role.DECODE))
-    return Placement(prefill, decode) if prefill is not None and decode is not None else None
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
@@ -50,11 +119,3 @@ def why_too_large(request: Request, instances: Instances) -> str | None:
                 f"{largest.max_sequence_blocks} blocks of {largest.registration.layout.block_size} tokens"
             )
     return None
-
-
-def _least_loaded(candidates: list[Instance], num_tokens: int) -> Instance | None:
-    return min(
-        (instance for instance in candidates if instance.can_hold(num_tokens)),
-        key=lambda instance: (instance.num_assigned_tokens, len(instance.requests), instance.name),
-        default=None,
-    )

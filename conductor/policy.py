@@ -3,15 +3,24 @@
 Same state and same input give the same output. No IO, no clock, no torch: the live service and a
 simulator drive the very same object.
 
-Owns: instances, the life of every accepted request, placement. Does not know: sockets, tokens' text.
+Owns: instances, the life of every accepted request. Does not know: sockets, tokens' text, how a pair is
+chosen (`conductor.scheduling`), which requests are too many (`conductor.overload`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from conductor.assignments import Assignments
+from conductor.cluster_view import ClusterView
+from conductor.estimators import Costs
+from conductor.forecast import DecodeForecast
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
-from conductor.placement import Placement, place, why_too_large
+from conductor.outcomes import Outcomes
+from conductor.overload import Admission
+from conductor.placement import Placement, Reason, Rejection, why_too_large
+from conductor.rules import Rules
+from conductor.scheduling import Scheduler
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -31,7 +40,6 @@ from mooncake.messages import (
     Leave,
     Prefill,
     Prefilled,
-    PrefixSource,
     Ref,
     Refused,
     Register,
@@ -73,13 +81,31 @@ class Limits:
 
 
 class Conductor:
-    """Policy state of the active Conductor. `epoch` is larger than that of any Conductor before it."""
+    """Policy state of the active Conductor. `epoch` is larger than that of any Conductor before it.
 
-    def __init__(self, epoch: int, fingerprint: str, limits: Limits) -> None:
+    `profiled`: measured costs of prefill and decode to begin with.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        fingerprint: str,
+        limits: Limits,
+        rules: Rules | None = None,
+        profiled: tuple[Costs, Costs] | None = None,
+    ) -> None:
+        rules = rules or Rules()
         self.epoch = epoch
         self.fingerprint = fingerprint
         self.limits = limits
         self.instances = Instances()
+        self.outcomes = Outcomes()
+        self.view = ClusterView(profiled)
+        self.prefixes = self.view.prefixes
+        forecast = DecodeForecast()
+        self._scheduler = Scheduler(self.view, rules)
+        self._admission = Admission(self.view, forecast, rules.overload, limits.ttft_slo_s, limits.tbt_slo_s)
+        self._assignments = Assignments(self.view, forecast, self.outcomes, rules)
         self.requests: dict[str, TrackedRequest] = {}
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None
@@ -89,6 +115,10 @@ class Conductor:
     def num_running(self) -> int:
         """Accepted requests that have not ended."""
         return len(self.requests)
+
+    def placement_of(self, request_id: str) -> Placement | None:
+        """Where a request is, and what was predicted; None while it waits."""
+        return self._assignments.placement_of(request_id)
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         """React to one message."""
@@ -152,31 +182,37 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
-        rejection = self._reason_to_reject(sender, submit)
-        if rejection is not None:
-            return [Effect(sender, rejection)]
+        refusal = self._reason_to_reject(sender, submit)
+        if refusal is not None:
+            return [self._rejected(sender, request.request_id, *refusal)]
         self._fronts[sender] = now_s
         tracked = TrackedRequest(request, sender, self.epoch, submitted_s=now_s, waiting_since_s=now_s)
         self.requests[request.request_id] = tracked
         return self._place_or_wait(tracked, now_s)
 
-    def _reason_to_reject(self, front: bytes, submit: Submit) -> Rejected | None:
-        request_id, retry_after_s = submit.request.request_id, self.limits.retry_after_s
+    def _reason_to_reject(self, front: bytes, submit: Submit) -> tuple[Reason, str] | None:
+        request_id = submit.request.request_id
         if front not in self._fronts:
-            return Rejected(request_id, 503, "this front has not said hello", retry_after_s)
+            return Reason.UNREADY, "this front has not said hello"
         if request_id in self.requests:
-            return Rejected(request_id, 409, f"request id {request_id!r} is already running")
+            return Reason.DUPLICATE, f"request id {request_id!r} is already running"
         for role in Role:
             if not self.instances.expected(role):
-                return Rejected(request_id, 503, f"no {role.value} instance is ready", retry_after_s)
-        if (reason := why_too_large(submit.request, self.instances)) is not None:
-            return Rejected(request_id, 400, reason)
-        if self.num_running >= self.limits.max_running_requests:
-            message = (
-                f"{self.num_running} requests are running, the limit is {self.limits.max_running_requests}"
-            )
-            return Rejected(request_id, 429, message, retry_after_s)
+                return Reason.UNREADY, f"no {role.value} instance is ready"
+        if (too_large := why_too_large(submit.request, self.instances)) is not None:
+            return Reason.TOO_LARGE, too_large
+        most = self.limits.max_running_requests
+        if self.num_running >= most:
+            return Reason.TOO_MANY, f"{self.num_running} requests are running, the limit is {most}"
         return None
+
+    def _rejected(
+        self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
+    ) -> Effect:
+        self.outcomes.rejected(reason)
+        if reason.status in (429, 503) and retry_after_s is None:
+            retry_after_s = self.limits.retry_after_s
+        return Effect(front, Rejected(request_id, reason.status, message, retry_after_s))
 
     def _on_cancel(self, sender: bytes, cancel: Cancel) -> list[Effect]:
         tracked = self.requests.get(cancel.request_id)
@@ -218,7 +254,13 @@ class Conductor:
             earlier.last_seen_s = now_s
             return [Effect(sender, Registered())]  # it had not heard the first answer yet
         effects = self._drop_instances([earlier] if earlier is not None else [], "has restarted", now_s)
-        self.instances.add(Instance(register, sender, last_seen_s=now_s))
+        instance = Instance(register, sender, last_seen_s=now_s)
+        try:
+            self.view.add(instance, now_s)
+        except ValueError as error:
+            refusal = f"{error}; give each instance its own --instance"
+            return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
+        self.instances.add(instance)
         effects.append(Effect(sender, Registered()))
         for tracked in list(self.requests.values()):
             if tracked.state is RequestState.WAITING:
@@ -243,6 +285,7 @@ class Conductor:
         if isinstance(message, Heartbeat):
             if instance is not None:
                 instance.last_seen_s, instance.heartbeat = now_s, message
+                self.view.heard(instance, message)
             return [Effect(sender, HeartbeatAck(known=instance is not None))]
         if isinstance(message, Leave):
             return self._drop_instances([instance], "has left", now_s) if instance else []
@@ -253,43 +296,62 @@ class Conductor:
         if tracked is None:
             return [] if isinstance(message, Finished) else [Effect(sender, Abort(message.ref))]
         match message:
-            case Reserved(grant=grant, inlined=inlined) if tracked.state is RequestState.RESERVING:
-                prefill = self.instances.get(tracked.prefill)
-                assert prefill is not None
-                if inlined:
-                    self._prefill_is_done(tracked, prefill)
-                    return []
-                tracked.move_to(RequestState.PREFILLING)
-                time_left_s = self._time_left_s(tracked, now_s)
-                source = _held_by(instance, grant, tracked.request)
-                order = Prefill(tracked.ref, tracked.request, grant, time_left_s, source)
-                return [Effect(prefill.identity, order)]
+            case Reserved() if tracked.state is RequestState.RESERVING:
+                return self._on_reserved(tracked, instance, message, now_s)
             case Prefilled() if tracked.state is RequestState.PREFILLING:
-                self._prefill_is_done(tracked, instance)  # what is left is its messenger's
-                decode = self.instances.get(tracked.decode)
-                assert decode is not None
-                decode_order = Decode(
-                    tracked.ref, message.first_token, message.num_cached_tokens, message.first_logprobs
-                )
-                return [Effect(decode.identity, decode_order)]
+                return self._on_prefilled(tracked, message, now_s)
             case Finished() if tracked.state is RequestState.DECODING:
+                self._assignments.end_decode(tracked.request_id, now_s, message.num_output_tokens)
                 self._end(tracked, RequestState.FINISHED)
-                return [Effect(tracked.front, Ended(message.ref.request_id, message.num_output_tokens))]
+                return [Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
             case Refused():
                 return self._on_refused(tracked, instance, message, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # a duplicate of a step already taken
 
-    def _prefill_is_done(self, tracked: TrackedRequest, prefill: Instance) -> None:
+    def _on_reserved(
+        self, tracked: TrackedRequest, decode: Instance, reserved: Reserved, now_s: float
+    ) -> list[Effect]:
+        if reserved.inlined:
+            self._prefill_is_done(tracked, now_s, None)
+            return []
+        prefill = self.instances.get(tracked.prefill)
+        assert prefill is not None
+        tracked.move_to(RequestState.PREFILLING)
+        num_held_blocks = _num_held_blocks(tracked.request, reserved.grant)
+        source = self._assignments.order_prefill(tracked.request_id, decode, num_held_blocks, now_s)
+        time_left_s = self._time_left_s(tracked, now_s)
+        order = Prefill(tracked.ref, tracked.request, reserved.grant, time_left_s, source)
+        return [Effect(prefill.identity, order)]
+
+    def _on_prefilled(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
+        decode = self.instances.get(tracked.decode)
+        assert decode is not None
+        if not tracked.may_have_begun:
+            rejection = self._admission.check_decode(decode, len(tracked.request.token_ids))
+            if rejection is not None:
+                return self._reject_by_slo(tracked, rejection)
+        self._prefill_is_done(tracked, now_s, prefilled.num_cached_tokens)
+        order = Decode(
+            tracked.ref, prefilled.first_token, prefilled.num_cached_tokens, prefilled.first_logprobs
+        )
+        return [Effect(decode.identity, order)]
+
+    def _prefill_is_done(self, tracked: TrackedRequest, now_s: float, num_cached_tokens: int | None) -> None:
+        """What is left is its messenger's work. `num_cached_tokens` is None for an inlined prompt."""
         tracked.move_to(RequestState.DECODING)
         tracked.may_have_begun = True
-        prefill.requests.pop(tracked.request.request_id, None)
+        prefill = self.instances.get(tracked.prefill)
+        assert prefill is not None
+        prefill.requests.pop(tracked.request_id, None)
+        self._assignments.end_prefill(tracked.request_id, now_s, num_cached_tokens)
 
     def _drop_instances(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """All at once, so that no request is placed on one that is dropped next."""
         for instance in lost:
             self.instances.remove(instance.name, now_s)
+            self.view.remove(instance)
         effects = self._tell_fronts() if lost else []
         for instance in lost:
             for request_id in list(instance.requests):
@@ -313,36 +375,51 @@ class Conductor:
         return None if ttft_slo_s is None else tracked.submitted_s + ttft_slo_s - now_s
 
     def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        placement = place(tracked.request, self.instances, tracked.refused_by)
+        placement = self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
         if placement is not None:
-            return self._assign(tracked, placement)
-        if tracked.refused_by and place(tracked.request, self.instances) is not None:
-            return self._reject(tracked, 429, tracked.last_failure)
-        if (reason := why_too_large(tracked.request, self.instances)) is not None:
-            return self._give_up(tracked, 400, reason)
+            if not tracked.attempt:
+                waited_s = now_s - tracked.submitted_s
+                num_tokens = len(tracked.request.token_ids)
+                rejection = self._admission.check_arrival(placement, num_tokens, waited_s, now_s)
+                if rejection is not None:
+                    return self._reject_by_slo(tracked, rejection)
+            return self._assign(tracked, placement, now_s)
+        if tracked.refused_by and self._scheduler.schedule(tracked.request, now_s) is not None:
+            return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure)
+        if (too_large := why_too_large(tracked.request, self.instances)) is not None:
+            return self._give_up(tracked, Reason.TOO_LARGE, too_large)
         if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
             why = f" ({tracked.last_failure})" if tracked.last_failure else ""
-            return self._give_up(tracked, 503, f"no pair of instances came back in time{why}")
+            message = f"no pair of instances came back in time{why}"
+            return self._give_up(tracked, Reason.NEVER_PLACED, message)
         return []
 
-    def _give_up(self, tracked: TrackedRequest, status: int, reason: str) -> list[Effect]:
+    def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str) -> list[Effect]:
         """Reject what was never placed; what was has failed."""
         if tracked.attempt:
-            return self._fail(tracked, reason)
-        return self._reject(tracked, status, reason)
+            return self._fail(tracked, message)
+        return self._reject(tracked, reason, message)
 
-    def _reject(self, tracked: TrackedRequest, status: int, reason: str) -> list[Effect]:
+    def _reject(
+        self, tracked: TrackedRequest, reason: Reason, message: str, retry_after_s: float | None = None
+    ) -> list[Effect]:
+        effects = self._release_pair(tracked)
         self._end(tracked, RequestState.FAILED)
-        retry_after_s = self.limits.retry_after_s if status in (429, 503) else None
-        return [Effect(tracked.front, Rejected(tracked.request.request_id, status, reason, retry_after_s))]
+        return [*effects, self._rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]
 
-    def _assign(self, tracked: TrackedRequest, placement: Placement) -> list[Effect]:
+    def _reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection) -> list[Effect]:
+        """Algorithm 1, line 26: HTTP 429."""
+        return self._reject(tracked, rejection.reason, rejection.message, rejection.retry_after_s)
+
+    def _assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
         tracked.attempt += 1
         tracked.prefill, tracked.decode = placement.prefill.name, placement.decode.name
+        num_tokens = len(tracked.request.token_ids)
         for instance in (placement.prefill, placement.decode):
-            instance.requests[tracked.request.request_id] = len(tracked.request.token_ids)
+            instance.requests[tracked.request_id] = num_tokens
+        self._assignments.assign(tracked.request_id, num_tokens, placement, now_s)
         tracked.move_to(RequestState.RESERVING)
-        tbt_slo_s = None if tracked.may_have_begun else self.limits.tbt_slo_s
+        tbt_slo_s = None if tracked.may_have_begun else self._admission.tbt_slo_s
         return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))]
 
     def _on_refused(
@@ -375,22 +452,24 @@ class Conductor:
     def _fail(self, tracked: TrackedRequest, reason: str) -> list[Effect]:
         effects = self._release_pair(tracked)
         self._end(tracked, RequestState.FAILED)
-        return [*effects, Effect(tracked.front, Failed(tracked.request.request_id, reason))]
+        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason))]
 
     def _release_pair(self, tracked: TrackedRequest) -> list[Effect]:
         """Take the request off its instances and tell those that are alive to stop."""
         effects = []
+        self._assignments.release(tracked.request_id)
         for instance in self._pair(tracked):
-            instance.requests.pop(tracked.request.request_id, None)
+            instance.requests.pop(tracked.request_id, None)
             effects.append(Effect(instance.identity, Abort(tracked.ref)))
         tracked.prefill = tracked.decode = None
         return effects
 
     def _end(self, tracked: TrackedRequest, state: RequestState) -> None:
+        self._assignments.release(tracked.request_id)
         for instance in self._pair(tracked):
-            instance.requests.pop(tracked.request.request_id, None)
+            instance.requests.pop(tracked.request_id, None)
         tracked.move_to(state)
-        del self.requests[tracked.request.request_id]
+        del self.requests[tracked.request_id]
 
     def _pair(self, tracked: TrackedRequest) -> Iterable[Instance]:
         candidates = {tracked.prefill, tracked.decode}
@@ -412,8 +491,7 @@ class Conductor:
         return [Effect(front, state) for front in self._fronts]
 
 
-def _held_by(decode: Instance, grant: Grant, request: Request) -> PrefixSource | None:
-    """The prompt's first blocks that the decode side does not lack: prefill may fetch them from there."""
+def _num_held_blocks(request: Request, grant: Grant) -> int:
+    """Of the prompt's first blocks, those that the decode side does not lack."""
     missing = [page.block_index for page in grant.pages]
-    num_blocks = min([*missing, len(request.block_keys)])
-    return PrefixSource(decode.registration.shards, num_blocks) if num_blocks else None
+    return min([*missing, len(request.block_keys)])

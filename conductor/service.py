@@ -2,7 +2,8 @@
 
 It carries the messages of the pure policy (`conductor.policy`) and embeds one front.
 
-Owns: the control socket, the clock, the epoch. Does not know: why a message is sent.
+Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why a message is
+sent, what the events say.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
+from conductor.event_follower import EventFollower
 from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel, load_served_model
 from conductor.front.server import listen
@@ -22,6 +24,7 @@ from conductor.front.tool_calls import ToolFormat
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor, Effect, Limits
+from conductor.rules import Rules
 from conductor.view import ClusterView
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
@@ -36,15 +39,20 @@ log = logging.getLogger(__name__)
 class ConductorService:
     """Receives, decides, sends."""
 
-    def __init__(self, conductor: Conductor, router: Router[ToConductor], history: History) -> None:
+    def __init__(
+        self, conductor: Conductor, router: Router[ToConductor], follower: EventFollower, history: History
+    ) -> None:
         self._conductor = conductor
         self._router = router
+        self._follower = follower
         self._history = history
+        self._num_changes_followed = 0
 
     async def run(self) -> None:
         """The loop."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tick())
+            group.create_task(self._follower.run())
             while True:
                 sender, message = await self._router.recv()
                 now_s = time.monotonic()
@@ -62,6 +70,7 @@ class ConductorService:
 
     async def _carry_out(self, effects: list[Effect]) -> None:
         """Send; a peer that is gone has effects of its own."""
+        self._follow()
         pending = list(effects)
         while pending:
             effect = pending.pop(0)
@@ -72,7 +81,14 @@ class ConductorService:
                 consequences = self._conductor.peer_gone(effect.peer, now_s)
                 self._history.observe(b"", None, consequences, now_s)
                 log.log(logging.WARNING if consequences else logging.DEBUG, "%s", error)
+                self._follow()
                 pending += consequences
+
+    def _follow(self) -> None:
+        """Called before anything is awaited, so that each life of an instance is seen to come and to go."""
+        if self._num_changes_followed != self._conductor.instances.num_changes:
+            self._num_changes_followed = self._conductor.instances.num_changes
+            self._follower.follow(self._conductor.instances)
 
 
 async def serve(process: ConductorProcess) -> None:
@@ -94,7 +110,12 @@ async def serve(process: ConductorProcess) -> None:
             tbt_slo_s=config.conductor.tbt_slo_s,
         )
         registry = CollectorRegistry()
-        conductor = Conductor(time.time_ns(), model.fingerprint, limits)
+        rules = Rules(
+            config.conductor.scheduling,
+            config.conductor.kvcache_balancing_threshold,
+            config.conductor.overload,
+        )
+        conductor = Conductor(time.time_ns(), model.fingerprint, limits, rules)
         front = FrontConfig(
             host=config.http.host,
             port=config.http.port,
@@ -107,13 +128,14 @@ async def serve(process: ConductorProcess) -> None:
             cluster_key=process.cluster_key,
         )
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
+        follower = EventFollower(conductor.prefixes, process.cluster_key)
         history = History()
-        ConductorMetrics(conductor, registry, lambda: router.num_refused)
+        ConductorMetrics(conductor, registry, lambda: router.num_refused, lambda: follower.streams)
         HistoryMetrics(history, registry)
         view = ClusterView(conductor, history, front.served_model_name, time.time() - time.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(ConductorService(conductor, router, history).run())
+                group.create_task(ConductorService(conductor, router, follower, history).run())
                 await serve_front(
                     front,
                     model,
@@ -123,6 +145,7 @@ async def serve(process: ConductorProcess) -> None:
                     view,
                 )
         finally:
+            follower.close()
             router.close()
 
 

@@ -63,6 +63,24 @@ class EvictionPolicy(StrEnum):
     LENGTH_AWARE = "length_aware"
 
 
+class Scheduling(StrEnum):
+    """How the Conductor chooses a prefill instance (Mooncake, section 6; BanaServe, Algorithm 2)."""
+
+    KVCACHE_CENTRIC = "kvcache_centric"
+    CACHE_AWARE = "cache_aware"
+    LOAD_BALANCING = "load_balancing"
+    RANDOM = "random"
+    BANASERVE = "banaserve"
+
+
+class Overload(StrEnum):
+    """What decides whether a request is rejected (Mooncake, section 7)."""
+
+    BASELINE = "baseline"
+    EARLY_REJECTION = "early_rejection"
+    PREDICTION = "prediction"
+
+
 def _split(value: object) -> object:
     """A flag or variable has one string for several values."""
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
@@ -139,6 +157,24 @@ class ConductorConfig(_Section):
     )
     tbt_slo_s: PositiveSeconds | None = Field(
         None, description="how long a token may take: decode instances refuse requests beyond; default: any"
+    )
+    scheduling: Scheduling = Field(
+        Scheduling.KVCACHE_CENTRIC,
+        description="how prefill instances are chosen: kvcache_centric, or its rivals cache_aware,"
+        " load_balancing, random, banaserve",
+    )
+    kvcache_balancing_threshold: float = Field(
+        1.25,
+        ge=1,
+        description="fetch a prefix from another instance if it is so many times as long as the own one",
+    )
+    overload: Overload = Field(
+        Overload.PREDICTION,
+        description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"
+        " early_rejection or prediction",
+    )
+    profile: Path | None = Field(
+        None, description="costs of prefill and decode (mooncake-serve profile FILE); default: learned"
     )
     peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
     placement_timeout_s: PositiveSeconds = Field(

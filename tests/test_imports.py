@@ -18,7 +18,8 @@ ALLOWED = {
     "workers": {"workers.engine", "kvstore", "messenger", "kernels", "mooncake"},
     "conductor": {"mooncake"},
     "conductor.front": {"conductor", "mooncake"},
-    "conductor.service": {"conductor", "conductor.front", "mooncake"},
+    "conductor.event_follower": {"conductor", "mooncake"},
+    "conductor.service": {"conductor", "conductor.event_follower", "conductor.front", "mooncake"},
 }
 PURE = {"conductor"}
 IMPURE_LIBRARIES = {

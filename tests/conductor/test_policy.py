@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from conductor.lifecycle import RequestState
 from conductor.policy import Conductor, Effect, Limits
+from conductor.rules import Rules
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
+from mooncake.config import Overload
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -28,6 +32,7 @@ from mooncake.messages import (
     Heartbeat,
     HeartbeatAck,
     Interrupted,
+    KVStored,
     Leave,
     MessengerAddress,
     PoolShard,
@@ -47,6 +52,7 @@ from mooncake.messages import (
     Role,
     SamplingParams,
     Submit,
+    Tier,
     TokenLogprobs,
     WorkFailed,
 )
@@ -119,6 +125,16 @@ def new_conductor(limits: Limits | None = None) -> Conductor:
     conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
     conductor.handle(D0, registration("d0", Role.DECODE), 0.0)
     return conductor
+
+
+def test_an_instance_whose_pool_has_the_name_of_another_is_refused() -> None:
+    conductor = new_conductor()
+    shards = (PoolShard(address("p0"), LAYOUT),)
+    register = msgspec.structs.replace(registration("p1", Role.PREFILL), shards=shards)
+    (effect,) = conductor.handle(peer_identity("p1", 1), register, 1.0)
+    assert isinstance(effect.message, RegisterRefused)
+    assert "a name is taken" in effect.message.message
+    assert sorted(conductor.prefixes.slots) == ["d0", "p0"]
 
 
 def test_prefill_is_told_how_much_time_is_left() -> None:
@@ -550,11 +566,19 @@ def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> N
 
 
 class RequestsEndOnce(RuleBasedStateMachine):
-    """Whatever order messages, deaths and returns come in, no request is lost or ends twice."""
+    """Whatever order messages, deaths and returns come in, no request is lost, ends twice, or is a load when
+    it has ended."""
+
+    overload = Overload.PREDICTION
 
     def __init__(self) -> None:
         super().__init__()
-        self.conductor = new_conductor()
+        # SLOs that some requests would miss: whom the generic costs reject is told so.
+        limits = Limits(ttft_slo_s=0.004, tbt_slo_s=0.0053)
+        self.conductor = Conductor(EPOCH, "model", limits, Rules(overload=self.overload))
+        self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+        for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)):
+            self.conductor.handle(peer_identity(name, 1), registration(name, role), 0.0)
         self.now_s = 0.0
         self.incarnation = 1
         self.open: set[str] = set()
@@ -573,7 +597,12 @@ class RequestsEndOnce(RuleBasedStateMachine):
     def submit(self) -> None:
         self.count += 1
         self.open.add(f"r{self.count}")
-        self.take(self.conductor.handle(FRONT, Submit(request(f"r{self.count}")), self.now_s))
+        order = request(f"r{self.count}", 9 + 40 * (self.count % 3))
+        self.take(self.conductor.handle(FRONT, Submit(order), self.now_s))
+
+    @rule(name=st.sampled_from(["p0", "p1", "d0"]), num_blocks=st.integers(1, 4))
+    def store(self, name: str, num_blocks: int) -> None:
+        self.conductor.prefixes.apply(name, [KVStored(Tier.DRAM, [b"k" * 16] * num_blocks)])
 
     @rule(data=st.data(), outcome=st.sampled_from(["well", "retry", "fail", "refuse", "lost"]))
     def answer(self, data: st.DataObject, outcome: str) -> None:
@@ -610,12 +639,12 @@ class RequestsEndOnce(RuleBasedStateMachine):
             self.take(self.conductor.handle(FRONT, Cancel(request_id), self.now_s))
             self.open.remove(request_id)
 
-    @rule(role=st.sampled_from(list(Role)), registers=st.booleans())
-    def restart(self, role: Role, registers: bool) -> None:
-        name = "p0" if role is Role.PREFILL else "d0"
+    @rule(name=st.sampled_from(["p0", "p1", "d0"]), registers=st.booleans())
+    def restart(self, name: str, registers: bool) -> None:
         if registers:
             self.incarnation += 1
             identity = peer_identity(name, self.incarnation)
+            role = Role.PREFILL if name.startswith("p") else Role.DECODE
             message = registration(name, role, self.incarnation)
             self.take(self.conductor.handle(identity, message, self.now_s))
         elif (instance := self.conductor.instances.get(name)) is not None:
@@ -633,9 +662,33 @@ class RequestsEndOnce(RuleBasedStateMachine):
         for instance in self.conductor.instances:
             assert set(instance.requests) <= self.open
 
+    @invariant()
+    def loads_are_those_of_open_requests(self) -> None:
+        loads, transfers = self.conductor.view.loads, self.conductor.view.transfers
+        assert loads.num_slots <= 3
+        for instance in self.conductor.instances:
+            slot = self.conductor.prefixes.slots[instance.name]
+            assert loads.num_assigned[slot] == len(instance.requests)
+        states = [tracked.state for tracked in self.conductor.requests.values()]
+        num_placed = sum(state is not RequestState.WAITING for state in states)
+        assert loads.batch_size.sum() == num_placed
+        assert loads.num_decoding.sum() == states.count(RequestState.DECODING)
+        if not num_placed:
+            for array in (loads.queued_s, loads.num_kv_tokens, loads.num_decoding_tokens):
+                assert not array.any()
+            assert not transfers.ordered_bytes.any()
+
+
+class RequestsEndOnceWithTheBaseline(RequestsEndOnce):
+    """Section 7.1: decode's load is checked when prefill has ended."""
+
+    overload = Overload.BASELINE
+
 
 TestRequestsEndOnce = RequestsEndOnce.TestCase
 TestRequestsEndOnce.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRequestsEndOnceWithTheBaseline = RequestsEndOnceWithTheBaseline.TestCase
+TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 def test_same_input_same_output() -> None:

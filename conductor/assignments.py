@@ -1,0 +1,148 @@
+"""Follows every placed request through its steps, and teaches the view what they took.
+
+Between a placement and its end a request is part of the queue of its prefill instance, of the batch of its
+decode instance, of the traffic of its source, and of the forecast: exactly once in each, however it ends.
+
+Owns: those memberships. Does not know: messages, states, why a request ends.
+"""
+
+from dataclasses import dataclass
+
+from conductor.cluster_view import ClusterView
+from conductor.forecast import DecodeForecast
+from conductor.instances import Instance
+from conductor.outcomes import Outcomes
+from conductor.placement import Placement
+from conductor.rules import Rules
+from mooncake.messages import PrefixSource
+
+
+@dataclass(slots=True)
+class Assignment:
+    """One placement of one request. Slots are those that its instances had then."""
+
+    placement: Placement
+    num_tokens: int
+    assigned_s: float
+    prefill_slot: int
+    decode_slot: int
+    source_slot: int | None
+    fetched_bytes: float
+    due_bucket: int | None
+    """in the forecast, until its prefill has ended"""
+    decode_bucket: int | None = None
+    """in the forecast, since its prefill has ended"""
+    decode_began_s: float | None = None
+
+
+class Assignments:
+    """Of all requests that are placed, by their ids."""
+
+    def __init__(self, view: ClusterView, forecast: DecodeForecast, outcomes: Outcomes, rules: Rules) -> None:
+        self._view, self._forecast, self._outcomes, self._rules = view, forecast, outcomes, rules
+        self._assignments: dict[str, Assignment] = {}
+
+    def placement_of(self, request_id: str) -> Placement | None:
+        """None if it is not placed."""
+        assignment = self._assignments.get(request_id)
+        return None if assignment is None else assignment.placement
+
+    def assign(self, request_id: str, num_tokens: int, placement: Placement, now_s: float) -> None:
+        """It is about to be ordered from this pair."""
+        view, loads, prediction = self._view, self._view.loads, placement.prediction
+        prefill, decode = view.slot_of(placement.prefill.name), view.slot_of(placement.decode.name)
+        assert prefill is not None
+        assert decode is not None
+        source, fetched_bytes = None, 0.0
+        if placement.source is not None:
+            assert view.layout is not None
+            source = view.slot_of(placement.source.name)
+            fetched_bytes = placement.num_fetched_blocks * float(view.layout.block_bytes)
+            view.transfers.ordered_bytes[source] += fetched_bytes
+        loads.assign_prefill(prefill, request_id, prediction.prefill_s)
+        loads.assign_decode(decode, num_tokens)
+        due_bucket = self._forecast.add_prefill(now_s + prediction.ttft_s, num_tokens)
+        self._assignments[request_id] = Assignment(
+            placement, num_tokens, now_s, prefill, decode, source, fetched_bytes, due_bucket
+        )
+        self._outcomes.placed(placement)
+
+    def order_prefill(
+        self, request_id: str, decode: Instance, num_held_blocks: int, now_s: float
+    ) -> PrefixSource | None:
+        """Decode has its pages, and holds so many of the prompt's first blocks.
+
+        Where prefill may fetch a prefix: hot-spot migration (line 29), for what is fetched stays there.
+        """
+        assignment = self._assignments[request_id]
+        self._view.loads.order_prefill(assignment.prefill_slot, request_id, now_s)
+        holder, num_blocks = self._holder(assignment.placement, decode, num_held_blocks)
+        if holder is None:
+            return None
+        self._outcomes.ordered_fetch(num_blocks - assignment.placement.num_local_blocks)
+        return PrefixSource(holder.registration.shards, num_blocks)
+
+    def _holder(
+        self, placement: Placement, decode: Instance, num_held_blocks: int
+    ) -> tuple[Instance | None, int]:
+        """As placed, unless the decode instance turns out to hold more."""
+        if not self._rules.fetches_prefixes:
+            return None, 0
+        own = self._rules.kvcache_balancing_threshold * placement.num_local_blocks
+        if num_held_blocks > max(own, placement.num_source_blocks):
+            return decode, num_held_blocks
+        source = placement.source
+        if source is None or self._view.slot_of(source.name) is None:
+            return None, 0
+        return source, placement.num_source_blocks
+
+    def end_prefill(self, request_id: str, now_s: float, num_cached_tokens: int | None) -> None:
+        """It is decoded from now on. `num_cached_tokens` is None for an inlined prompt."""
+        assignment = self._assignments[request_id]
+        was_computed = num_cached_tokens is not None
+        seconds = self._leave_prefill(request_id, assignment, now_s if was_computed else None)
+        if num_cached_tokens is not None:
+            self._outcomes.first_token(assignment.placement, now_s - assignment.assigned_s)
+            if seconds is not None:
+                self._view.prefill_ended(
+                    assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
+                )
+        assignment.decode_began_s = now_s
+        assignment.decode_bucket = self._forecast.add_decode(now_s, assignment.num_tokens)
+        self._view.loads.begin_decode(assignment.decode_slot, assignment.num_tokens)
+
+    def end_decode(self, request_id: str, now_s: float, num_output_tokens: int) -> None:
+        """It has all its tokens. `release` follows."""
+        assignment = self._assignments[request_id]
+        assert assignment.decode_began_s is not None
+        seconds = now_s - assignment.decode_began_s
+        self._forecast.learn(seconds)
+        if num_output_tokens > 1:
+            self._outcomes.decoded(assignment.placement, seconds / (num_output_tokens - 1))
+
+    def release(self, request_id: str) -> None:
+        """It has ended, or is placed again. Idempotent."""
+        assignment = self._assignments.pop(request_id, None)
+        if assignment is None:
+            return
+        self._leave_prefill(request_id, assignment, None)
+        if assignment.decode_bucket is not None:
+            self._forecast.remove_decode(assignment.decode_bucket, assignment.num_tokens)
+        if self._view.holds(assignment.decode_slot, assignment.placement.decode):
+            has_begun = assignment.decode_bucket is not None
+            self._view.loads.end_decode(assignment.decode_slot, assignment.num_tokens, has_begun=has_begun)
+
+    def _leave_prefill(self, request_id: str, assignment: Assignment, now_s: float | None) -> float | None:
+        """How long it took, if it was computed and that can be told. Idempotent."""
+        if assignment.due_bucket is None:
+            return None
+        self._forecast.remove_prefill(assignment.due_bucket, assignment.num_tokens)
+        assignment.due_bucket = None
+        view, placement = self._view, assignment.placement
+        if placement.source is not None:
+            assert assignment.source_slot is not None
+            if view.holds(assignment.source_slot, placement.source):
+                view.transfers.ordered_bytes[assignment.source_slot] -= assignment.fetched_bytes
+        if not view.holds(assignment.prefill_slot, placement.prefill):
+            return None
+        return view.loads.end_prefill(assignment.prefill_slot, request_id, now_s)

@@ -1,0 +1,173 @@
+"""What the Conductor believes about its instances, kept up by events and read by every decision.
+
+Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot. Does not know: how
+anything is decided, sockets, the clock.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from conductor.estimators import (
+    GENERIC_DECODE_COSTS,
+    GENERIC_PREFILL_COSTS,
+    CostEstimator,
+    Costs,
+    prefill_quantities,
+)
+from conductor.instances import Instance
+from conductor.loads import Loads
+from conductor.prefix_index import PrefixIndex
+from conductor.transfers import TransferEstimator
+from mooncake.blocks import KVLayout
+from mooncake.messages import DecodeStats, Heartbeat, PoolStats
+
+_SAME_PASS = 0.2
+"""prefills that end so close together, in their predicted times, were computed together"""
+
+
+class _Computed(NamedTuple):
+    """Prefills that one instance has computed together, or one."""
+
+    num_new_tokens: float
+    num_pairs: float
+    seconds: float
+    ended_s: float
+
+    def with_another(self, other: "_Computed") -> "_Computed":
+        """Both; `other` ended later."""
+        return _Computed(
+            self.num_new_tokens + other.num_new_tokens,
+            self.num_pairs + other.num_pairs,
+            self.seconds + other.seconds,
+            other.ended_s,
+        )
+
+
+@dataclass(slots=True)
+class _Seat:
+    """Who has a slot, and what its costs are learned from."""
+
+    instance: Instance
+    checked_s: float
+    decode: DecodeStats = field(default_factory=DecodeStats)
+    computed: _Computed | None = None
+
+
+class ClusterView:
+    """All slots. `profiled`: measured costs of prefill and decode to begin with."""
+
+    def __init__(self, profiled: tuple[Costs, Costs] | None = None) -> None:
+        prefill, decode = profiled or (GENERIC_PREFILL_COSTS, GENERIC_DECODE_COSTS)
+        self._is_profiled = profiled is not None
+        self.prefixes = PrefixIndex()
+        self.loads = Loads()
+        self.prefill_costs = CostEstimator(prefill, is_profiled=profiled is not None)
+        self.decode_costs = CostEstimator(decode, is_profiled=profiled is not None)
+        self.transfers = TransferEstimator()
+        self.layout: KVLayout | None = None
+        """of all instances; None before the first one"""
+        self._seats: dict[int, _Seat] = {}
+        self._slots: dict[str, int] = {}
+        self._slot_of_messenger: dict[str, int] = {}
+
+    def instance_at(self, slot: int) -> Instance:
+        """Who has this slot."""
+        return self._seats[slot].instance
+
+    def holds(self, slot: int, instance: Instance) -> bool:
+        """Whether this life still has the slot."""
+        seat = self._seats.get(slot)
+        return seat is not None and seat.instance is instance
+
+    def slot_of(self, name: str) -> int | None:
+        """The slot of a registered instance."""
+        return self._slots.get(name)
+
+    # -- instances ----------------------------------------------------------------------------------
+
+    def add(self, instance: Instance, now_s: float) -> None:
+        """It has registered. Raises ValueError if a name of it, or of its pools, is taken."""
+        registration = instance.registration
+        messengers = [shard.messenger.instance for shard in registration.shards]
+        slot = self.prefixes.add_instance(instance.name, messengers)
+        checked_s = now_s if self._is_profiled else -math.inf
+        self._seats[slot], self._slots[instance.name] = _Seat(instance, checked_s), slot
+        self._slot_of_messenger |= dict.fromkeys(messengers, slot)
+        self.layout = registration.layout
+        self.loads.reset(slot, registration.role, instance.max_sequence_blocks)
+        for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
+            estimator.reset(slot)
+
+    def remove(self, instance: Instance) -> None:
+        """Its life has ended: nothing of it is remembered."""
+        slot = self._slots.pop(instance.name)
+        del self._seats[slot]
+        self._slot_of_messenger = {
+            name: other for name, other in self._slot_of_messenger.items() if other != slot
+        }
+        self.prefixes.remove_instance(instance.name)
+        self.loads.reset(slot, None)
+        self.transfers.reset(slot)
+
+    def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
+        """Its load, as it says."""
+        slot = self._slots[instance.name]
+        self._learn_decode(slot, heartbeat.decode)
+        num_device_pages = instance.registration.capacity.num_device_pages
+        self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
+        pools = list(heartbeat.pools.values())
+        self.transfers.heard(slot, pools, self._slot_of_messenger)
+        if pools:
+            self.loads.room_blocks[slot] = min(_room_blocks(instance, pool) for pool in pools)
+
+    def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
+        """For how long no prefill has shown whether its costs here are predicted well."""
+        return now_s - self._seats[slot].checked_s
+
+    # -- what is learned ----------------------------------------------------------------------------
+
+    def prefill_ended(
+        self, slot: int, num_tokens: int, num_cached_tokens: int, seconds: float, now_s: float
+    ) -> None:
+        """A prefill took so long behind those before it.
+
+        What shared a pass ends together, and is learned from as one, so the last one is kept while more are
+        ordered.
+        """
+        num_new, num_pairs = prefill_quantities(num_tokens, num_cached_tokens)
+        seat = self._seats[slot]
+        seat.checked_s = now_s
+        before, seat.computed = seat.computed, _Computed(num_new, num_pairs, seconds, now_s)
+        if before is not None:
+            predicted_s = self.prefill_costs.predict_s(slot, num_new, num_pairs)
+            if now_s - before.ended_s < _SAME_PASS * predicted_s:
+                seat.computed = before.with_another(seat.computed)
+            else:
+                self._learn_prefill(slot, before)
+        if not self.loads.has_ordered_prefills(slot):
+            self._learn_prefill(slot, seat.computed)
+            seat.computed = None
+
+    def _learn_prefill(self, slot: int, computed: _Computed) -> None:
+        if computed.seconds > 0:
+            self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
+
+    def _learn_decode(self, slot: int, decode: DecodeStats) -> None:
+        seat, loads = self._seats[slot], self.loads
+        num_steps = decode.num_iterations - seat.decode.num_iterations
+        num_tokens = decode.num_tokens - seat.decode.num_tokens
+        seconds = decode.forward_s - seat.decode.forward_s
+        seat.decode = decode
+        if min(num_steps, num_tokens, seconds) > 0 and loads.batch_size[slot] > 0:
+            batch_size = num_tokens / num_steps
+            num_kv_tokens = batch_size * loads.num_kv_tokens[slot] / loads.batch_size[slot]
+            self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
+
+
+def _room_blocks(instance: Instance, pool: PoolStats) -> int:
+    """What a sequence finds when the requests assigned here have ended: without what others use."""
+    layout = instance.registration.layout
+    num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in instance.requests.values())
+    num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)
+    return min(instance.max_sequence_blocks, pool.num_pages - num_used_by_others)

@@ -1,0 +1,132 @@
+"""How long prefills and decode steps take, learned by instance while they happen (Mooncake, section 6.1).
+
+A cost is a polynomial with three coefficients:
+
+    prefill of n new tokens behind c cached ones    constant + n * token + n * (c + n / 2) * pair
+    one step of b requests with k KV tokens in all  constant + b * request + k * token
+
+An estimator begins with a profile's coefficients, or with generic ones, and corrects them by recursive least
+squares on relative errors. Its prior says that coefficients are mostly wrong together, by the speed of the
+machine, so what short prompts teach holds for long ones as well. A surprise counts only up to a limit;
+several in a row in one direction are a change, and rescale everything at once.
+
+Owns: coefficients by slot. Does not know: requests, queues, the clock.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+"""float64"""
+
+NOISE = 0.15
+"""how far a single duration is from the polynomial, relative: standard deviation"""
+_COMMON_DOUBT, _SHAPE_DOUBT = 0.5, 0.3
+"""of the start coefficients, relative: of all together, and of each"""
+_FORGETTING = 1e-3
+"""share of that doubt that comes back with every observation"""
+_LARGEST_SURPRISE = 3.0
+"""in standard deviations of what was expected"""
+_SURPRISES_TO_RESCALE = 4
+_SMALLEST_SHARE = 1e-3
+"""a coefficient does not fall below this share of where it began"""
+
+
+class Costs(NamedTuple):
+    """Seconds: of any, and for a unit of each of two quantities."""
+
+    constant_s: float
+    first_s: float
+    second_s: float
+
+
+GENERIC_PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
+GENERIC_DECODE_COSTS = Costs(5e-3, 1e-4, 1e-8)
+"""Quick rather than slow: who is believed to be too slow is given nothing, and cannot show that it is not.
+The first observation sets the scale."""
+
+
+def prefill_quantities(num_tokens: float, num_cached_tokens: float) -> tuple[float, float]:
+    """New tokens, and pairs of a new token and one before it."""
+    num_new = num_tokens - num_cached_tokens
+    return num_new, num_new * (num_cached_tokens + num_new / 2)
+
+
+class CostEstimator:
+    """Coefficients of all slots. `is_profiled`: `start` was measured, its scale is roughly right."""
+
+    def __init__(self, start: Costs, *, is_profiled: bool) -> None:
+        self._start = np.array(start)
+        self._is_profiled = is_profiled
+        self.constant_s, self.first_s, self.second_s = (np.zeros(0) for _ in range(3))
+        """coefficients by slot"""
+        self._covariances = np.zeros((0, 3, 3))
+        self._has_scale: list[bool] = []
+        self._num_surprises: list[int] = []  # in a row; negative: less than expected
+
+    def reset(self, slot: int) -> None:
+        """Another instance has this slot now; slots are added as needed."""
+        while len(self._has_scale) <= slot:
+            self._has_scale.append(False)
+            self._num_surprises.append(0)
+        num_slots = len(self._has_scale)
+        self.constant_s, self.first_s, self.second_s = (
+            np.append(old, np.zeros(num_slots - len(old)))
+            for old in (self.constant_s, self.first_s, self.second_s)
+        )
+        missing = np.zeros((num_slots - len(self._covariances), 3, 3))
+        self._covariances = np.concatenate([self._covariances, missing])
+        self._begin_at(slot, self._start)
+        self._has_scale[slot] = self._is_profiled
+
+    def predict_s(self, slot: int, first: float, second: float) -> float:
+        """Seconds on one instance."""
+        return float(self.constant_s[slot] + first * self.first_s[slot] + second * self.second_s[slot])
+
+    def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
+        """So long it took."""
+        predicted_s = self.predict_s(slot, first, second)
+        error = seconds / predicted_s - 1.0
+        features = np.array([1.0, first, second]) / predicted_s
+        covariance = self._covariances[slot]
+        gain = covariance @ features
+        variance = float(features @ gain) + NOISE**2
+        largest = _LARGEST_SURPRISE * math.sqrt(variance)
+        if self._is_change(slot, error, largest):
+            self._begin_at(slot, self._coefficients(slot) * max(seconds / predicted_s, _SMALLEST_SHARE))
+            self._has_scale[slot] = True
+            return
+        learned = self._coefficients(slot) + gain * (min(max(error, -largest), largest) / variance)
+        self._put(slot, np.maximum(learned, _SMALLEST_SHARE * self._start))
+        covariance -= np.outer(gain, gain) / variance
+        covariance += _FORGETTING * (_doubt(self._coefficients(slot)) - covariance)
+
+    def _is_change(self, slot: int, error: float, largest: float) -> bool:
+        if not self._has_scale[slot]:
+            return True
+        before = self._num_surprises[slot]
+        if abs(error) <= largest / 2:  # a machine that is much quicker errs by less than 1
+            self._num_surprises[slot] = 0
+        else:
+            self._num_surprises[slot] = max(before, 0) + 1 if error > 0 else min(before, 0) - 1
+        return abs(self._num_surprises[slot]) >= _SURPRISES_TO_RESCALE
+
+    def _begin_at(self, slot: int, coefficients: Floats) -> None:
+        self._put(slot, coefficients)
+        self._covariances[slot] = _doubt(coefficients)
+        self._num_surprises[slot] = 0
+
+    def _coefficients(self, slot: int) -> Floats:
+        return np.array([self.constant_s[slot], self.first_s[slot], self.second_s[slot]])
+
+    def _put(self, slot: int, coefficients: Floats) -> None:
+        self.constant_s[slot], self.first_s[slot], self.second_s[slot] = coefficients
+
+
+def _doubt(coefficients: Floats) -> Floats:
+    """Covariance of coefficients that were measured elsewhere."""
+    common = _COMMON_DOUBT**2 * np.outer(coefficients, coefficients)
+    return common + np.diag((_SHAPE_DOUBT * coefficients) ** 2)

@@ -1,0 +1,153 @@
+"""What each instance has been given and has not ended, in arrays by slot (Mooncake, section 6.1).
+
+The arrays change with events, so that a decision only reads them. A slot is the instance's place in the
+prefix index. Queues count what the Conductor assigned and has not seen end, not what heartbeats claim.
+
+Owns: roles, room, queues of prefills, batches of decodes. Does not know: messages, predictions of times.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.estimators import Floats
+from mooncake.messages import Role
+
+
+@dataclass(slots=True)
+class AssignedPrefill:
+    """A prompt in the queue of a prefill instance. `ordered_s` is set when it may be computed."""
+
+    predicted_s: float
+    ordered_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Prefills:
+    """Those of one instance: all, and in the order in which they were ordered."""
+
+    waiting: dict[str, AssignedPrefill]
+    ordered: dict[str, AssignedPrefill]
+    last_ended_s: float = -math.inf
+
+
+class Loads:
+    """Arrays have `num_slots` entries; those of slots that nobody has are zero."""
+
+    def __init__(self) -> None:
+        self.is_prefill, self.is_decode = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
+        self.room_blocks = np.zeros(0, np.int64)
+        """the longest sequence that fits when all that is assigned has ended"""
+        self.memory_usage = np.zeros(0)
+        """share of the device's KVCache that is in use, as last heard"""
+        self.num_assigned = np.zeros(0, np.int64)
+        """requests, as prefill or as decode"""
+        self.queued_s = np.zeros(0)
+        """predicted times of all prefills that were assigned and have not ended"""
+        self.head_s, self.head_began_s = np.zeros(0), np.zeros(0)
+        """the one that is computed: its predicted time, and since when; infinity before it was ordered"""
+        self.batch_size, self.num_kv_tokens = np.zeros(0), np.zeros(0)
+        """of the requests assigned to a decode instance: how many, and tokens of their prompts"""
+        self.num_decoding, self.num_decoding_tokens = np.zeros(0), np.zeros(0)
+        """the same of those whose prefill has ended"""
+        self._prefills: list[_Prefills] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that somebody has or had."""
+        return len(self._prefills)
+
+    def reset(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
+        """An instance begins in this slot, or (no role) has left it; slots are added as needed."""
+        while self.num_slots <= slot:
+            self._prefills.append(_Prefills({}, {}))
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                grown = np.append(array, np.zeros(self.num_slots - len(array), array.dtype))
+                grown[slot] = 0
+                setattr(self, name, grown)
+        self._prefills[slot] = _Prefills({}, {})
+        self.is_prefill[slot], self.is_decode[slot] = role is Role.PREFILL, role is Role.DECODE
+        self.room_blocks[slot] = room_blocks
+
+    def queue_s(self, now_s: float) -> Floats:
+        """Until each instance has computed all that it was given; what the one that is computed has had of
+        its time is taken off."""
+        progress_s = np.minimum(np.maximum(now_s - self.head_began_s, 0.0), self.head_s)
+        return self.queued_s - progress_s
+
+    # -- prefill ------------------------------------------------------------------------------------
+
+    def assign_prefill(self, slot: int, request_id: str, predicted_s: float) -> None:
+        """It is about to be ordered."""
+        self._prefills[slot].waiting[request_id] = AssignedPrefill(predicted_s)
+        self.num_assigned[slot] += 1
+        self.queued_s[slot] += predicted_s
+        self._set_head(slot)
+
+    def order_prefill(self, slot: int, request_id: str, now_s: float) -> None:
+        """It may be computed as soon as those before it have ended."""
+        prefills = self._prefills[slot]
+        prefill = prefills.waiting.pop(request_id)
+        prefill.ordered_s = now_s
+        prefills.ordered[request_id] = prefill
+        self._set_head(slot)
+
+    def end_prefill(self, slot: int, request_id: str, now_s: float | None = None) -> float | None:
+        """It has been computed at `now_s`, or (None) is not wanted any more. Idempotent.
+
+        How long it took, behind those before it; None if that cannot be told.
+        """
+        prefills = self._prefills[slot]
+        prefill = prefills.waiting.pop(request_id, None) or prefills.ordered.get(request_id)
+        if prefill is None:
+            return None
+        seconds = None
+        if now_s is not None and prefill.ordered_s is not None:
+            if next(iter(prefills.ordered)) == request_id:
+                seconds = now_s - max(prefill.ordered_s, prefills.last_ended_s)
+            prefills.last_ended_s = now_s
+        prefills.ordered.pop(request_id, None)
+        self.num_assigned[slot] -= 1
+        self.queued_s[slot] -= prefill.predicted_s
+        self._set_head(slot)
+        return seconds
+
+    def has_ordered_prefills(self, slot: int) -> bool:
+        """Whether something is computed there, or could be."""
+        return bool(self._prefills[slot].ordered)
+
+    def _set_head(self, slot: int) -> None:
+        prefills = self._prefills[slot]
+        head = next(iter(prefills.ordered.values()), None)
+        if head is None:
+            self.head_s[slot], self.head_began_s[slot] = 0.0, math.inf
+            if not prefills.waiting:
+                self.queued_s[slot] = 0.0  # rounding does not add up
+        else:
+            assert head.ordered_s is not None
+            self.head_s[slot] = head.predicted_s
+            self.head_began_s[slot] = max(head.ordered_s, prefills.last_ended_s)
+
+    # -- decode -------------------------------------------------------------------------------------
+
+    def assign_decode(self, slot: int, num_tokens: int) -> None:
+        """A request with so many prompt tokens is going to be decoded here."""
+        self.num_assigned[slot] += 1
+        self.batch_size[slot] += 1
+        self.num_kv_tokens[slot] += num_tokens
+
+    def begin_decode(self, slot: int, num_tokens: int) -> None:
+        """Its prefill has ended."""
+        self.num_decoding[slot] += 1
+        self.num_decoding_tokens[slot] += num_tokens
+
+    def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
+        """Undoes `assign_decode`, and `begin_decode` if it has begun."""
+        self.num_assigned[slot] -= 1
+        self.batch_size[slot] -= 1
+        self.num_kv_tokens[slot] -= num_tokens
+        if has_begun:
+            self.num_decoding[slot] -= 1
+            self.num_decoding_tokens[slot] -= num_tokens

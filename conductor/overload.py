@@ -1,0 +1,123 @@
+"""Which requests are rejected: those that would miss an SLO, or make others miss it (Mooncake, section 7).
+
+    baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
+    early_rejection  the greater load of both pools, at arrival (7.2)
+    prediction       as before, but decode's load when the prefill will have ended (7.4)
+
+A load is what is predicted in relation to the SLO. Without an SLO nothing is rejected by it.
+
+Owns: the rules. Does not know: how a pair is chosen, messages.
+"""
+
+import numpy as np
+
+from conductor.cluster_view import ClusterView
+from conductor.forecast import DecodeForecast
+from conductor.instances import Instance
+from conductor.placement import Placement, Reason, Rejection
+from mooncake.config import Overload
+
+PROBE_AFTER_S = 30.0
+"""an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all
+were rejected would never be corrected"""
+_SHORTEST_RETRY_S = 1.0
+
+
+class Admission:
+    """Checks requests against the SLOs; None for no SLO."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        forecast: DecodeForecast,
+        policy: Overload,
+        ttft_slo_s: float | None,
+        tbt_slo_s: float | None,
+    ) -> None:
+        self._view, self._forecast, self._policy = view, forecast, policy
+        self._ttft_slo_s, self._tbt_slo_s = ttft_slo_s, tbt_slo_s
+
+    @property
+    def tbt_slo_s(self) -> float | None:
+        """What a decode instance is to double-check when it is asked to reserve pages."""
+        return None if self._policy is Overload.BASELINE else self._tbt_slo_s
+
+    def check_arrival(
+        self, placement: Placement, num_tokens: int, waited_s: float, now_s: float
+    ) -> Rejection | None:
+        """Before anything is done for it; it has waited so long already. Algorithm 1, line 25."""
+        ttft_s = waited_s + placement.prediction.ttft_s
+        ttft_slo_s = self._ttft_slo_s
+        if ttft_slo_s is not None and ttft_s > ttft_slo_s and not self._is_probe(placement, now_s):
+            return _rejection(Reason.TTFT, ttft_s, ttft_slo_s, ttft_s - ttft_slo_s)
+        match self._policy:
+            case Overload.BASELINE:
+                return None
+            case Overload.EARLY_REJECTION:
+                return self._check_tbt(self._mean_tbt_now_s(num_tokens))
+            case Overload.PREDICTION:
+                return self._check_tbt(self._mean_tbt_at_s(now_s + placement.prediction.ttft_s, num_tokens))
+
+    def check_decode(self, decode: Instance, num_tokens: int) -> Rejection | None:
+        """Its prefill has ended, which is wasted if the decode instance rejects it now."""
+        if self._policy is not Overload.BASELINE:
+            return None
+        loads, costs = self._view.loads, self._view.decode_costs
+        slot = self._view.slot_of(decode.name)
+        assert slot is not None
+        num_others = loads.num_decoding[slot]
+        if not num_others:
+            return None
+        num_kv_tokens = loads.num_decoding_tokens[slot] + num_tokens
+        return self._check_tbt(costs.predict_s(slot, num_others + 1, num_kv_tokens))
+
+    def _is_probe(self, placement: Placement, now_s: float) -> bool:
+        if placement.prediction.queue_s > 0:
+            return False
+        slot = self._view.slot_of(placement.prefill.name)
+        assert slot is not None
+        return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
+
+    def _check_tbt(self, tbt_s: float | None) -> Rejection | None:
+        """`tbt_s`: predicted; None if nobody else is decoded then."""
+        tbt_slo_s = self._tbt_slo_s
+        if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
+            return None
+        return _rejection(Reason.TBT, tbt_s, tbt_slo_s, self._decode_s() * (1 - tbt_slo_s / tbt_s))
+
+    def _decode_s(self) -> float:
+        """In which all that is decoded now is replaced."""
+        decode_s = self._forecast.decode_s
+        return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
+
+    def _mean_tbt_now_s(self, num_tokens: int) -> float | None:
+        """Of all decode instances, with one more request somewhere; None if they have nothing to do."""
+        loads, costs = self._view.loads, self._view.decode_costs
+        num_decoding = loads.num_decoding
+        if not num_decoding.any():
+            return None
+        num_instances = np.count_nonzero(loads.is_decode)
+        step_s = (
+            costs.constant_s
+            + (num_decoding + 1 / num_instances) * costs.first_s
+            + (loads.num_decoding_tokens + num_tokens / num_instances) * costs.second_s
+        )
+        return float(step_s @ loads.is_decode) / num_instances
+
+    def _mean_tbt_at_s(self, time_s: float, num_tokens: int) -> float | None:
+        """The same at a later time, when the work that is there then is spread evenly."""
+        work = self._forecast.at(time_s)
+        if not work.num_requests:
+            return None
+        loads, costs = self._view.loads, self._view.decode_costs
+        num_instances = np.count_nonzero(loads.is_decode)
+        step_s = (
+            costs.constant_s
+            + (work.num_requests + 1) / num_instances * costs.first_s
+            + (work.num_tokens + num_tokens) / num_instances * costs.second_s
+        )
+        return float(step_s @ loads.is_decode) / num_instances
+
+
+def _rejection(reason: Reason, predicted_s: float, slo_s: float, retry_after_s: float) -> Rejection:
+    return Rejection(reason, predicted_s, slo_s, max(_SHORTEST_RETRY_S, retry_after_s))

@@ -1,0 +1,76 @@
+"""How long KVCache takes from one instance to another (Mooncake, section 6.1).
+
+    latency + (bytes in flight at the source + bytes) / bandwidth of the source + bytes on SSD / SSD bandwidth
+
+"It is determined not only by the size of the transferred data but also by the current network status,
+especially whether the sending node is under congestion." Heartbeats say what is in flight between any two
+messengers, and how quick it lately was; what has been ordered since is added.
+
+Owns: traffic by slot. Does not know: who fetches what, prefills.
+"""
+
+import numpy as np
+
+from conductor.estimators import Floats
+from mooncake.messages import PoolStats
+
+LATENCY_S = 1e-3
+GENERIC_BYTES_PER_S = 1e9
+"""before the first transfers, and of SSDs"""
+_WEIGHT = 0.3
+"""of the latest report of a bandwidth, against all before"""
+
+
+class TransferEstimator:
+    """Traffic of all slots."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = np.zeros(0)
+        """which others, or it itself, have lately seen from each instance"""
+        self.in_flight_bytes = np.zeros(0)
+        """from and to each instance, in the latest heartbeats"""
+        self.ordered_bytes = np.zeros(0)
+        """that fetches from each instance are about to move: ordered, and their prefills have not ended"""
+        self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
+
+    def reset(self, slot: int) -> None:
+        """Another instance, or none, has this slot now; slots are added as needed."""
+        self._forget_report(slot)
+        missing = np.zeros(max(0, slot + 1 - len(self.bytes_per_s)))
+        for name in ("bytes_per_s", "in_flight_bytes", "ordered_bytes"):
+            setattr(self, name, np.append(getattr(self, name), missing))
+            getattr(self, name)[slot] = 0.0
+        self.bytes_per_s[slot] = GENERIC_BYTES_PER_S
+        for reporter, by_slot in self._reported.items():
+            self.in_flight_bytes[reporter] -= by_slot.pop(slot, 0)
+
+    def heard(self, slot: int, pools: list[PoolStats], slot_of: dict[str, int]) -> None:
+        """An instance's heartbeat. `slot_of`: of the instances that messengers, by their names, belong to."""
+        self._forget_report(slot)
+        report: dict[int, int] = {}
+        for pool in pools:
+            for name, peer in pool.peers.items():
+                other = slot_of.get(name)
+                if other is None or other == slot:
+                    continue
+                report[other] = report.get(other, 0) + peer.in_flight_bytes
+                self.in_flight_bytes[[slot, other]] += peer.in_flight_bytes
+                if peer.bandwidth_bytes_per_s:
+                    change = peer.bandwidth_bytes_per_s - self.bytes_per_s[other]
+                    self.bytes_per_s[other] += _WEIGHT * change
+        self._reported[slot] = report
+
+    @property
+    def ahead_bytes(self) -> Floats:
+        """What a new fetch from each instance waits for."""
+        return np.maximum(self.in_flight_bytes, self.ordered_bytes)
+
+    def seconds(self, source: int, num_bytes: Floats, num_ssd_bytes: float) -> Floats:
+        """From the instance at `source`, for each of `num_bytes`, of which so many are on its SSDs only."""
+        bytes_per_s = float(self.bytes_per_s[source])
+        ahead_s = float(self.ahead_bytes[source]) / bytes_per_s
+        return LATENCY_S + ahead_s + num_ssd_bytes / GENERIC_BYTES_PER_S + num_bytes * (1.0 / bytes_per_s)
+
+    def _forget_report(self, slot: int) -> None:
+        for other, num_bytes in self._reported.pop(slot, {}).items():
+            self.in_flight_bytes[[slot, other]] -= num_bytes

@@ -1,0 +1,306 @@
+"""Transcripts of a Conductor: commands in, what it decided and whom it told what out, all as text.
+
+A file is a list of entries: commands, one a line, `----`, the lines that came of them, an empty line. What
+follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` share their blocks.
+
+    cluster prefill=2 decode=1 [ttft_slo=S] [tbt_slo=S] [scheduling=...] [overload=...] [threshold=X]
+            [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
+    at T                       it is T now
+    join INSTANCE [pages=N]    gone INSTANCE    tick
+    holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
+    used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
+    submit R tokens=N [prompt=P] [max_tokens=N]            cancel R
+    reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
+    refused R    failed R
+    learned                    what the Conductor has learned about prefills
+"""
+
+from pathlib import Path
+from typing import Any
+
+from conductor.estimators import Costs
+from conductor.instances import Instance
+from conductor.outcomes import Outcomes
+from conductor.policy import Conductor, Effect, Limits
+from conductor.rules import Rules
+from mooncake.blocks import KVLayout
+from mooncake.bus import peer_identity
+from mooncake.config import Overload, Scheduling
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Cancel,
+    Capacity,
+    ClusterState,
+    Decode,
+    Ended,
+    Failed,
+    Finished,
+    FinishReason,
+    FrontHello,
+    Grant,
+    GrantedPage,
+    Heartbeat,
+    HeartbeatAck,
+    KVStored,
+    MessengerAddress,
+    PeerStats,
+    PoolShard,
+    PoolStats,
+    Prefill,
+    Prefilled,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    Request,
+    Reserve,
+    Reserved,
+    Role,
+    SamplingParams,
+    Submit,
+    Tier,
+    WorkFailed,
+)
+
+FRONT = b"front#1"
+PAGES = 1000
+SEPARATOR = "----"
+
+
+class Transcript:
+    """One Conductor, from the first `cluster` on."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._block_size = 4
+        self._incarnation = 0
+        self._pages = PAGES
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What has come of all decisions."""
+        return self._conductor.outcomes
+
+    def run(self, line: str) -> list[str]:
+        """What comes of one command."""
+        name, *words = line.split()
+        positional = [word for word in words if "=" not in word]
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        lines: list[str] = getattr(self, f"_do_{name}")(*positional, **options)
+        return lines
+
+    # -- the cluster --------------------------------------------------------------------------------
+
+    def _do_cluster(
+        self,
+        prefill: str = "1",
+        decode: str = "1",
+        ttft_slo: str | None = None,
+        tbt_slo: str | None = None,
+        scheduling: str = "kvcache_centric",
+        overload: str = "prediction",
+        threshold: str = "1.25",
+        prefill_costs: str | None = None,
+        decode_costs: str = "0.01,0.001,0",
+        pages: str = str(PAGES),
+        block: str = "4",
+        max_running: str = "256",
+    ) -> list[str]:
+        limits = Limits(
+            max_running_requests=int(max_running),
+            ttft_slo_s=None if ttft_slo is None else float(ttft_slo),
+            tbt_slo_s=None if tbt_slo is None else float(tbt_slo),
+            peer_timeout_s=1e6,
+        )
+        rules = Rules(Scheduling(scheduling), float(threshold), Overload(overload))
+        profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
+        self._conductor = Conductor(7, "model", limits, rules, profiled)
+        self._block_size, self._pages, self._now_s = int(block), int(pages), 0.0
+        self._instances: dict[str, Register] = {}
+        self._conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+        for role, count in (("p", prefill), ("d", decode)):
+            for index in range(int(count)):
+                self._do_join(f"{role}{index}")
+        return []
+
+    def _do_join(self, name: str, pages: str | None = None) -> list[str]:
+        layout = KVLayout(1, 1, 8, self._block_size, "float32")
+        self._incarnation += 1
+        num_pages = self._pages if pages is None else int(pages)
+        address = MessengerAddress(name, self._incarnation, "host", "/path", ())
+        self._instances[name] = register = Register(
+            PROTOCOL_VERSION,
+            name,
+            self._incarnation,
+            Role.PREFILL if name.startswith("p") else Role.DECODE,
+            "model",
+            layout,
+            (PoolShard(address, layout),),
+            Capacity(num_pages, num_pages),
+            "cpu",
+        )
+        return self._tell(name, register)
+
+    def _do_gone(self, name: str) -> list[str]:
+        return self._shown(self._conductor.peer_gone(self._identity(name), self._now_s))
+
+    def _do_holds(self, name: str, num_blocks: str, prompt: str = "a", dram: str | None = None) -> list[str]:
+        keys = _keys(prompt, int(num_blocks))
+        in_dram = keys if dram is None else keys[: int(dram)]
+        self._conductor.prefixes.apply(name, [KVStored(Tier.DRAM, in_dram), KVStored(Tier.SSD, keys)])
+        return []
+
+    def _do_used(self, name: str, pages: str) -> list[str]:
+        return self._beat(name, num_used=int(pages))
+
+    def _do_memory(self, name: str, free: str) -> list[str]:
+        return self._tell(name, Heartbeat(0, 0, int(free), {}))
+
+    def _do_traffic(self, name: str, bytes: str, rate: str | None = None, **source: str) -> list[str]:  # noqa: A002
+        per_s = None if rate is None else float(rate)
+        return self._beat(name, {source["from"]: PeerStats(int(float(bytes)), per_s, 1)})
+
+    def _beat(self, name: str, peers: dict[str, PeerStats] | None = None, num_used: int = 0) -> list[str]:
+        num_pages = self._instances[name].capacity.num_pool_pages
+        nothing: dict[str, Any] = dict.fromkeys(PoolStats.__struct_fields__, 0)
+        empty: dict[str, Any] = {
+            field: {} for field in ("tiers", "num_misses", "sent_bytes", "received_bytes")
+        }
+        stats = PoolStats(
+            **{**nothing, **empty, "num_pages": num_pages, "num_used": num_used, "peers": peers or {}}
+        )
+        return self._tell(name, Heartbeat(0, 0, num_pages, {name: stats}))
+
+    def _do_at(self, now_s: str) -> list[str]:
+        self._now_s = float(now_s)
+        return []
+
+    def _do_tick(self) -> list[str]:
+        self._conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), self._now_s)
+        return self._shown(self._conductor.tick(self._now_s))
+
+    def _do_learned(self) -> list[str]:
+        view = self._conductor.view
+        return [
+            f"{name}: a prefill of 100 tokens takes {view.prefill_costs.predict_s(slot, 100, 5000):.4g} s"
+            for name, slot in view.prefixes.slots.items()
+            if view.loads.is_prefill[slot]
+        ]
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def _do_submit(self, request_id: str, tokens: str, prompt: str = "a", max_tokens: str = "4") -> list[str]:
+        num_tokens = int(tokens)
+        keys = _keys(prompt, num_tokens // self._block_size)
+        request = Request(request_id, [1] * num_tokens, keys, SamplingParams(int(max_tokens)), "front")
+        return self._shown(self._conductor.handle(FRONT, Submit(request), self._now_s))
+
+    def _do_cancel(self, request_id: str) -> list[str]:
+        return self._shown(self._conductor.handle(FRONT, Cancel(request_id), self._now_s))
+
+    def _do_reserved(self, request_id: str, held: str = "0", inlined: str = "no") -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        assert tracked.decode is not None
+        lacking = range(int(held), -(-len(tracked.request.token_ids) // self._block_size))
+        pages = [GrantedPage(index, index, 1) for index in lacking]
+        grant = Grant(1, self._instances[tracked.decode].shards[0].messenger, pages)
+        return self._tell(tracked.decode, Reserved(tracked.ref, grant, inlined == "yes"))
+
+    def _do_prefilled(self, request_id: str, cached: str = "0") -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        return self._tell(tracked.prefill, Prefilled(tracked.ref, 42, int(cached)))
+
+    def _do_finished(self, request_id: str, tokens: str = "4") -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        return self._tell(tracked.decode, Finished(tracked.ref, FinishReason.LENGTH, int(tokens)))
+
+    def _do_refused(self, request_id: str) -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", 0.2))
+
+    def _do_failed(self, request_id: str) -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        return self._tell(tracked.decode, WorkFailed(tracked.ref, "broken", retryable=True))
+
+    # -- what is shown ------------------------------------------------------------------------------
+
+    def _tell(self, name: str | None, message: object) -> list[str]:
+        assert name is not None
+        return self._shown(self._conductor.handle(self._identity(name), message, self._now_s))  # type: ignore[arg-type]
+
+    def _identity(self, name: str) -> bytes:
+        return peer_identity(name, self._instances[name].incarnation)
+
+    def _shown(self, effects: list[Effect]) -> list[str]:
+        lines = []
+        for effect in effects:
+            peer = effect.peer.decode().partition("#")[0]
+            what = self._described(effect)
+            if what is not None:
+                lines.append(f"{peer} <- {what}")
+        return lines
+
+    def _described(self, effect: Effect) -> str | None:
+        match effect.message:
+            case Registered() | ClusterState() | HeartbeatAck():
+                return None
+            case Reserve(ref, _, tbt_slo_s):
+                slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}"
+                return f"reserve {ref.request_id}#{ref.attempt}{slo}: {self._why(ref.request_id)}"
+            case Prefill(ref, _, _, time_left_s, source):
+                left = "" if time_left_s is None else f" time_left={time_left_s:g}"
+                fetch = "" if source is None else f" fetch {_name(source)}:{source.num_blocks}"
+                return f"prefill {ref.request_id}#{ref.attempt}{left}{fetch}"
+            case Decode(ref):
+                return f"decode {ref.request_id}#{ref.attempt}"
+            case Abort(ref):
+                return f"abort {ref.request_id}#{ref.attempt}"
+            case Rejected(request_id, status, message, retry_after_s):
+                retry = "" if retry_after_s is None else f", retry after {retry_after_s:.3g} s"
+                return f"rejected {request_id} {status}{retry}: {message}"
+            case Failed(request_id, message):
+                return f"failed {request_id}: {message}"
+            case Ended(request_id, num_tokens):
+                return f"ended {request_id} {num_tokens}"
+        raise AssertionError(effect)
+
+    def _why(self, request_id: str) -> str:
+        """How the pair was chosen."""
+        placement = self._conductor.placement_of(request_id)
+        assert placement is not None
+        source = "" if placement.source is None else f" source={_instance(placement.source, placement)}"
+        times = placement.prediction
+        return (
+            f"{placement.prefill.name} {placement.decode.name} local={placement.num_local_blocks}{source}"
+            f" queue={times.queue_s:.4g} transfer={times.transfer_s:.4g} prefill={times.prefill_s:.4g}"
+            f" tbt={times.tbt_s:.4g}"
+        )
+
+
+def _instance(source: Instance, placement: object) -> str:
+    return f"{source.name}:{placement.num_source_blocks}"  # type: ignore[attr-defined]
+
+
+def _name(source: object) -> str:
+    return str(source.shards[0].messenger.instance)  # type: ignore[attr-defined]
+
+
+def _costs(text: str) -> Costs:
+    return Costs(*(float(part) for part in text.split(",")))
+
+
+def _keys(prompt: str, num_blocks: int) -> list[bytes]:
+    return [f"{prompt} {index}".encode().ljust(16) for index in range(num_blocks)]
+
+
+def replay(path: Path) -> str:
+    """The file as it would be with what happens now."""
+    transcript = Transcript()
+    entries = []
+    for entry in path.read_text().strip().split("\n\n"):
+        told, separator, _ = entry.partition(f"\n{SEPARATOR}")
+        commands = [line for line in told.splitlines() if not line.startswith("#")]
+        came = [line for command in commands for line in transcript.run(command)]
+        entries.append("\n".join([told, SEPARATOR, *came]) if commands or separator else told)
+    return "\n\n".join(entries) + "\n"
