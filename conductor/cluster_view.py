@@ -8,18 +8,13 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conductor.estimators import (
-    GENERIC_DECODE_COSTS,
-    GENERIC_PREFILL_COSTS,
-    CostEstimator,
-    Costs,
-    prefill_quantities,
-)
+from conductor.estimators import GENERIC_DECODE_COSTS, GENERIC_PREFILL_COSTS, CostEstimator
 from conductor.instances import Instance
 from conductor.loads import Loads
 from conductor.prefix_index import PrefixIndex
 from conductor.transfers import TransferEstimator
 from mooncake.blocks import KVLayout
+from mooncake.costs import Costs, prefill_quantities
 from mooncake.messages import DecodeStats, Heartbeat, PoolStats
 
 _SAME_PASS = 0.2
@@ -135,7 +130,7 @@ class ClusterView:
         What shared a pass ends together, and is learned from as one, so the last one is kept while more are
         ordered.
         """
-        num_new, num_pairs = prefill_quantities(num_tokens, num_cached_tokens)
+        num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
         seat = self._seats[slot]
         seat.checked_s = now_s
         before, seat.computed = seat.computed, _Computed(num_new, num_pairs, seconds, now_s)

@@ -1,23 +1,21 @@
 """How long prefills and decode steps take, learned by instance while they happen (Mooncake, section 6.1).
 
-A cost is a polynomial with three coefficients:
-
-    prefill of n new tokens behind c cached ones    constant + n * token + n * (c + n / 2) * pair
-    one step of b requests with k KV tokens in all  constant + b * request + k * token
-
-An estimator begins with a profile's coefficients, or with generic ones, and corrects them by recursive least
-squares on relative errors. Its prior says that coefficients are mostly wrong together, by the speed of the
-machine, so what short prompts teach holds for long ones as well. A surprise counts only up to a limit;
-several in a row in one direction are a change, and rescale everything at once.
+A cost is a polynomial with three coefficients (`mooncake.costs`). An estimator begins with those of a
+profile, or with generic ones, and corrects them by recursive least squares on relative errors. Its prior says
+that coefficients are mostly wrong together, by the speed of the machine: what short prompts teach holds for
+long ones as well. A surprise counts only up to a limit; several in a row in one direction are a change, and
+rescale everything at once.
 
 Owns: coefficients by slot. Does not know: requests, queues, the clock.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mooncake.costs import Costs
 
 Floats = NDArray[np.floating[Any]]
 """float64"""
@@ -35,24 +33,10 @@ _SMALLEST_SHARE = 1e-3
 """a coefficient does not fall below this share of where it began"""
 
 
-class Costs(NamedTuple):
-    """Seconds: of any, and for a unit of each of two quantities."""
-
-    constant_s: float
-    first_s: float
-    second_s: float
-
-
 GENERIC_PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
 GENERIC_DECODE_COSTS = Costs(5e-3, 1e-4, 1e-8)
 """Quick rather than slow: who is believed to be too slow is given nothing, and cannot show that it is not.
 The first observation sets the scale."""
-
-
-def prefill_quantities(num_tokens: float, num_cached_tokens: float) -> tuple[float, float]:
-    """New tokens, and pairs of a new token and one before it."""
-    num_new = num_tokens - num_cached_tokens
-    return num_new, num_new * (num_cached_tokens + num_new / 2)
 
 
 class CostEstimator:

@@ -7,6 +7,9 @@ instance of several shards (pipeline stages, ranks) holds a block only when all 
 Owns: sets, their numbers, how many blocks use each. Does not know: keys.
 """
 
+import itertools
+from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -46,8 +49,9 @@ class HolderSets:
         self._numbers = {0: EMPTY}
         """of each set by its mask; a set that `clear` has made equal to another one is not here"""
         self._free: list[int] = []
-        self._empty: set[int] = set()
-        """sets besides `EMPTY` that nobody is left in"""
+        self._num_empty = 0
+        self.is_empty = array("B", [False])
+        """by number: sets besides `EMPTY` that nobody is left in, though blocks use them"""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
         """The set of blocks of set `before` after `shard` has stored or removed them; `num_blocks` move."""
@@ -82,29 +86,31 @@ class HolderSets:
                 if held:
                     self._numbers.setdefault(held, number)
                 else:
-                    self._empty.add(number)
+                    self.is_empty[number] = True
+                    self._num_empty += 1
 
     @property
-    def empty(self) -> frozenset[int]:
-        """Sets besides `EMPTY` that nobody is left in."""
-        return frozenset(self._empty)
+    def has_empty(self) -> bool:
+        """Whether there are any sets besides `EMPTY` that nobody is left in."""
+        return self._num_empty > 0
 
     @property
     def num_unheld_blocks(self) -> int:
         """Blocks that use a set that nobody is left in."""
-        return sum(self._num_blocks[number] for number in self._empty)
+        return sum(itertools.compress(self._num_blocks, self.is_empty))
 
-    def release_all(self, numbers: Iterable[int]) -> None:
-        """No block uses these sets any more."""
-        for number in numbers:
-            self._release(number, self._num_blocks[number])
+    def release(self, numbers: Iterable[int]) -> None:
+        """One block for each of these numbers does not use its set any more."""
+        for number, num_blocks in Counter(numbers).items():
+            self._release(number, num_blocks)
 
     def _release(self, number: int, num_blocks: int) -> None:
         self._num_blocks[number] -= num_blocks
         if not self._num_blocks[number]:
             self._forget_mask(number)
             self._held[number] = self.holding[number] = self.in_dram[number] = 0
-            self._empty.discard(number)
+            self._num_empty -= self.is_empty[number]
+            self.is_empty[number] = False
             self._free.append(number)
 
     def _new(self, held: int, holding: int, in_dram: int, shard: Shard) -> int:
@@ -121,6 +127,7 @@ class HolderSets:
             self.holding.append(holding)
             self.in_dram.append(in_dram)
             self._num_blocks.append(0)
+            self.is_empty.append(False)
         self._numbers[held] = number
         return number
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
-from conductor.estimators import Costs
 from conductor.forecast import DecodeForecast
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
@@ -21,6 +20,7 @@ from conductor.overload import Admission
 from conductor.placement import Placement, Reason, Rejection, why_too_large
 from conductor.rules import Rules
 from conductor.scheduling import Scheduler
+from mooncake.costs import Costs
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,

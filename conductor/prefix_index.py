@@ -15,6 +15,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from conductor.block_table import BlockTable, new_block_table
 from conductor.holders import EMPTY, HolderSets, Shard
 from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
@@ -36,7 +37,9 @@ class PrefixMatch:
 class PrefixIndex:
     """All blocks of all instances. Slots are small numbers that arrays by instance are indexed with."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: BlockTable | None = None) -> None:
+        self._table = new_block_table() if table is None else table
+        """the number of each key's set of holders"""
         self._slots: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shards_of: dict[str, tuple[str, ...]] = {}
@@ -45,7 +48,6 @@ class PrefixIndex:
         self._num_shards = 0
         """that bits have been given to, at the same time"""
         self._sets = HolderSets()
-        self._table: dict[BlockKey, int] = {}
 
     # -- instances ----------------------------------------------------------------------------------
 
@@ -61,8 +63,13 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different keys."""
-        return len(self._table)
+        """Different blocks that are held somewhere."""
+        return len(self._table) - self.num_stale_blocks
+
+    @property
+    def num_stale_blocks(self) -> int:
+        """Keys that nobody holds since instances have gone; they are dropped bit by bit while events come."""
+        return self._sets.num_unheld_blocks
 
     def num_held(self, name: str) -> Mapping[Tier, int]:
         """Blocks by tier of the instance, or part of one, that publishes as `name`."""
@@ -91,7 +98,6 @@ class PrefixIndex:
             self._sets.clear(shard)
             self._free_numbers.append(shard.number)
         self._free_slots.append(self._slots.pop(name))
-        self._sweep()
 
     def _new_number(self) -> int:
         if self._free_numbers:
@@ -117,41 +123,29 @@ class PrefixIndex:
                     self._change(shard, tier, keys, is_stored=False)
                 case KVCleared():
                     self._sets.clear(shard)
-        self._sweep()
+        if self._sets.has_empty:
+            self._sets.release(self._table.sweep(self._sets.is_empty))
 
     def _change(self, shard: Shard, tier: Tier, keys: Sequence[BlockKey], is_stored: bool) -> None:
-        distinct = {key: EMPTY for key in keys if len(key) == KEY_BYTES}
-        get = self._table.get
-        before = [get(key, EMPTY) for key in distinct]
+        distinct = list({key: None for key in keys if len(key) == KEY_BYTES})
+        before = self._table.find(distinct)
         after = {
             number: self._sets.move(number, shard, tier, is_stored, num_blocks)
             for number, num_blocks in Counter(before).items()
         }
-        self._table.update(zip(distinct, map(after.__getitem__, before), strict=True))
-        if EMPTY in after.values():
-            for key in distinct:
-                if self._table[key] == EMPTY:
-                    del self._table[key]
-
-    def _sweep(self) -> None:
-        """Drops keys that nobody holds since instances have gone, when they are the greater part."""
-        empty = self._sets.empty
-        if not empty or 2 * self._sets.num_unheld_blocks <= len(self._table):
-            return
-        self._table = {key: number for key, number in self._table.items() if number not in empty}
-        self._sets.release_all(empty)
+        if any(number != other for number, other in after.items()):
+            self._table.set(distinct, [after[number] for number in before])
 
     # -- prompts ------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """How many leading blocks of a prompt with these `keys` each instance holds: one pass for all."""
-        holding, in_dram, get = self._sets.holding, self._sets.in_dram, self._table.get
+        holding, in_dram = self._sets.holding, self._sets.in_dram
         masks: list[int] = []
         ssd_masks: list[int] = []
         starts: list[int] = []
         previous, mask, end = EMPTY, -1, len(keys)
-        for position, key in enumerate(keys):
-            number = get(key, EMPTY)
+        for position, number in enumerate(self._table.find(keys)):
             if number == previous and number != EMPTY:
                 continue
             previous = number

@@ -12,6 +12,7 @@ import json
 import logging
 import shlex
 import time
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -29,8 +30,11 @@ from conductor.view import ClusterView
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import ConductorProcess
+from mooncake.costs import Costs
+from mooncake.errors import ConfigError
 from mooncake.messages import ToConductor
 from mooncake.process import Ready, child_main, report
+from mooncake.profile import load_profile
 
 TICK_S = 0.5
 log = logging.getLogger(__name__)
@@ -115,7 +119,8 @@ async def serve(process: ConductorProcess) -> None:
             config.conductor.kvcache_balancing_threshold,
             config.conductor.overload,
         )
-        conductor = Conductor(time.time_ns(), model.fingerprint, limits, rules)
+        profiled = _profiled_costs(config.conductor.profile, checkpoint.name, dtype)
+        conductor = Conductor(time.time_ns(), model.fingerprint, limits, rules, profiled)
         front = FrontConfig(
             host=config.http.host,
             port=config.http.port,
@@ -147,6 +152,19 @@ async def serve(process: ConductorProcess) -> None:
         finally:
             follower.close()
             router.close()
+
+
+def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, Costs] | None:
+    """Of a profile of this model, if one is configured."""
+    if path is None:
+        return None
+    profile = load_profile(path)
+    if (profile.model, profile.dtype) != (model, dtype):
+        raise ConfigError(
+            f"conductor.profile: {path} was measured with {profile.model} in {profile.dtype}, this is {model}"
+            f" in {dtype}; measure it anew with `mooncake-serve profile FILE`"
+        )
+    return profile.costs
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:

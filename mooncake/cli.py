@@ -1,7 +1,7 @@
 """`mooncake-serve`: reads the configuration and runs this node's processes.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
-`mooncake-serve keygen FILE` makes the key of a cluster.
+`mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve profile FILE` measures this machine.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import yaml
 from mooncake.config import Config, describe, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.keys import ClusterKey
+from mooncake.profiling import profile
 from mooncake.supervisor import supervise
 
 SHORT_NAMES = {
@@ -23,6 +24,7 @@ SHORT_NAMES = {
     ("http", "port"): "--port",
 }
 CONFIG_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
 
 
 def main() -> None:
@@ -36,10 +38,16 @@ def main() -> None:
             keygen(arguments.file)
             return
         config = load_config(arguments.config, os.environ, flags)
+        if arguments.command == "profile":
+            profile(config, Path(arguments.file))
+            return
         if arguments.print_config:
             print(render(config), end="")
             return
         sys.exit(asyncio.run(supervise(config)))
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)
     except MooncakeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(CONFIG_EXIT_CODE)
@@ -81,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         if path in SHORT_NAMES:
             names.append(SHORT_NAMES[path])
         parser.add_argument(*names, dest="_".join(path), metavar="VALUE", help=describe(path))
-    commands = parser.add_subparsers(dest="command", metavar="keygen FILE")
-    help_text = "make the key that all nodes of a cluster share, in a new FILE (- for stdout), and exit"
-    commands.add_parser("keygen", help=help_text, description=help_text).add_argument("file", metavar="FILE")
+    commands = parser.add_subparsers(dest="command", metavar="keygen FILE, profile FILE")
+    for name, help_text in (
+        ("keygen", "make the key that all nodes of a cluster share, in a new FILE (- for stdout), and exit"),
+        ("profile", "measure the configured model on this device, for --conductor-profile FILE, and exit"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("file", metavar="FILE")
     return parser

@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -54,7 +54,18 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Status = Progress | Ready | Fatal
+class Measured(msgspec.Struct, tag=True, frozen=True):
+    """One duration for a profile (`mooncake.profile`): of a prefill of so many new and cached tokens, or of a
+    step of so many requests and KV tokens in all. `engine`: what computed."""
+
+    what: Literal["prefill", "decode"]
+    first: int
+    second: int
+    seconds: float
+    engine: str
+
+
+Status = Progress | Ready | Fatal | Measured
 
 
 def report(status: Status) -> None:

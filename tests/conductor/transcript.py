@@ -18,7 +18,6 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
 from pathlib import Path
 from typing import Any
 
-from conductor.estimators import Costs
 from conductor.instances import Instance
 from conductor.outcomes import Outcomes
 from conductor.policy import Conductor, Effect, Limits
@@ -26,6 +25,7 @@ from conductor.rules import Rules
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import Overload, Scheduling
+from mooncake.costs import Costs
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,

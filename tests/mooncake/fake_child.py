@@ -10,13 +10,13 @@ from typing import Literal
 from pydantic import BaseModel
 
 from mooncake.errors import ModelError
-from mooncake.process import STATUS_FD_VARIABLE, Progress, Ready, child_main, report
+from mooncake.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, child_main, report
 
 
 class FakeConfig(BaseModel):
     """`lives_file` counts starts; the behaviour is that of the first start, later ones serve."""
 
-    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm", "babble", "babble-for-ever"]
+    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm", "babble", "babble-for-ever", "measure"]
     lives_file: str
 
 
@@ -41,6 +41,10 @@ async def serve(config: FakeConfig) -> None:
     while config.behaviour == "babble-for-ever":
         print("x" * 1000, flush=True)
         await asyncio.sleep(0.001)
+    if config.behaviour == "measure":
+        report(Measured("prefill", 16, 0, 0.5, "cpu"))
+        report(Measured("decode", 1, 65, 0.25, "cpu"))
+        return
     report(Ready("served", f"try {num_lives}"))
     try:
         await asyncio.Event().wait()

@@ -1,0 +1,1 @@
+"""What the papers published, beside what this system does in the simulator."""

@@ -1,0 +1,194 @@
+"""The prefix index alone: time of a match, memory, events a second.
+
+    python -m benchmarks.scheduling.index NUM_INSTANCES NUM_BLOCKS      (one size, one JSON line)
+
+Prompts have 64 blocks (16k tokens in blocks of 256). The first 8 are a system prompt that every instance
+holds; the others have one to four holders each, and a fifth of the prompts have their second half on SSD.
+
+Owns: this workload, its tables. Does not know: placement.
+"""
+
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from benchmarks.store.index import resident_bytes
+from benchmarks.store.rounds import print_table, progress
+from conductor.prefix_index import PrefixIndex
+from conductor.vllm_events import VllmEvents
+from mooncake.blocks import KEY_BYTES, BlockKey
+from mooncake.messages import FromKVEvents, KVEvent, KVEvents, KVStored, Tier
+
+NUM_INSTANCES = (16, 100, 1000)
+NUM_BLOCKS = (1_000, 100_000, 1_000_000)
+MOST_BLOCKS = 10_000_000
+MATCH_BARS_US = {16: 20, 100: 30, 1000: 60}
+MEMORY_BAR_BYTES = 200
+EVENT_BARS = {"ours": 500_000, "vLLM's": 200_000}
+PROMPT_BLOCKS, SHARED_BLOCKS = 64, 8
+NUM_MATCHES = 2_000
+NUM_ROUNDS = 5
+VLLM_BLOCK_TOKENS = 256
+_SEED = 7
+_ROOT = bytes(KEY_BYTES)
+
+
+def fill(index: PrefixIndex, num_instances: int, num_blocks: int) -> list[list[BlockKey]]:
+    """Adds the instances and their blocks; returns some of the prompts."""
+    draw = random.Random(_SEED)
+    names = [f"p{number}" for number in range(num_instances)]
+    shared = new_keys(SHARED_BLOCKS)
+    for name in names:
+        index.add_instance(name)
+        index.apply(name, [KVStored(Tier.DRAM, shared)])
+    own_blocks = PROMPT_BLOCKS - SHARED_BLOCKS
+    num_prompts = max(1, num_blocks // own_blocks)
+    some = set(draw.sample(range(num_prompts), min(num_prompts, NUM_MATCHES)))
+    prompts = []
+    for number in range(num_prompts):
+        keys = new_keys(own_blocks)
+        events: list[KVEvent] = [KVStored(Tier.DRAM, keys)]
+        if draw.random() < 0.2:
+            half = own_blocks // 2
+            events = [KVStored(Tier.DRAM, keys[:half]), KVStored(Tier.SSD, keys[half:])]
+        for name in draw.sample(names, min(4, 1 + int(draw.expovariate(1.5)))):
+            index.apply(name, events)
+        if number in some:
+            prompts.append(shared + keys)
+    return prompts
+
+
+def new_keys(num_keys: int) -> list[BlockKey]:
+    """As random as hashes."""
+    joined = os.urandom(KEY_BYTES * num_keys)
+    return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+
+
+def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
+    """Of one size, in this process: bytes a block, and microseconds a match."""
+    index = PrefixIndex()
+    gc.collect()
+    before_bytes = resident_bytes()
+    prompts = fill(index, num_instances, num_blocks)
+    gc.collect()
+    held_bytes = resident_bytes() - before_bytes
+    order = random.Random(_SEED).choices(prompts, k=NUM_MATCHES)
+    times_s = []
+    for prompt in order:
+        keys = [bytes(bytearray(key)) for key in prompt]  # a request brings its own
+        started_s = time.perf_counter()
+        index.match(keys)
+        times_s.append(time.perf_counter() - started_s)
+    times_s.sort()
+    return {
+        "bytes_per_block": held_bytes / index.num_blocks,
+        "p50_us": 1e6 * statistics.median(times_s),
+        "p99_us": 1e6 * times_s[int(0.99 * len(times_s))],
+    }
+
+
+def internal_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
+    """Batches as messengers publish them."""
+    encode = msgspec.msgpack.encode
+    return [
+        encode(KVEvents("p0", 1, sequence, [KVStored(Tier.DRAM, new_keys(batch_blocks))]))
+        for sequence in range(num_batches)
+    ]
+
+
+def vllm_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
+    """Batches as vLLM publishes them, one prompt each, of a vocabulary of 49,152 tokens."""
+    draw = random.Random(_SEED)
+    num_tokens = batch_blocks * VLLM_BLOCK_TOKENS
+    messages = []
+    for _ in range(num_batches):
+        event = {
+            "type": "BlockStored",
+            "block_hashes": [draw.getrandbits(64) for _ in range(batch_blocks)],
+            "parent_block_hash": None,
+            "token_ids": draw.choices(range(49_152), k=num_tokens),
+            "block_size": VLLM_BLOCK_TOKENS,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+        }
+        messages.append(msgspec.msgpack.encode([12.5, [event], 0]))
+    return messages
+
+
+def blocks_per_s(
+    messages: Sequence[bytes], num_blocks: int, new_reader: Callable[[], Callable[[bytes], list[KVEvent]]]
+) -> float:
+    """From the bytes of a message to the index: the median of some rounds, each with an empty index."""
+    rates = []
+    for _ in range(NUM_ROUNDS):
+        index, read = PrefixIndex(), new_reader()
+        index.add_instance("p0")
+        started_s = time.perf_counter()
+        for message in messages:
+            index.apply("p0", read(message))
+        rates.append(num_blocks / (time.perf_counter() - started_s))
+        assert index.num_blocks == num_blocks
+    return statistics.median(rates)
+
+
+def event_rates() -> Iterator[tuple[str, int, float]]:
+    """Format, blocks a message, blocks a second."""
+    decode = msgspec.msgpack.Decoder(FromKVEvents).decode
+
+    def events_of(message: bytes) -> list[KVEvent]:
+        batch = decode(message)
+        assert isinstance(batch, KVEvents)
+        return batch.events
+
+    for batch_blocks in (1, 64, 1000):
+        messages = internal_messages(100_000 // max(10, batch_blocks), batch_blocks)
+        rate = blocks_per_s(messages, len(messages) * batch_blocks, lambda: events_of)
+        yield "ours", batch_blocks, rate
+    for batch_blocks in (1, 64):
+        messages = vllm_messages(6_400 // batch_blocks, batch_blocks)
+        rate = blocks_per_s(
+            messages, len(messages) * batch_blocks, lambda: VllmEvents(_ROOT, VLLM_BLOCK_TOKENS).read
+        )
+        yield "vLLM's", batch_blocks, rate
+
+
+def report(is_full: bool) -> None:
+    """The tables; each size in a process of its own."""
+    sizes = (*NUM_BLOCKS, MOST_BLOCKS) if is_full else NUM_BLOCKS
+    rows = []
+    for num_blocks in sizes:
+        row = [f"{num_blocks:,}"]
+        for num_instances in NUM_INSTANCES:
+            progress(f"index: {num_blocks:,} blocks, {num_instances} instances")
+            command = [sys.executable, "-m", __spec__.name, str(num_instances), str(num_blocks)]
+            figures = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+            row.append(f"{figures['p50_us']:.0f} / {figures['p99_us']:.0f} us")
+        rows.append([*row, f"{figures['bytes_per_block']:.0f} B"])
+    bars = [f"{MATCH_BARS_US[number]} us" for number in NUM_INSTANCES]
+    print_table(
+        "Prefix index: a match of 64 blocks, p50 / p99",
+        ["blocks", *(f"{number} instances" for number in NUM_INSTANCES), "memory a block, 1000 instances"],
+        [*rows, ["bar, p50", *bars, f"{MEMORY_BAR_BYTES} B"]],
+    )
+    progress("index: events")
+    print_table(
+        "Prefix index: KV events, from a message's bytes to the index",
+        ["format", "blocks a message", "blocks/s", "bar"],
+        [
+            [name, str(batch_blocks), f"{rate:,.0f}", f"{EVENT_BARS[name]:,}" if batch_blocks > 1 else ""]
+            for name, batch_blocks, rate in event_rates()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,164 @@
+"""A running batch of continuous batching, advanced many steps at a time.
+
+While nobody joins or leaves, step i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i * size)`, so
+the time of n steps is a sum in closed form, and so is the number of steps that have begun by a given time.
+What a request has waited for each of its tokens is kept as runs of steps, not token by token.
+
+Owns: who is in the batch, how many steps it has made, the times between tokens. Does not know: the clock, why
+somebody joins.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+LONGEST_SHARE = 0.1
+"""TBT of a request: the mean of its longest 10% of token gaps (Mooncake, FAST'25)"""
+_MAX_RUNS = 4096
+Gaps = list[tuple[int, float]]
+"""(number, seconds) of gaps between tokens"""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One request in the batch. `num_tokens`: with KVCache, `num_left`: still to be drawn, at its joining."""
+
+    number: int
+    """in order of arrival"""
+    num_tokens: int
+    num_left: int
+    left_s: float = 0.0
+    """when its latest token was drawn before it joined"""
+    gaps: Gaps = field(default_factory=list)
+    is_running: bool = False
+    joined_step: int = 0
+    first_run: int = 0
+    waited_s: float = 0.0
+
+    @property
+    def last_step(self) -> int:
+        """The step that draws its last token."""
+        return self.joined_step + self.num_left
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Of one step of a batch as it is: fixed, and for each token of KVCache."""
+
+    fixed_s: float
+    kv_token_s: float
+
+    def steps_s(self, num_kv_tokens: int, size: int, num_steps: int) -> float:
+        """Seconds of so many steps."""
+        num_grown = size * num_steps * (num_steps - 1) / 2
+        return num_steps * (self.fixed_s + self.kv_token_s * num_kv_tokens) + self.kv_token_s * num_grown
+
+    def steps_by(self, num_kv_tokens: int, size: int, seconds: float) -> int:
+        """How many steps have begun before `seconds` have passed; at least one."""
+        first_s = self.fixed_s + self.kv_token_s * num_kv_tokens
+        half_growth_s = self.kv_token_s * size / 2
+        linear_s = first_s - half_growth_s
+        num_steps = 2 * seconds / (linear_s + math.sqrt(linear_s**2 + 4 * half_growth_s * seconds))
+        return max(1, math.ceil(num_steps - 1e-9))
+
+
+class Batch:
+    """Invariant: `num_kv_tokens` is the sum over the members, the newest token of each left out."""
+
+    def __init__(self) -> None:
+        self.num_kv_tokens = 0
+        self.num_steps = 0
+        self._members: dict[Member, None] = {}
+        self._leaving: list[tuple[int, int, Member]] = []
+        """by last step; also of members that have been removed"""
+        self._runs: Gaps = []
+        """(steps, seconds of each); without steps: a stall"""
+        self._num_dropped_runs = 0
+
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Member, now_s: float) -> None:
+        """It is part of the next step."""
+        member.joined_step = self.num_steps
+        member.first_run = self._num_dropped_runs + len(self._runs)
+        member.waited_s = now_s - member.left_s
+        member.is_running = True
+        self.num_kv_tokens += member.num_tokens
+        self._members[member] = None
+        heapq.heappush(self._leaving, (member.last_step, member.number, member))
+
+    def num_steps_to_first_end(self) -> int:
+        """Until somebody has all tokens. The batch must not be empty."""
+        while not self._is_leaving(*self._leaving[0]):
+            heapq.heappop(self._leaving)
+        return self._leaving[0][0] - self.num_steps
+
+    def stall(self, seconds: float) -> None:
+        """Everybody's next token comes so much later."""
+        self._runs.append((0, seconds))
+
+    def advance(self, num_steps: int, seconds: float) -> list[Member]:
+        """So many steps have been made in so many seconds. Returns those that have all tokens now."""
+        self._runs.append((num_steps, seconds / num_steps))
+        self.num_steps += num_steps
+        self.num_kv_tokens += num_steps * self.size
+        ended = []
+        while self._leaving and self._leaving[0][0] <= self.num_steps:
+            entry = heapq.heappop(self._leaving)
+            if self._is_leaving(*entry):
+                self.remove(entry[2])
+                ended.append(entry[2])
+        if len(self._runs) > _MAX_RUNS:
+            self._drop_old_runs()
+        return ended
+
+    def remove(self, member: Member) -> None:
+        """It leaves, with what it has. It may join again."""
+        self._add_gaps(member)
+        num_drawn = self.num_steps - member.joined_step
+        member.num_tokens += num_drawn
+        member.num_left -= num_drawn
+        member.is_running = False
+        self.num_kv_tokens -= member.num_tokens
+        del self._members[member]
+
+    def _add_gaps(self, member: Member) -> None:
+        waited_s = member.waited_s
+        for num_steps, seconds in self._runs[member.first_run - self._num_dropped_runs :]:
+            if num_steps == 0:
+                waited_s += seconds
+                continue
+            if waited_s:
+                member.gaps.append((1, seconds + waited_s))
+                num_steps, waited_s = num_steps - 1, 0.0
+            if num_steps:
+                member.gaps.append((num_steps, seconds))
+
+    def newest(self) -> Member:
+        """Who is preempted first."""
+        return max(self._members, key=lambda member: member.number)
+
+    def _is_leaving(self, last_step: int, number: int, member: Member) -> bool:
+        return member.is_running and member.last_step == last_step
+
+    def _drop_old_runs(self) -> None:
+        newest = self._num_dropped_runs + len(self._runs)
+        oldest = min((member.first_run for member in self._members), default=newest)
+        del self._runs[: oldest - self._num_dropped_runs]
+        self._num_dropped_runs = oldest
+
+
+def tbt_s(gaps: Gaps) -> float | None:
+    """Time between tokens of a request; None without gaps."""
+    if not gaps:
+        return None
+    numbers, seconds = np.array(gaps).T
+    order = np.argsort(-seconds, kind="stable")
+    numbers, seconds = numbers[order], seconds[order]
+    num_longest = math.ceil(LONGEST_SHARE * numbers.sum())
+    taken = np.clip(num_longest - (np.cumsum(numbers) - numbers), 0, numbers)
+    return float((taken * seconds).sum() / num_longest)

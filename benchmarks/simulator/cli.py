@@ -1,0 +1,226 @@
+"""`mooncake-sim`: simulates a cluster under a load.
+
+Owns: the command line. Does not know: how anything is simulated.
+"""
+
+import argparse
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from benchmarks.simulator.cards import HARDWARE, MODELS
+from benchmarks.simulator.pictures import Drawn, draw
+from benchmarks.simulator.report import Report, print_report
+from benchmarks.simulator.series import LoadSeries
+from benchmarks.simulator.setup import Setup, simulate
+from benchmarks.traces.reading import TraceFile
+from benchmarks.traces.replay import at_speed, jittered, until
+from benchmarks.traces.request import TraceRequest
+from benchmarks.traces.synthetic import SyntheticLoad, synthesize
+from mooncake.config import EvictionPolicy, Overload, Scheduling
+from mooncake.errors import ConfigError, MooncakeError
+
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+TICK_S = 3.0
+"""of the clock of Mooncake's published traces"""
+
+
+def main() -> None:
+    """Entry point of the `mooncake-sim` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        _simulate(options, ["mooncake-sim", *arguments])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (MooncakeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE if isinstance(error, ConfigError) else FAILED
+    return 0
+
+
+def _simulate(options: argparse.Namespace, command: Sequence[str]) -> None:
+    setup = _setup(options)
+    setup.shape()  # told before the trace is read
+    loads, num_requests = _loads(options)
+    drawn = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for name, load in loads:
+            task = progress.add_task(f"{setup.name}, {name}", total=num_requests)
+            series = LoadSeries(setup.slos) if setup.num_prefill else None
+            watched = _watched(load(), partial(_show, progress, task))
+            simulated, results = simulate(setup, watched, name, series)
+            drawn.append(Drawn(simulated, results, series))
+    report = Report(shlex.join(command), msgspec.to_builtins(setup), [d.run for d in drawn])
+    print_report(report, Console())
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        report.save(options.out)
+        try:
+            draw(drawn, setup.slos, options.out)
+        except ImportError:
+            print("no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
+        print(f"everything is in {options.out}", file=sys.stderr)
+
+
+def _show(progress: Progress, task: TaskID, number: int) -> None:
+    progress.update(task, completed=number)
+
+
+def _watched(load: Iterable[TraceRequest], show: Callable[[int], None]) -> Iterator[TraceRequest]:
+    for number, request in enumerate(load, 1):
+        if number % 100 == 0:
+            show(number)
+        yield request
+
+
+def _setup(options: argparse.Namespace) -> Setup:
+    names = set(Setup.__struct_fields__)
+    return Setup(
+        **{name: value for name, value in vars(options).items() if name in names and value is not None}
+    )
+
+
+_Load = tuple[str, Callable[[], Iterator[TraceRequest]]]
+
+
+def _loads(options: argparse.Namespace) -> tuple[list[_Load], int | None]:
+    """Each with its name, and how many requests it has if that is known. Raises ConfigError, TraceError."""
+    if options.trace is not None:
+        if options.rate:
+            raise ConfigError("a --trace has its own rate: change it with --speed")
+        trace = TraceFile(options.trace)
+        num_requests = sum(1 for _ in trace)
+        if trace.repairs:
+            print(f"{options.trace}: {trace.repairs}", file=sys.stderr)
+        loads = [(f"x{speed:g}", _trace_load(options, speed)) for speed in options.speed]
+        return loads, min(num_requests, options.num_requests or num_requests)
+    if options.speed != [1.0]:
+        raise ConfigError("--speed is for a --trace; synthetic loads have --rate")
+    if options.num_requests is None and options.duration is None:
+        raise ConfigError("a synthetic load has no end: say --num-requests or --duration")
+    synthetic = SyntheticLoad.load(options.synthetic)
+    rates = options.rate or [synthetic.rate_per_s]
+    return [
+        (f"{rate:g} req/s", _synthetic_load(options, synthetic, rate)) for rate in rates
+    ], options.num_requests
+
+
+def _trace_load(options: argparse.Namespace, speed: float) -> Callable[[], Iterator[TraceRequest]]:
+    def load() -> Iterator[TraceRequest]:
+        requests = jittered(TraceFile(options.trace), options.jitter, options.seed or 0)
+        return _cut(options, at_speed(requests, speed))
+
+    return load
+
+
+def _synthetic_load(
+    options: argparse.Namespace, synthetic: SyntheticLoad, rate_per_s: float
+) -> Callable[[], Iterator[TraceRequest]]:
+    of_rate = msgspec.structs.replace(synthetic, rate_per_s=rate_per_s)
+    return lambda: _cut(options, synthesize(of_rate, options.seed or 0))
+
+
+def _cut(options: argparse.Namespace, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
+    if options.duration is not None:
+        requests = until(requests, options.duration)
+    return itertools.islice(requests, options.num_requests)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mooncake-sim",
+        description="Simulate a cluster: the server's own Conductor and eviction on a virtual clock.",
+        epilog="docs/simulator.md says what is modelled. Times are simulated: they say how policies"
+        " compare, not what your machines will do.",
+    )
+    _add_load(parser.add_argument_group("load"))
+    _add_cluster(parser.add_argument_group("cluster"))
+    _add_policies(parser.add_argument_group("policies and SLOs"))
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="report.json and pictures go here")
+    return parser
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    source = group.add_mutually_exclusive_group(required=True)
+    trace_help = "replay a trace: .jsonl or .csv, or either .gz"
+    source.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
+    synthetic_help = "a synthetic load, as mooncake-bench fit writes it"
+    source.add_argument("--synthetic", type=Path, metavar="FILE", help=synthetic_help)
+    speed_help = "2 replays two hours in one; several: a run each"
+    group.add_argument("--speed", type=_positive, nargs="+", default=[1.0], help=speed_help)
+    rate_help = "requests/s of a synthetic load; several: a run each"
+    group.add_argument("--rate", type=_positive, nargs="+", help=rate_help)
+    group.add_argument(
+        "--jitter",
+        type=_not_negative,
+        default=TICK_S,
+        metavar="SECONDS",
+        help="requests of one tick of the trace's clock arrive spread over so long (default: %(default)s)",
+    )
+    group.add_argument("--num-requests", type=_count, help="no more than these")
+    group.add_argument("--duration", type=_positive, metavar="SECONDS", help="what arrives in this time")
+    group.add_argument("--seed", type=int, help="of all that is random (default: 0)")
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    default = Setup()
+    group.add_argument("--prefill", type=_count, dest="num_prefill", help="prefill instances")
+    group.add_argument("--decode", type=_count, dest="num_decode", help="decode instances")
+    coupled_help = "instances that do both, without Conductor"
+    group.add_argument("--coupled", type=_count, dest="num_coupled", help=coupled_help)
+    chunk_help = "tokens of an iteration of coupled ones (default: whole prompts)"
+    group.add_argument("--chunk", type=_count, dest="chunk_tokens", help=chunk_help)
+    group.add_argument("--model", help=f"{', '.join(MODELS)} (default: {default.model})")
+    group.add_argument("--hardware", help=f"a node: {', '.join(HARDWARE)} (default: {default.hardware})")
+    gpus_help = "of an instance (default: the whole node)"
+    group.add_argument("--gpus", type=_count, dest="num_gpus", help=gpus_help)
+    group.add_argument("--profile", metavar="FILE", help="costs of a real worker instead of the cards'")
+    group.add_argument("--nic-gbps", type=_positive, help="of an instance (default: the hardware's)")
+    pool_help = "of an instance's part of the pool (default: its DRAM)"
+    group.add_argument("--pool-tokens", type=_count, help=pool_help)
+    group.add_argument("--prefill-chunk", type=_count, help="tokens of a prefill pass")
+    group.add_argument("--max-batch", type=_count, help="requests that are decoded together")
+
+
+def _add_policies(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--scheduling", type=Scheduling, choices=list(Scheduling))
+    group.add_argument("--kvcache-balancing-threshold", type=_positive)
+    group.add_argument("--overload", type=Overload, choices=list(Overload))
+    group.add_argument("--eviction", type=EvictionPolicy, choices=list(EvictionPolicy))
+    group.add_argument("--ttft-slo", type=_positive, dest="ttft_slo_s", metavar="SECONDS")
+    group.add_argument("--tbt-slo", type=_positive, dest="tbt_slo_s", metavar="SECONDS")
+    rejection_help = "measure by the SLOs, reject nothing"
+    group.add_argument("--no-rejection", action="store_false", dest="rejects", help=rejection_help)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

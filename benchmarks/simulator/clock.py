@@ -1,0 +1,38 @@
+"""The virtual clock: actions at their times, in order; at equal times in the order in which they were
+planned.
+
+Owns: time. Does not know: what happens.
+"""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+Action = Callable[..., None]
+
+
+class Clock:
+    """`now_s` is the time of the action that runs."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._planned: list[tuple[float, int, Action, tuple[Any, ...]]] = []
+        self._numbers = count()
+
+    def at(self, time_s: float, action: Action, *arguments: Any) -> None:
+        """Plan an action; what should have happened happens now."""
+        heapq.heappush(self._planned, (max(time_s, self.now_s), next(self._numbers), action, arguments))
+
+    def after(self, delay_s: float, action: Action, *arguments: Any) -> None:
+        """Plan an action for later."""
+        heapq.heappush(self._planned, (self.now_s + delay_s, next(self._numbers), action, arguments))
+
+    def run(self) -> None:
+        """Until nothing is planned."""
+        planned, pop = self._planned, heapq.heappop
+        while planned:
+            self.now_s, _, action, arguments = pop(planned)
+            self.num_events += 1
+            action(*arguments)

@@ -1,0 +1,311 @@
+"""Simulated clusters: the server's Conductor over simulated instances, and rivals without one.
+
+Every message between front, Conductor and instances takes `MESSAGE_S`; tokens go straight to the front. The
+Conductor is ticked and hears heartbeats as often as in the server.
+
+Owns: who is connected to whom, the life of the requests. Does not know: what anything costs, who is compared.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.simulator.cache import SimulatedPool
+from benchmarks.simulator.cards import STATED, Efficiencies, HardwareCard, ModelCard
+from benchmarks.simulator.clock import Clock
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.coupled import CoupledInstance, least_loaded
+from benchmarks.simulator.decode import DecodeInstance
+from benchmarks.simulator.network import Network
+from benchmarks.simulator.node import INCARNATION, Node
+from benchmarks.simulator.prefill import PrefillInstance
+from benchmarks.simulator.requests import Outcome, Results, SimulatedRequest
+from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
+from conductor.policy import Conductor, Effect, Limits
+from conductor.rules import Rules
+from mooncake.config import EvictionPolicy
+from mooncake.errors import ConfigError
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Capacity,
+    Decode,
+    DecodeStats,
+    Ended,
+    Failed,
+    FromFront,
+    FromWorker,
+    FrontHello,
+    Heartbeat,
+    Prefill,
+    Register,
+    Rejected,
+    Request,
+    Reserve,
+    Role,
+    SamplingParams,
+    Submit,
+    ToFront,
+    ToWorker,
+)
+
+FRONT = b"front"
+FINGERPRINT = "simulated"
+MESSAGE_S = 0.0005
+"""of one message on the control plane"""
+HEARTBEAT_S = 1.0
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShape:
+    """What every instance of a cluster is. Capacities in blocks."""
+
+    model: ModelCard
+    hardware: HardwareCard
+    costs: Costs
+    efficiencies: Efficiencies = STATED
+    num_pool_blocks: int | None = None
+    """None: what the hardware's DRAM holds"""
+    eviction: EvictionPolicy = EvictionPolicy.LRU
+    prefill_chunk: int = 2048
+    max_batch: int = 256
+
+    @property
+    def num_blocks_in_pool(self) -> int:
+        block_bytes = self.model.layout(BLOCK_TOKENS).block_bytes
+        return self.num_pool_blocks or int(self.hardware.pool_bytes // block_bytes)
+
+    @property
+    def num_device_blocks(self) -> int:
+        """KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
+        memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
+        left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
+        num_blocks = int(left_bytes // self.model.layout(BLOCK_TOKENS).block_bytes)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the weights of {self.model.name} ({self.model.weights_bytes / 1e9:.0f} GB) leave no room"
+                f" for KVCache on {self.hardware.num_gpus} {self.hardware.name}; use more devices"
+            )
+        return num_blocks
+
+
+class Feed:
+    """Brings each request when it arrives; holds one that has not."""
+
+    def __init__(
+        self, clock: Clock, load: Iterable[TraceRequest], submit: Callable[[SimulatedRequest], None]
+    ) -> None:
+        self._clock, self._submit = clock, submit
+        self._load: Iterator[TraceRequest] = iter(load)
+        self.num_submitted = 0
+        self.is_over = False
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        request = next(self._load, None)
+        if request is None:
+            self.is_over = True
+        else:
+            self._clock.at(request.arrival_s, self._arrive, request)
+
+    def _arrive(self, request: TraceRequest) -> None:
+        self.num_submitted += 1
+        self._submit(SimulatedRequest.of(self.num_submitted, request))
+        self._plan_next()
+
+
+class DisaggregatedCluster:
+    """`num_prefill` and `num_decode` instances under the Conductor. `on_second` is called each second.
+
+    `max_tokens` is what clients allow an answer to have; what it will have nobody knows.
+    """
+
+    def __init__(
+        self,
+        shape: InstanceShape,
+        num_prefill: int,
+        num_decode: int,
+        limits: Limits,
+        rules: Rules,
+        max_tokens: int = 2048,
+        on_second: Callable[["DisaggregatedCluster"], None] = lambda cluster: None,
+    ) -> None:
+        self.clock = Clock()
+        self.conductor = Conductor(1, FINGERPRINT, limits, rules, shape.costs.profiled)
+        self.results = Results()
+        self.limits = limits
+        self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
+        self._network = Network(self.clock)
+        self._live: dict[str, SimulatedRequest] = {}
+        self._nodes: dict[str, Node] = {}
+        self._receivers: dict[bytes, Callable[..., None]] = {}
+        self.prefills = [self._add_prefill(f"prefill-{number}") for number in range(num_prefill)]
+        self.decodes = [self._add_decode(f"decode-{number}") for number in range(num_decode)]
+        self._decode_of = {instance.node.name: instance for instance in self.decodes}
+        self._feed: Feed | None = None
+
+    @property
+    def num_submitted(self) -> int:
+        assert self._feed is not None
+        return self._feed.num_submitted
+
+    def run(self, load: Iterable[TraceRequest]) -> Results:
+        """All of `load`, until every request has ended."""
+        self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
+        for role, instances in ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes)):
+            for instance in instances:
+                self._tell(instance.node.identity, self._registration(instance.node, role))
+        self._feed = Feed(self.clock, load, self._submit)
+        self._each_second()
+        self.clock.run()
+        assert not self._live
+        return self.results
+
+    # -- instances ----------------------------------------------------------------------------------
+
+    def _add_prefill(self, name: str) -> PrefillInstance:
+        node = self._add_node(name)
+        instance = PrefillInstance(
+            node, self._shape.prefill_chunk, self._live.__getitem__, lambda name: self._decode_of[name]
+        )
+        self._receivers[node.identity] = instance.receive
+        return instance
+
+    def _add_decode(self, name: str) -> DecodeInstance:
+        node = self._add_node(name)
+        num_tokens = self._shape.num_device_blocks * BLOCK_TOKENS
+        instance = DecodeInstance(node, self._shape.max_batch, num_tokens, self._live.__getitem__)
+        self._receivers[node.identity] = instance.receive
+        return instance
+
+    def _add_node(self, name: str) -> Node:
+        shape, identity = self._shape, f"{name}#{INCARNATION}".encode()
+
+        node = self._nodes[name] = Node(
+            name,
+            self.clock,
+            shape.costs,
+            self._network,
+            SimulatedPool(
+                self.clock,
+                shape.num_blocks_in_pool,
+                shape.eviction,
+                partial(self.conductor.prefixes.apply, name),
+            ),
+            shape.model.layout(BLOCK_TOKENS),
+            shape.hardware.nic_bytes_per_s * shape.efficiencies.nic,
+            shape.hardware.pcie_bytes_per_s * shape.efficiencies.pcie,
+            lambda message: self.clock.after(MESSAGE_S, self._tell, identity, message),
+            self._nodes,
+        )
+        return node
+
+    def _registration(self, node: Node, role: Role) -> Register:
+        shape = self._shape
+        capacity = Capacity(node.pool.num_pages, shape.num_device_blocks)
+        return Register(
+            PROTOCOL_VERSION,
+            node.name,
+            INCARNATION,
+            role,
+            FINGERPRINT,
+            node.layout,
+            node.shards,
+            capacity,
+            f"simulated {shape.hardware.name}",
+        )
+
+    def _each_second(self) -> None:
+        if self._feed is not None and self._feed.is_over and not self._live:
+            return
+        self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
+        for prefill in self.prefills:
+            self._beat(prefill.node, 0, prefill.num_queued, self._shape.num_device_blocks, DecodeStats())
+        for decode in self.decodes:
+            num_running, num_free = decode.batch.size, decode.num_free_tokens // BLOCK_TOKENS
+            num_waiting = decode.num_sequences - num_running
+            self._beat(decode.node, num_running, num_waiting, num_free, decode.stats())
+        self._carry_out(self.conductor.tick(self.clock.now_s))
+        self._on_second(self)
+        self.clock.after(HEARTBEAT_S, self._each_second)
+
+    def _beat(
+        self, node: Node, num_running: int, num_waiting: int, num_free_pages: int, decode: DecodeStats
+    ) -> None:
+        pools = {node.name: node.pool_stats()}
+        self._tell(node.identity, Heartbeat(num_running, num_waiting, num_free_pages, pools, decode=decode))
+
+    # -- messages -----------------------------------------------------------------------------------
+
+    def _tell(self, sender: bytes, message: FromWorker | FromFront) -> None:
+        self._carry_out(self.conductor.handle(sender, message, self.clock.now_s))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            message = effect.message
+            if effect.peer == FRONT:
+                self._end(message)
+            elif isinstance(message, Reserve | Prefill | Decode | Abort):
+                self.clock.after(MESSAGE_S, self._receivers[effect.peer], message)
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        request_id = str(request.number)
+        self._live[request_id] = request
+        message = Request(
+            request_id,
+            range(request.num_input_tokens),  # type: ignore[arg-type]  # only their number matters
+            request.block_keys,
+            SamplingParams(max_tokens=max(self._max_tokens, request.num_output_tokens)),
+            reply_to="",
+        )
+        self._tell(FRONT, Submit(message))
+
+    def _end(self, message: ToWorker | ToFront) -> None:
+        now_s = self.clock.now_s
+        match message:
+            case Ended(request_id=request_id):
+                self.results.end(self._live.pop(request_id), Outcome.FINISHED, now_s)
+            case Rejected(request_id=request_id):
+                self.results.end(self._live.pop(request_id), Outcome.REJECTED, now_s)
+            case Failed(request_id=request_id):
+                self.results.end(self._live.pop(request_id), Outcome.FAILED, now_s)
+
+
+class CoupledCluster:
+    """Instances that do both, each request on the one with the fewest. `chunk_tokens` as in
+    `CoupledInstance`.
+
+    The prefix cache of each is what its device has beside the weights.
+    """
+
+    def __init__(
+        self,
+        shape: InstanceShape,
+        num_instances: int,
+        chunk_tokens: int | None,
+        max_prefill_tokens: int = 8192,
+    ) -> None:
+        self.clock = Clock()
+        self.results = Results()
+        self.instances = [
+            CoupledInstance(
+                self.clock,
+                shape.costs,
+                SimulatedPool(self.clock, shape.num_device_blocks, shape.eviction),
+                shape.max_batch,
+                chunk_tokens,
+                max_prefill_tokens,
+                self._ended,
+            )
+            for _ in range(num_instances)
+        ]
+
+    def run(self, load: Iterable[TraceRequest]) -> Results:
+        """All of `load`, until every request has ended."""
+        Feed(self.clock, load, lambda request: least_loaded(self.instances).submit(request))
+        self.clock.run()
+        return self.results
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        self.results.end(request, Outcome.FINISHED, self.clock.now_s)

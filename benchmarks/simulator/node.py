@@ -1,0 +1,93 @@
+"""What all simulated instances have: a name, a part of the pool, NICs, and the way to the Conductor.
+
+Owns: an instance's identity. Does not know: what it computes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.simulator.cache import SimulatedPool
+from benchmarks.simulator.clock import Clock
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.network import Network, Port
+from benchmarks.simulator.traffic import Traffic
+from mooncake.blocks import KVLayout
+from mooncake.messages import FromWorker, MessengerAddress, PoolShard, PoolStats
+
+INCARNATION = 1
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One instance's hardware. `send` brings a message to the Conductor."""
+
+    name: str
+    clock: Clock
+    costs: Costs
+    network: Network
+    pool: SimulatedPool
+    layout: KVLayout
+    nic_bytes_per_s: float
+    pcie_bytes_per_s: float
+    send: Callable[[FromWorker], None]
+    peers: Mapping[str, "Node"]
+    """all instances by name"""
+    outgoing: Port = field(init=False)
+    incoming: Port = field(init=False)
+    traffic: Traffic = field(init=False)
+    messenger: MessengerAddress = field(init=False)
+    busy_s: float = 0.0
+    """of the device, up to what has ended"""
+
+    def __post_init__(self) -> None:
+        self.outgoing, self.incoming = Port(self.nic_bytes_per_s), Port(self.nic_bytes_per_s)
+        self.traffic = Traffic(self.clock, self.network)
+        self.messenger = MessengerAddress(self.name, INCARNATION, self.name, "", ())
+
+    @property
+    def identity(self) -> bytes:
+        """Of its socket at the Conductor."""
+        return f"{self.name}#{INCARNATION}".encode()
+
+    @property
+    def shards(self) -> tuple[PoolShard, ...]:
+        return (PoolShard(self.messenger, self.layout),)
+
+    def pool_stats(self) -> PoolStats:
+        """For heartbeats. What nobody looks at stays zero."""
+        shelf, num_pages = self.pool.shelf, self.pool.num_pages
+        num_sealed = len(shelf.index)
+        return PoolStats(
+            num_pages=num_pages,
+            num_free=shelf.num_free,
+            num_reserved=num_pages - shelf.num_free - num_sealed,
+            num_sealed=num_sealed,
+            num_quarantined=0,
+            num_used=num_pages - shelf.num_free - shelf.num_idle,
+            num_reservations=0,
+            num_leases=0,
+            num_pins=0,
+            block_bytes=self.layout.block_bytes,
+            eviction_policy=shelf.policy,
+            tiers={},
+            num_misses={},
+            num_dropped=0,
+            num_removed=0,
+            num_demotions=0,
+            num_promotions=0,
+            num_expired_leases=0,
+            num_checksum_failures=0,
+            num_orphaned=0,
+            sent_bytes={},
+            received_bytes={},
+            peers=self.traffic.stats(),
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.layout.block_bytes / self.layout.block_size
+
+    def overlapped_s(self, compute_s: float, copy_s: float) -> float:
+        """Both layer by layer beside each other: the shorter one shows in one layer (Mooncake, section
+        5.2)."""
+        return max(compute_s, copy_s) + min(compute_s, copy_s) / self.layout.num_layers

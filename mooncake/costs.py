@@ -1,0 +1,56 @@
+"""What prefill and decode cost: polynomials with three coefficients (Mooncake, section 6.1).
+
+    prefill of n new tokens behind c cached ones    constant + n * token + n * (c + n / 2) * pair
+    one step of b requests with k KV tokens in all  constant + b * request + k * token
+
+Owns: these forms, and their fit to what was measured. Does not know: who measures or predicts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Costs(NamedTuple):
+    """Seconds: of any, and for a unit of each of two quantities: tokens and pairs, or requests and tokens."""
+
+    constant_s: float
+    first_s: float
+    second_s: float
+
+    def seconds(self, first: float, second: float) -> float:
+        """The polynomial."""
+        return self.constant_s + first * self.first_s + second * self.second_s
+
+
+class Point(NamedTuple):
+    """One duration. A prefill has new and cached tokens, a step requests and KV tokens."""
+
+    first: float
+    second: float
+    seconds: float
+
+
+def prefill_quantities(num_new_tokens: float, num_cached_tokens: float) -> tuple[float, float]:
+    """New tokens, and pairs of a new token and one before it."""
+    return num_new_tokens, num_new_tokens * (num_cached_tokens + num_new_tokens / 2)
+
+
+def fit(points: Sequence[Point]) -> Costs:
+    """The costs whose relative errors have the least squares; none is negative.
+
+    `points` have the polynomial's quantities. Raises ValueError for none at all.
+    """
+    if not points:
+        raise ValueError("costs cannot be fitted to no measurements")
+    seconds = np.array([point.seconds for point in points])
+    features = np.array([[1.0, point.first, point.second] for point in points]) / seconds[:, None]
+    scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
+    used = np.ones(3, np.bool_)
+    while True:
+        found = np.zeros(3)
+        found[used], *_ = np.linalg.lstsq(features[:, used] / scale[used], np.ones(len(points)), rcond=None)
+        if (found >= 0).all():
+            return Costs(*(found / scale).tolist())
+        used[found.argmin()] = False

@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulator.cli import run
+from tests.benchmarks.simulator.loads import conversations
+
+CLUSTER = ["--model", "llama-3.1-8b", "--gpus", "1"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": int(1000 * request.arrival_s),
+            "input_length": request.num_input_tokens,
+            "output_length": request.num_output_tokens,
+            "hash_ids": list(request.hash_ids),
+        }
+        for request in conversations(40, 20.0, 1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_reports_a_run_for_each_speed(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["--trace", str(trace), "--prefill", "1", "--decode", "1", "--speed", "1", "2"]
+    slos = ["--ttft-slo", "30", "--tbt-slo", "0.5"]
+    assert run([*arguments, *CLUSTER, *slos, "--out", str(out)]) == 0
+    assert "1P+1D" in capsys.readouterr().out
+    report = json.loads((out / "report.json").read_text())
+    assert [r["summary"]["num_finished"] for r in report["runs"]] == [40, 40]
+    assert report["runs"][1]["rate_per_s"] == pytest.approx(2 * report["runs"][0]["rate_per_s"])
+    assert {path.name for path in out.glob("*.svg")} == {"latencies.svg", "load.svg", "goodput.svg"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--coupled", "2", "--model", "lama3-70b"], "did you mean llama3-70b"),
+        (["--coupled", "2", "--hardware", "h20"], "did you mean h200"),
+        (["--coupled", "2", "--hardware", "tpu"], "there are a100, a800, h800, h200"),
+        (["--coupled", "2", "--tbt-slo", "0.001"], "no request can meet a TBT SLO of 1 ms"),
+        (["--coupled", "2", "--ttft-slo", "0.001"], "no request can meet a TTFT SLO of 1 ms"),
+        (["--coupled", "2", "--gpus", "1"], "leave no room for KVCache"),
+        (["--coupled", "2", "--rate", "3"], "change it with --speed"),
+        (["--coupled", "2", "--profile", "/nowhere"], "/nowhere"),
+        (["--prefill", "2"], "say how many of which"),
+        (["--prefill", "2", "--decode", "1", "--coupled", "2"], "say how many of which"),
+    ],
+)
+def test_refuses_what_cannot_be(
+    trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--trace", str(trace), *arguments]) == 2
+    assert message in capsys.readouterr().err

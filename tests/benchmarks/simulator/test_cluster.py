@@ -1,0 +1,113 @@
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+import benchmarks.simulator.cache
+import benchmarks.simulator.cluster
+import benchmarks.simulator.prefill
+import conductor.policy
+import kvstore.shelf
+import workers.prefill_queue
+from benchmarks.simulator.cluster import DisaggregatedCluster
+from benchmarks.simulator.requests import Outcome, Results
+from benchmarks.simulator.setup import Setup, simulate
+from mooncake.config import Overload, Scheduling
+from tests.benchmarks.simulator.loads import SMALL, conversations
+
+COUPLED = msgspec.structs.replace(SMALL, num_prefill=0, num_decode=0, num_coupled=4)
+LOAD = conversations(250, rate_per_s=20.0, seed=1)
+
+
+def run(setup: Setup) -> tuple[DisaggregatedCluster, Results]:
+    cluster = setup.cluster()
+    assert isinstance(cluster, DisaggregatedCluster)
+    return cluster, cluster.run(LOAD)
+
+
+def test_drives_the_servers_own_code() -> None:
+    cluster = SMALL.cluster()
+    assert isinstance(cluster, DisaggregatedCluster)
+    assert type(cluster.conductor) is conductor.policy.Conductor
+    assert type(cluster.prefills[0].node.pool.shelf) is kvstore.shelf.Shelf
+    assert benchmarks.simulator.prefill.PrefillQueue is workers.prefill_queue.PrefillQueue
+
+
+def test_needs_no_torch() -> None:
+    probe = "import sys; sys.modules['torch'] = None; import benchmarks.simulator.cli; print('fine')"
+    result = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.split() == ["fine"], result.stderr
+
+
+@pytest.mark.parametrize("scheduling", list(Scheduling))
+def test_every_request_ends_once_with_all_its_tokens(scheduling: Scheduling) -> None:
+    cluster, results = run(msgspec.structs.replace(SMALL, scheduling=scheduling))
+    assert results.num(Outcome.FINISHED) == len(results) == len(LOAD)
+    assert sum(results["num_output_tokens"]) == sum(request.num_output_tokens for request in LOAD)
+    assert sum(results["num_input_tokens"]) == sum(request.num_input_tokens for request in LOAD)
+    assert (results["num_cached_tokens"] < results["num_input_tokens"]).all()
+    assert (results["ttft_s"] > 0).all()
+    assert_is_empty(cluster)
+
+
+@pytest.mark.parametrize("overload", list(Overload))
+def test_what_is_rejected_leaves_nothing_behind(overload: Overload) -> None:
+    setup = msgspec.structs.replace(SMALL, overload=overload, ttft_slo_s=0.8, tbt_slo_s=0.017)
+    cluster, results = run(setup)
+    assert 0 < results.num(Outcome.REJECTED) < len(LOAD)
+    assert len(results) == len(LOAD)
+    assert sum(cluster.conductor.outcomes.num_rejections.values()) == results.num(Outcome.REJECTED)
+    assert_is_empty(cluster)
+
+
+def assert_is_empty(cluster: DisaggregatedCluster) -> None:
+    for instance in (*cluster.prefills, *cluster.decodes):
+        assert not instance.node.pool.shelf.num_users.any()
+        assert not instance.node.outgoing.transfers
+    assert all(not prefill.num_queued for prefill in cluster.prefills)
+    assert all(not decode.num_sequences and not decode.batch.size for decode in cluster.decodes)
+    assert not cluster.conductor.requests
+
+
+@pytest.mark.parametrize("setup", [SMALL, COUPLED], ids=["disaggregated", "coupled"])
+def test_equal_seeds_give_equal_runs(setup: Setup) -> None:
+    (first, results), (again, results_again) = (simulate(setup, LOAD) for _ in range(2))
+    assert first.summary == again.summary
+    assert first.num_events == again.num_events
+    assert np.array_equal(results["end_s"], results_again["end_s"])
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 512])
+def test_coupled_instances_end_every_request(chunk_tokens: int | None) -> None:
+    simulated, results = simulate(msgspec.structs.replace(COUPLED, chunk_tokens=chunk_tokens), LOAD)
+    assert simulated.summary.num_finished == len(LOAD)
+    assert sum(results["num_output_tokens"]) == sum(request.num_output_tokens for request in LOAD)
+    assert simulated.summary.cached_share > 0
+
+
+def test_chunks_shorten_the_gaps_of_coupled_instances() -> None:
+    whole, _ = simulate(COUPLED, LOAD)
+    chunked, _ = simulate(msgspec.structs.replace(COUPLED, chunk_tokens=512), LOAD)
+    assert chunked.summary.tbt_s.p90 < whole.summary.tbt_s.p90
+
+
+def test_prefills_do_not_disturb_decode_instances() -> None:
+    coupled, _ = simulate(COUPLED, LOAD)
+    disaggregated, _ = simulate(SMALL, LOAD)
+    assert disaggregated.summary.tbt_s.p90 < coupled.summary.tbt_s.p90
+
+
+def test_a_batch_that_outgrows_the_device_preempts_and_goes_on() -> None:
+    cluster = SMALL.cluster()
+    assert isinstance(cluster, DisaggregatedCluster)
+    for decode in cluster.decodes:
+        decode.capacity_tokens = 8_000
+    load = [request for request in LOAD if request.num_input_tokens < 7_000]
+    results = cluster.run(load)
+    assert sum(decode.num_preemptions for decode in cluster.decodes) > 0
+    assert sum(results["num_output_tokens"]) == sum(request.num_output_tokens for request in load)
+    assert_is_empty(cluster)

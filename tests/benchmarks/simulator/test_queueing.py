@@ -1,0 +1,119 @@
+"""A simulated prefill instance against queueing theory."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from benchmarks.simulator.cache import SimulatedPool
+from benchmarks.simulator.clock import Clock
+from benchmarks.simulator.costs import PolicyCosts, PromptShare
+from benchmarks.simulator.network import Network
+from benchmarks.simulator.node import Node
+from benchmarks.simulator.prefill import PrefillInstance
+from benchmarks.simulator.requests import SimulatedRequest
+from mooncake.blocks import KVLayout
+from mooncake.config import EvictionPolicy
+from mooncake.messages import (
+    Grant,
+    MessengerAddress,
+    Prefill,
+    Prefilled,
+    Ref,
+    Request,
+    SamplingParams,
+)
+
+CHUNK = 512
+NOBODY = MessengerAddress("nobody", 1, "", "", ())
+
+
+class DrawnService:
+    """Each pass takes what is drawn for it."""
+
+    kv_token_s = 0.0
+    profiled = (PolicyCosts(0, 0, 0), PolicyCosts(0, 0, 0))
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self._draw = draw
+        self.drawn: list[float] = []
+
+    def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
+        self.drawn.append(self._draw())
+        return self.drawn[-1]
+
+
+class Nowhere:
+    def arrived(self, ref: Ref) -> None:
+        pass
+
+
+def waits_of(arrivals_s: Sequence[float], service: DrawnService) -> list[float]:
+    """From arrival to the begin of its pass, of prompts that fill one pass each."""
+    clock = Clock()
+    ended_s: list[float] = []
+
+    def send(message: object) -> None:
+        assert isinstance(message, Prefilled)
+        ended_s.append(clock.now_s)
+
+    node = Node(
+        "prefill-0",
+        clock,
+        service,
+        Network(clock),
+        SimulatedPool(clock, 100_000, EvictionPolicy.LRU),
+        KVLayout(1, 1, 1, CHUNK, "bfloat16"),
+        1.0,
+        float("inf"),
+        send,
+        {},
+    )
+    requests = [SimulatedRequest(i, arrival_s, CHUNK, 1, []) for i, arrival_s in enumerate(arrivals_s)]
+    instance = PrefillInstance(node, CHUNK, lambda name: requests[int(name)], lambda name: Nowhere())
+    for request in requests:
+        ref = Ref(1, str(request.number), 1)
+        sampling = SamplingParams(max_tokens=1)
+        order = Prefill(ref, Request(ref.request_id, [], [], sampling, ""), Grant(0, NOBODY, []))
+        clock.at(request.arrival_s, instance.receive, order)
+    clock.run()
+    return [
+        end_s - seconds - arrival_s
+        for end_s, seconds, arrival_s in zip(ended_s, service.drawn, arrivals_s, strict=True)
+    ]
+
+
+def poisson(rate_per_s: float, num: int, rng: random.Random) -> list[float]:
+    now_s, arrivals_s = 0.0, []
+    for _ in range(num):
+        now_s += rng.expovariate(rate_per_s)
+        arrivals_s.append(now_s)
+    return arrivals_s
+
+
+@pytest.mark.parametrize("rho", [0.7])
+def test_waits_of_constant_prefills_are_those_of_m_d_1(rho: float) -> None:
+    arrivals_s = poisson(rho, 40_000, random.Random(1))
+    waits_s = waits_of(arrivals_s, DrawnService(lambda: 1.0))
+    assert sum(waits_s) / len(waits_s) == pytest.approx(rho / (2 * (1 - rho)), rel=0.03)
+
+
+def test_waits_of_exponential_prefills_are_those_of_m_m_1() -> None:
+    rho, rng = 0.5, random.Random(2)
+    arrivals_s = poisson(rho, 60_000, rng)
+    waits_s = waits_of(arrivals_s, DrawnService(lambda: rng.expovariate(1.0)))
+    assert sum(waits_s) / len(waits_s) == pytest.approx(rho / (1 - rho), rel=0.03)
+
+
+def test_every_wait_is_lindleys() -> None:
+    rng = random.Random(3)
+    arrivals_s = poisson(0.9, 2_000, rng)
+    service = DrawnService(lambda: rng.expovariate(1.0))
+    waits_s = waits_of(arrivals_s, service)
+    expected_s, wait_s = [], 0.0
+    for number, arrival_s in enumerate(arrivals_s):
+        if number:
+            gap_s = arrival_s - arrivals_s[number - 1]
+            wait_s = max(0.0, wait_s + service.drawn[number - 1] - gap_s)
+        expected_s.append(wait_s)
+    assert waits_s == pytest.approx(expected_s, abs=1e-6)
