@@ -83,7 +83,7 @@ def wait_until_idle(server: Server, num_stages: int = 1) -> None:
             name: metric(server, f'mooncake_instance_free_device_pages{{instance="{name}"}}')
             for name in expected
         }
-        states = ("waiting", "reserving", "prefilling", "decoding")
+        states = ("waiting", "interrupted", "reserving", "prefilling", "decoding")
         running = [metric(server, f'mooncake_requests_by_state{{state="{state}"}}') for state in states]
         return set(running) == {0.0} and free == expected
 

@@ -1,0 +1,95 @@
+"""Two prefill and two decode instances: none of them is missed for long, hot prefixes spread over them."""
+
+import itertools
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.harness import Server, eventually
+from tests.cluster.test_faults import body, complete, is_ready, metric, text_of
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+NUM_CLIENTS = 6
+NUM_TOKENS = 120
+HOT_PREFIX = list(range(3, 163))
+
+
+@pytest.fixture
+def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
+    """2P2D of a tiny model in float32."""
+    directory = tmp_path / "tiny"
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    arguments = ["--model", str(directory), "--kvcache-block-size=8", "--num-prefill=2", "--num-decode=2"]
+    sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
+    with Server(*arguments, *sizes, run_dir=run_dir) as running:
+        yield running
+
+
+def streamed(server: Server, prompt: list[int]) -> str:
+    """The text of one streamed answer, which must be whole."""
+    pieces, ended = [], False
+    content = body(prompt, NUM_TOKENS, stream=True)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=content, timeout=120) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            ended |= data == "[DONE]"
+            if line and data != "[DONE]":
+                pieces.append(json.loads(data)["choices"][0]["text"])
+    assert ended
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    "num_rounds", [4, pytest.param(34, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_no_answer_is_lost_or_changed_when_any_worker_dies(server: Server, num_rounds: int) -> None:
+    prompts = [[3 + index, *range(3, 3 + 12 * index)] for index in range(NUM_CLIENTS)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
+    num_begun = threading.Semaphore(0)
+
+    def ask(client: int) -> None:
+        for _ in range(num_rounds):
+            num_begun.release()
+            assert streamed(server, prompts[client]) == expected[client]
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        clients = [threads.submit(ask, client) for client in range(NUM_CLIENTS)]
+        for index in range(4):
+            for _ in range(num_rounds):
+                assert num_begun.acquire(timeout=120)
+            victims = server.pids_of("workers.service")
+            os.kill(victims[index % len(victims)], signal.SIGKILL)
+        for client in clients:
+            client.result()
+    eventually(lambda: is_ready(server), "all instances are back", deadline_s=60)
+
+
+def test_a_hot_prefix_spreads_without_a_command(server: Server) -> None:
+    """What one instance has computed, the other fetches when the first is busy, and keeps (section 6.2)."""
+
+    def reused(name: str) -> float:
+        sources = ("dram", "remote")
+        samples = [f'mooncake_prefill_tokens_total{{instance="{name}",source="{of}"}}' for of in sources]
+        return sum(metric(server, sample) or 0.0 for sample in samples)
+
+    complete(server, prompt=HOT_PREFIX, num_tokens=1)
+    suffixes = itertools.count(200)
+
+    def both_have_it() -> bool:
+        with ThreadPoolExecutor(8) as threads:
+            prompts = [[*HOT_PREFIX, next(suffixes)] for _ in range(8)]
+            list(threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=2), prompts))
+        return all(reused(name) >= 152 for name in ("prefill-0", "prefill-1"))
+
+    eventually(both_have_it, "both prefill instances have reused the prefix", deadline_s=60)
