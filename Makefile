@@ -5,6 +5,7 @@
 # make soak      full counts
 # make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
 # make install   only the virtual environment and the default model
+# make generate  docs/configuration.md and Grafana's dashboards anew, after a change of keys or panels
 # make clean     remove what make has made
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -16,11 +17,11 @@ export OMP_NUM_THREADS := 1
 # Whole clusters have the machine to themselves, all other tests share it.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: serve install check lint test test-rdma soak gpu clean
+.PHONY: serve install check lint test test-rdma soak gpu generate clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,8s/^# //p' Makefile
+	@sed -n '1,9s/^# //p' Makefile
 
 # Stamps are newer than everything that decides what is installed, so a second run does nothing.
 install: $(VENV)/installed
@@ -62,6 +63,10 @@ soak: install
 
 gpu: install
 	$(BIN)/python benchmarks/gpu.py
+
+generate: install
+	$(BIN)/python -m mooncake.config_reference docs/configuration.md
+	$(BIN)/python docker/grafana/generate.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

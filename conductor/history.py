@@ -105,8 +105,11 @@ class History:
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
 
     def find(self, request_id: str) -> Timeline | None:
-        """A request that is running, or ended lately."""
-        return self.live.get(request_id) or self.ended.get(request_id)
+        """A request that is running, or ended lately; the id of an answer stands for its first choice."""
+        for known in (request_id, f"{request_id}-0"):
+            if (timeline := self.live.get(known) or self.ended.get(known)) is not None:
+                return timeline
+        return None
 
     def observe(
         self, sender: bytes, message: ToConductor | None, effects: Iterable[Effect], now_s: float

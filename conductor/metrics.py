@@ -10,15 +10,15 @@ from prometheus_client.registry import Collector
 from conductor.decision_metrics import decision_metrics
 from conductor.event_stream import EventStream
 from conductor.history import History
+from conductor.index_metrics import index_metrics
 from conductor.lifecycle import RUNNING_STATES
 from conductor.policy import Conductor
-from conductor.prefix_index import PrefixIndex
 from mooncake.instance_metrics import InstanceReport, instance_text
 from mooncake.messages import Role
 
 
 class ConductorMetrics(Collector):
-    """Instances and requests; registers itself.
+    """Instances, requests, decisions, and the prefix index; registers itself.
 
     `num_refused` counts connections to the Conductor that did not show the cluster's key. `streams` are the
     KV events that are followed, by messenger.
@@ -87,12 +87,6 @@ class HistoryMetrics(Collector):
         """One sample a reason, an end, a step."""
         history = self._history
         for name, text, label, counts in (
-            (
-                "mooncake_rejected_requests",
-                "requests refused before any token",
-                "reason",
-                history.num_rejected,
-            ),
             ("mooncake_ended_requests", "requests (choices) by their end", "outcome", history.num_ended),
             ("mooncake_request_steps", "steps that requests have been through", "step", history.num_steps),
             ("mooncake_request_step_seconds", "time that they took", "step", history.step_s),
@@ -101,38 +95,6 @@ class HistoryMetrics(Collector):
             for value, count in counts.items():
                 family.add_metric([value], count)
             yield family
-
-
-def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
-    """What the prefix index knows of each pool, and how that came to be known."""
-    yield GaugeMetricFamily(
-        "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
-    )
-    held = GaugeMetricFamily(
-        "mooncake_index_blocks", "blocks in the prefix index by holder", labels=["instance", "tier"]
-    )
-    current = GaugeMetricFamily(
-        "mooncake_index_current",
-        "1 while every KV event that is known of has been applied",
-        labels=["instance"],
-    )
-    batches = CounterMetricFamily(
-        "mooncake_kv_event_batches", "batches of KV events applied", labels=["instance"]
-    )
-    gaps = CounterMetricFamily(
-        "mooncake_kv_event_gaps", "times that live batches were missing and replayed", labels=["instance"]
-    )
-    snapshots = CounterMetricFamily(
-        "mooncake_kv_event_snapshots", "snapshots of a pool's contents applied", labels=["instance"]
-    )
-    for name, stream in streams.items():
-        for tier, num_blocks in prefixes.num_held(name).items():
-            held.add_metric([name, tier.value], num_blocks)
-        current.add_metric([name], stream.is_current)
-        batches.add_metric([name], stream.num_batches)
-        gaps.add_metric([name], stream.num_gaps)
-        snapshots.add_metric([name], stream.num_snapshots)
-    yield from (held, current, batches, gaps, snapshots)
 
 
 def instances_text(conductor: Conductor, model_name: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from conductor.display import Display
 from conductor.event_follower import EventFollower
 from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel, load_served_model
@@ -26,7 +27,6 @@ from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor, Effect, Limits
 from conductor.rules import Rules
-from conductor.view import ClusterView
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import ConductorProcess
@@ -44,7 +44,11 @@ class ConductorService:
     """Receives, decides, sends."""
 
     def __init__(
-        self, conductor: Conductor, router: Router[ToConductor], follower: EventFollower, history: History
+        self,
+        conductor: Conductor,
+        router: Router[ToConductor],
+        follower: EventFollower,
+        history: History,
     ) -> None:
         self._conductor = conductor
         self._router = router
@@ -137,7 +141,7 @@ async def serve(process: ConductorProcess) -> None:
         history = History()
         ConductorMetrics(conductor, registry, lambda: router.num_refused, lambda: follower.streams)
         HistoryMetrics(history, registry)
-        view = ClusterView(conductor, history, front.served_model_name, time.time() - time.monotonic())
+        display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(ConductorService(conductor, router, follower, history).run())
@@ -147,7 +151,7 @@ async def serve(process: ConductorProcess) -> None:
                     registry,
                     listener,
                     lambda url: report(_ready(url, front, model, config.role == "all")),
-                    view,
+                    display,
                 )
         finally:
             follower.close()

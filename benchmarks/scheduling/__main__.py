@@ -8,9 +8,9 @@ Owns: the choice of sections. Does not know: how anything is measured.
 import argparse
 from collections.abc import Callable
 
-from benchmarks.scheduling import index
+from benchmarks.scheduling import decision, index
 
-SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report}
+SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report, "decision": decision.report}
 """called with whether all sizes are wanted"""
 
 

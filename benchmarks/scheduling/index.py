@@ -41,13 +41,16 @@ _SEED = 7
 _ROOT = bytes(KEY_BYTES)
 
 
-def fill(index: PrefixIndex, num_instances: int, num_blocks: int) -> list[list[BlockKey]]:
-    """Adds the instances and their blocks; returns some of the prompts."""
+def fill(
+    index: PrefixIndex, num_instances: int, num_blocks: int, *, are_added: bool = False
+) -> list[list[BlockKey]]:
+    """Adds the instances, unless they are, and their blocks; returns some of the prompts."""
     draw = random.Random(_SEED)
     names = [f"p{number}" for number in range(num_instances)]
     shared = new_keys(SHARED_BLOCKS)
     for name in names:
-        index.add_instance(name)
+        if not are_added:
+            index.add_instance(name)
         index.apply(name, [KVStored(Tier.DRAM, shared)])
     own_blocks = PROMPT_BLOCKS - SHARED_BLOCKS
     num_prompts = max(1, num_blocks // own_blocks)

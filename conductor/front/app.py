@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from conductor.display import Display
 from conductor.front.answer import AnswerFormat
 from conductor.front.boundary import Boundary, read_body
 from conductor.front.config import FrontConfig
@@ -33,7 +34,6 @@ from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, shortened
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
-from conductor.view import ClusterView
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState
 
@@ -62,11 +62,11 @@ class Front:
         config: FrontConfig,
         model: ServedModel,
         registry: CollectorRegistry,
-        view: ClusterView | None = None,
+        display: Display | None = None,
     ) -> None:
         """Raises ConfigError for endpoints that cannot be used."""
         self.config, self.model = config, model
-        self.registry, self.view = registry, view
+        self.registry, self.display = registry, display
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.link = Link(
             config.control_endpoint,
@@ -192,7 +192,7 @@ def create_app(front: Front) -> FastAPI:
             {"status": "ready", "num_prefill": cluster.num_prefill, "num_decode": cluster.num_decode}
         )
 
-    app.include_router(monitoring(front.registry, front.view, front.link))
+    app.include_router(monitoring(front.registry, front.display, front.link))
 
     known = ", ".join(
         f"{method} {route.path}"

@@ -3,23 +3,101 @@
 Owns: these paths. Does not know: what is measured, what the page draws.
 """
 
-from fastapi import APIRouter
+import asyncio
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import xxhash
+from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.responses import Response
 
+from conductor.display import Display
 from conductor.front.link import Link
-from conductor.view import ClusterView
+from mooncake.errors import RequestError
+
+_KEPT_S = 0.5
+"""for others who ask at the same time: several open pages cost as much as one"""
+_PAGE = {
+    "": ("index.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/app.css": ("app.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'",
+    "x-content-type-options": "nosniff",
+}
 
 
-def monitoring(registry: CollectorRegistry, view: ClusterView | None, link: Link) -> APIRouter:
-    """Without a Conductor in this process there is only the front to tell about."""
+def monitoring(registry: CollectorRegistry, display: Display | None, link: Link) -> APIRouter:
+    """Without a Conductor in this process (`display`) there are the front's metrics alone."""
     router = APIRouter()
 
     @router.get("/metrics")
     async def metrics() -> Response:
         body = generate_latest(registry)
-        if view is not None:
-            body += view.metrics_text().encode()
+        if display is not None:
+            body += display.metrics_text().encode()
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
+    if display is not None:
+        _add_dashboard(router, _State(display, link))
     return router
+
+
+class _State:
+    """What the page asks for, as JSON."""
+
+    def __init__(self, display: Display, link: Link) -> None:
+        self._display, self._link = display, link
+        self._body = b""
+        self._made_s: float | None = None
+
+    def body(self) -> bytes:
+        """The cluster; at most `_KEPT_S` old."""
+        now_s = asyncio.get_running_loop().time()
+        if self._made_s is None or now_s > self._made_s + _KEPT_S:
+            self._body = msgspec.json.encode(self._display.state(self._link.num_received))
+            self._made_s = now_s
+        return self._body
+
+    def timeline(self, request_id: str) -> bytes | None:
+        """One request."""
+        timeline: dict[str, Any] | None = self._display.timeline(request_id, self._link.num_received)
+        return None if timeline is None else msgspec.json.encode(timeline)
+
+
+def _add_dashboard(router: APIRouter, state: _State) -> None:
+    for path, (name, media_type) in _PAGE.items():
+        content = files("conductor.front.dashboard").joinpath(name).read_bytes()
+        _add_file(router, f"/dashboard{path}", content, media_type)
+
+    @router.get("/dashboard/state")
+    async def cluster_state(request: Request) -> Response:
+        return _unless_known(request, state.body())
+
+    @router.get("/dashboard/requests/{request_id}")
+    async def request_timeline(request: Request, request_id: str) -> Response:
+        body = state.timeline(request_id)
+        if body is None:
+            message = "no such request: it is not running and not among the latest that have ended"
+            raise RequestError(message, status=404)
+        return _unless_known(request, body)
+
+
+def _add_file(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
+    @router.get(path, include_in_schema=False)
+    async def file(request: Request) -> Response:
+        return _unless_known(request, content, media_type)
+
+
+def _unless_known(request: Request, body: bytes, media_type: str = "application/json") -> Response:
+    """304 for who has it already."""
+    etag = f'"{xxhash.xxh3_64_hexdigest(body)}"'
+    headers = {**_HEADERS, "etag": etag}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=media_type, headers=headers)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from conductor.display import Display
 from conductor.front.app import Front, create_app
 from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel
-from conductor.view import ClusterView
 from mooncake.errors import ConfigError
 
 _BACKLOG = 2048
@@ -59,18 +59,18 @@ async def serve(
     registry: CollectorRegistry,
     listener: socket.socket | None = None,
     on_listening: Callable[[str], None] = lambda _: None,
-    view: ClusterView | None = None,
+    display: Display | None = None,
 ) -> None:
     """Serve until cancelled; running answers then have `config.shutdown_grace_s` to end.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
-    `view` is the Conductor's of this process, if it has one: then the front shows the cluster too.
+    `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
     Raises ConfigError for a port or endpoint that cannot be used.
     """
     listener = listener or listen(config.host, config.port)
     with contextlib.closing(listener):
-        front = Front(config, model, registry, view)
+        front = Front(config, model, registry, display)
         server = _Server(
             uvicorn.Config(
                 create_app(front),

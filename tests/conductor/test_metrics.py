@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Limits
-from mooncake.messages import Submit
+from mooncake.messages import Cancel, Submit
 from tests.conductor.test_policy import FRONT, new_conductor, request
 
 
@@ -21,16 +21,20 @@ def test_what_computes_is_told_by_instance() -> None:
     assert registry.get_sample_value("mooncake_instance_engine", {"instance": "p0", "engine": "cpu"}) == 1
 
 
-def test_rejections_are_told_by_reason() -> None:
+def test_ends_and_steps_of_requests_are_told() -> None:
     conductor, history, registry = (
         new_conductor(Limits(max_running_requests=1)),
         History(),
         CollectorRegistry(),
     )
     HistoryMetrics(history, registry)
-    for request_id in ("a", "b", "c"):
-        message = Submit(request(request_id))
-        history.observe(FRONT, message, conductor.handle(FRONT, message, 1.0), 1.0)
-    for reason, expected in {"overloaded": 2, "unavailable": 0, "too_large": 0}.items():
-        found = registry.get_sample_value("mooncake_rejected_requests_total", {"reason": reason})
-        assert found == expected
+    for number, request_id in enumerate(("a", "b", "c")):
+        message, now_s = Submit(request(request_id)), float(number)
+        history.observe(FRONT, message, conductor.handle(FRONT, message, now_s), now_s)
+    cancel = Cancel("a")
+    history.observe(FRONT, cancel, conductor.handle(FRONT, cancel, 5.0), 5.0)
+    for outcome, expected in {"rejected": 2, "aborted": 1, "finished": 0, "failed": 0}.items():
+        assert registry.get_sample_value("mooncake_ended_requests_total", {"outcome": outcome}) == expected
+    for step, (num, seconds) in {"queued": (3, 0), "reserving": (1, 5), "decoding": (0, 0)}.items():
+        assert registry.get_sample_value("mooncake_request_steps_total", {"step": step}) == num
+        assert registry.get_sample_value("mooncake_request_step_seconds_total", {"step": step}) == seconds

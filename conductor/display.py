@@ -20,7 +20,7 @@ NUM_PATHS = 60
 NumReceived = Callable[[str], int | None]
 
 
-class ClusterView:
+class Display:
     """Times are told as seconds since 1970: `wall_offset_s` after the Conductor's."""
 
     def __init__(self, conductor: Conductor, history: History, model_name: str, wall_offset_s: float) -> None:

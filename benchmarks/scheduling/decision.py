@@ -1,0 +1,124 @@
+"""A whole decision of the Conductor: match, Algorithm 1, overload; by number of instances.
+
+    python -m benchmarks.scheduling.decision NUM_INSTANCES NUM_BLOCKS      (one size, one JSON line)
+
+Half of the instances prefill, half decode; prompts and holders are those of the index's benchmark. Every
+instance has requests, and both SLOs are set.
+
+Owns: this workload, its table. Does not know: how a decision is made.
+"""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+from benchmarks.scheduling.index import NUM_BLOCKS, NUM_INSTANCES, NUM_MATCHES, PROMPT_BLOCKS, fill
+from benchmarks.store.rounds import print_table, progress
+from conductor.assignments import Assignments
+from conductor.cluster_view import ClusterView
+from conductor.forecast import DecodeForecast
+from conductor.instances import Instance
+from conductor.outcomes import Outcomes
+from conductor.overload import Admission
+from conductor.rules import Rules
+from conductor.scheduling import Scheduler
+from mooncake.blocks import BlockKey, KVLayout
+from mooncake.config import Overload
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    Capacity,
+    MessengerAddress,
+    PoolShard,
+    Register,
+    Request,
+    Role,
+    SamplingParams,
+)
+
+BARS_US = {16: 50, 100: 80, 1000: 200}
+P99_FACTOR = 3
+BLOCK_SIZE = 256
+LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=BLOCK_SIZE, dtype="bfloat16")
+REQUESTS_PER_INSTANCE = 8
+_SEED = 7
+
+
+def instance(number: int) -> Instance:
+    """Prefill and decode in turn."""
+    name = f"p{number}"
+    role = Role.DECODE if number % 2 else Role.PREFILL
+    shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
+    capacity = Capacity(100_000, 100_000)
+    register = Register(PROTOCOL_VERSION, name, 1, role, "model", LAYOUT, (shard,), capacity, "cuda")
+    return Instance(register, name.encode(), last_seen_s=0.0)
+
+
+def request(name: str, keys: list[BlockKey]) -> Request:
+    """Whose blocks have these keys."""
+    return Request(name, [1] * (BLOCK_SIZE * len(keys) + 1), keys, SamplingParams(200), "front")
+
+
+def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
+    """Of one size, in this process: microseconds."""
+    view, forecast, rules = ClusterView(), DecodeForecast(), Rules(overload=Overload.PREDICTION)
+    for number in range(num_instances):
+        view.add(instance(number), 0.0)
+    prompts = fill(view.prefixes, num_instances, num_blocks, are_added=True)
+    scheduler = Scheduler(view, rules)
+    admission = Admission(view, forecast, rules.overload, ttft_slo_s=30.0, tbt_slo_s=0.1)
+    assignments = Assignments(view, forecast, Outcomes(), rules)
+    draw = random.Random(_SEED)
+    for number in range(REQUESTS_PER_INSTANCE * num_instances):
+        asked = request(f"r{number}", draw.choice(prompts))
+        placement = scheduler.schedule(asked, 0.0)
+        assert placement is not None
+        assignments.assign(asked.request_id, len(asked.token_ids), placement, 0.0)
+        assignments.order_prefill(asked.request_id, placement.decode, 0, 0.0)
+        if number % 2:
+            assignments.end_prefill(asked.request_id, 0.5, 0)
+    times_s = []
+    for prompt in draw.choices(prompts, k=NUM_MATCHES):
+        asked = request("r", [bytes(bytearray(key)) for key in prompt])  # a request brings its own
+        started_s = time.perf_counter()
+        placement = scheduler.schedule(asked, 1.0)
+        assert placement is not None
+        admission.check_arrival(placement, len(asked.token_ids), 0.0, 1.0)
+        times_s.append(time.perf_counter() - started_s)
+    times_s.sort()
+    return {
+        "p50_us": 1e6 * statistics.median(times_s),
+        "p99_us": 1e6 * times_s[int(0.99 * len(times_s))],
+    }
+
+
+def report(is_full: bool) -> None:
+    """The table; each size in a process of its own."""
+    del is_full  # blocks hardly matter: the index's table has them
+    num_blocks = NUM_BLOCKS[-1]
+    rows = []
+    for num_instances in NUM_INSTANCES:
+        progress(f"decision: {num_instances} instances")
+        command = [sys.executable, "-m", __spec__.name, str(num_instances), str(num_blocks)]
+        figures = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        bar_us = BARS_US[num_instances]
+        rows.append(
+            [
+                str(num_instances),
+                f"{figures['p50_us']:.0f} us",
+                f"{bar_us} us",
+                f"{figures['p99_us']:.0f} us",
+                f"{P99_FACTOR * bar_us} us",
+            ]
+        )
+    print_table(
+        f"Decision: a prompt of {PROMPT_BLOCKS} blocks, {num_blocks:,} blocks in the index",
+        ["instances", "p50", "bar", "p99", "bar"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]))))

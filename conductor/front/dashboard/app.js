@@ -1,0 +1,233 @@
+// Draws /dashboard/state once a second, and the timeline of the request that was picked.
+// Text from the server only ever becomes text nodes.
+"use strict";
+
+const PERIOD_MS = 1000;
+const RATE_WINDOW_MS = 5000;
+const MOST_DRAWN = 8; // instances of a role in the picture
+
+const byId = (id) => document.getElementById(id);
+const past = []; // {at, state}: what rates are differences of
+let shownRequest = null;
+const etags = {};
+
+function element(name, attributes = {}, ...children) {
+  const made = name.startsWith("svg:")
+    ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else made.setAttribute(key, value);
+  }
+  made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return made;
+}
+
+const cell = (content, kind = "") => element("td", kind ? { class: kind } : {}, content ?? "");
+const number = (value) => cell(value === undefined ? "" : Math.round(value).toLocaleString("en"), "number");
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  return `${value.toFixed(value < 10 && unit ? 1 : 0)} ${units[unit]}`;
+}
+
+const seconds = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`);
+const clock = (atS) => new Date(atS * 1000).toLocaleTimeString("en-GB");
+
+function share(used, all) {
+  if (!all) return cell("");
+  const meter = element("meter", { min: 0, max: 1, high: 0.9, value: used / all });
+  return cell(element("span", {}, meter, ` ${Math.round((100 * used) / all)}%`), "number");
+}
+
+// What a counter has gained a second since the window began; 0 when it began anew.
+function rate(read) {
+  const first = past[0], last = past[past.length - 1];
+  const elapsedS = (last.at - first.at) / 1000;
+  const before = read(first.state), now = read(last.state);
+  if (!elapsedS || before === undefined || now === undefined) return 0;
+  return Math.max(0, now - before) / elapsedS;
+}
+
+function fill(table, rows, whatIfNone) {
+  const width = byId(table).tHead.rows[0].cells.length;
+  const none = element("tr", {}, element("td", { colspan: width, class: "empty" }, whatIfNone));
+  byId(table).tBodies[0].replaceChildren(...(rows.length ? rows : [none]));
+}
+
+const named = (state, name) => state.instances.find((instance) => instance.name === name);
+
+function drawInstances(state) {
+  fill("instances", state.instances.map((instance) => {
+    const wanted = instance.num_hits + instance.num_misses;
+    const problems = [
+      instance.is_healthy === false && "a disk does not work",
+      instance.num_orphaned_pages > 0 && `${instance.num_orphaned_pages} orphaned pages`,
+      instance.num_pages === undefined && "no heartbeat yet",
+    ].filter(Boolean);
+    return element("tr", {},
+      cell(instance.name), cell(instance.role, instance.role), cell(instance.engine),
+      number(instance.num_running), number(instance.num_waiting), number(instance.num_assigned_tokens),
+      number(rate((past) => named(past, instance.name)?.num_decoded_tokens)),
+      share(instance.num_device_pages - instance.num_free_device_pages, instance.num_device_pages),
+      share(instance.num_used_pages + instance.num_sealed_pages, instance.num_pages),
+      cell(wanted ? `${Math.round((100 * instance.num_hits) / wanted)}%` : "", "number"),
+      cell(problems.join(", "), "bad"));
+  }), "no instance has registered");
+}
+
+const key = (path) => `${path.source}\n${path.target}\n${path.transport}`;
+const bytesOf = (path) => (state) => state.paths.find((other) => key(other) === key(path))?.bytes ?? 0;
+
+function drawPaths(state) {
+  fill("paths", state.paths.map((path) => element("tr", {},
+    cell(path.source), cell(path.target), cell(path.transport),
+    cell(`${bytes(rate(bytesOf(path)))}/s`, "number"), cell(bytes(path.bytes), "number"))),
+    "nothing has travelled yet");
+}
+
+function drawPicture(state) {
+  const svg = byId("picture");
+  const columns = { prefill: [], decode: [] };
+  for (const instance of state.instances) columns[instance.role].push(instance);
+  const rows = Math.max(columns.prefill.length, columns.decode.length);
+  svg.replaceChildren();
+  if (!rows || rows > MOST_DRAWN) { svg.setAttribute("viewBox", "0 0 1 1"); svg.style.display = "none"; return; }
+  svg.style.display = "";
+  svg.setAttribute("viewBox", `0 0 760 ${rows * 56 + 4}`);
+  const place = {};
+  for (const [role, x] of [["prefill", 1], ["decode", 539]]) {
+    columns[role].forEach((instance, row) => {
+      const y = row * 56 + 2;
+      place[instance.name] = { x: role === "prefill" ? 221 : 539, y: y + 23 };
+      const load = `${instance.num_running ?? 0} running, ${instance.num_waiting ?? 0} waiting`;
+      svg.append(element("svg:g", { class: role },
+        element("svg:rect", { x, y, width: 220, height: 46 }),
+        element("svg:text", { x: x + 12, y: y + 19 }, instance.name),
+        element("svg:text", { x: x + 12, y: y + 36 }, load)));
+    });
+  }
+  for (const path of state.paths) {
+    // A stage of a pipeline, prefill-0.1, has a pool of its own.
+    const [from, to] = [path.source, path.target].map((name) => place[name] ?? place[name.replace(/\.\d+$/, "")]);
+    if (!from || !to || from.x === to.x) continue;
+    const now = rate(bytesOf(path));
+    const width = now ? Math.min(9, 1.5 + Math.log10(1 + now / 1e5) * 2) : 0.7;
+    svg.append(element("svg:line", { x1: from.x, y1: from.y, x2: to.x, y2: to.y, "stroke-width": width }));
+    if (now) {
+      const middle = { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 6, "text-anchor": "middle" };
+      svg.append(element("svg:text", middle, `${bytes(now)}/s ${path.transport}`));
+    }
+  }
+}
+
+function drawRequests(state) {
+  fill("requests", state.requests.map((request) => {
+    const pick = () => show(request.id);
+    const link = element("button", { class: "link", type: "button" }, request.id);
+    const ended = request.is_over ? seconds(request.last_s - request.submitted_s) : "";
+    const kind = ["failed", "rejected"].includes(request.step) ? "bad" : "";
+    return element("tr", { onclick: pick, class: request.id === shownRequest ? "shown" : "" },
+      cell(clock(request.submitted_s)), cell(link, "id"), cell(request.step, kind),
+      cell(request.prefill), cell(request.decode), number(request.num_prompt_tokens),
+      number(request.num_cached_tokens), number(request.num_output_tokens), cell(ended, "number"));
+  }), "none yet");
+}
+
+function drawRejections(state) {
+  const counts = Object.entries(state.num_rejected).filter(([, count]) => count);
+  byId("rejected").textContent = counts.map(([reason, count]) => `${count} ${reason}`).join(", ");
+  fill("rejections", state.rejections.map((rejection) => element("tr", {},
+    cell(clock(rejection.at_s)), cell(rejection.request_id, "id"), number(rejection.status),
+    cell(rejection.reason, "bad"), cell(rejection.message, "text"))), "none");
+}
+
+function drawTimeline(request) {
+  const moments = request.moments, began = moments[0].at_s;
+  const end = moments[moments.length - 1].at_s;
+  const spans = moments.slice(0, -1).map((moment, index) => [moment, moments[index + 1].at_s - moment.at_s]);
+  const bar = element("div", { class: "bar" }, ...spans.map(([moment, took]) => element("span", {
+    class: `s-${moment.step}`, title: `${moment.step} ${seconds(took)}`,
+    "data-share": took / (end - began || 1),
+  })));
+  for (const span of bar.children) span.style.flexGrow = span.dataset.share;
+  const rows = moments.map((moment, index) => element("tr", {},
+    cell(`+${seconds(moment.at_s - began)}`, "number"),
+    cell(element("span", {}, element("span", { class: `key s-${moment.step}` }), moment.step)),
+    cell(moment.instance), cell(index < spans.length ? seconds(spans[index][1]) : "", "number"),
+    cell(moment.note, "text")));
+  const head = ["at", "step", "instance", "took", ""].map((text) => element("th", {}, text));
+  byId("timeline").replaceChildren(
+    element("strong", {}, request.id),
+    ` ${request.num_prompt_tokens} prompt tokens, ${request.num_cached_tokens} of them cached,`,
+    ` ${request.num_output_tokens} tokens out, attempts: ${request.num_attempts}`, bar,
+    element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
+  byId("timeline").hidden = false;
+}
+
+function draw(state) {
+  byId("model").textContent = state.model;
+  const { finished, aborted, failed, rejected } = state.num_ended;
+  byId("totals").textContent =
+    `${finished} finished, ${aborted} aborted, ${failed} failed, ${rejected} rejected`;
+  drawInstances(state);
+  drawPicture(state);
+  drawPaths(state);
+  drawRequests(state);
+  drawRejections(state);
+}
+
+// The parsed answer; null if it is as it was; throws what went wrong.
+async function ask(path) {
+  const answer = await fetch(path, { headers: etags[path] ? { "if-none-match": etags[path] } : {} });
+  if (answer.status === 304) return null;
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.error.message);
+  etags[path] = answer.headers.get("etag");
+  return body;
+}
+
+async function showTimeline() {
+  if (shownRequest === null) return;
+  const path = `dashboard/requests/${encodeURIComponent(shownRequest)}`;
+  try {
+    const request = await ask(path);
+    if (request !== null) drawTimeline(request);
+  } catch (error) {
+    byId("timeline").textContent = error.message;
+    byId("timeline").hidden = false;
+  }
+}
+
+function show(id) {
+  shownRequest = id;
+  delete etags[`dashboard/requests/${encodeURIComponent(id)}`];
+  showTimeline();
+}
+
+async function poll() {
+  const connection = byId("connection");
+  try {
+    const state = (await ask("dashboard/state")) ?? past[past.length - 1].state;
+    const at = performance.now();
+    past.push({ at, state });
+    while (past.length > 2 && at - past[1].at > RATE_WINDOW_MS) past.shift();
+    draw(state);
+    await showTimeline();
+    connection.textContent = "live";
+    connection.className = "";
+  } catch {
+    connection.textContent = "the conductor does not answer";
+    connection.className = "lost";
+  }
+  setTimeout(poll, document.hidden ? 5 * PERIOD_MS : PERIOD_MS);
+}
+
+byId("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const id = new FormData(event.target).get("id").trim();
+  if (id) show(id);
+});
+poll();

@@ -1,0 +1,19 @@
+"""Whether this container serves: the conductor's /ready, or the instance's own. Exit status 0 if so."""
+
+import os
+import sys
+import urllib.error
+import urllib.request
+
+is_instance = os.environ.get("MOONCAKE_ROLE") in ("prefill", "decode")
+path = "ready"
+if is_instance:
+    port = os.environ["MOONCAKE_WORKER_METRICS_LISTEN"].rpartition(":")[2]
+else:
+    port = os.environ.get("MOONCAKE_HTTP_PORT", "8000")
+    if os.environ.get("MOONCAKE_ROLE") == "conductor":
+        path = "health"  # it is ready when there are instances, which wait for it to be healthy
+try:
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=4).close()
+except (urllib.error.URLError, OSError) as error:
+    sys.exit(f"not ready: {error}")

@@ -1,0 +1,236 @@
+"""What people who look after a cluster see of it: Prometheus, Grafana's queries, the page at /dashboard."""
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.browser import Browser
+from tests.cluster.harness import ROOT, Server, eventually
+from tests.debian import fetched
+from tests.ports import free_port
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]  # programs may have to be fetched first
+DASHBOARDS = sorted((ROOT / "docker/grafana/dashboards").glob("*.json"))
+PROMETHEUS = ROOT / "docker/prometheus"
+DEADLINE_S = 60.0
+
+
+class Monitored:
+    """A cluster with SLOs, an instance listener and clients that never stop asking, some of them in vain."""
+
+    def __init__(self, server: Server, metrics_port: int) -> None:
+        self.server, self.metrics_port = server, metrics_port
+        self._client = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
+        self._stop = threading.Event()
+        self._number = 0
+
+    def _ask(self) -> None:
+        self._number += 1
+        shared = [5 + token % 90 for token in range(40)]
+        own = [5 + (self._number * 7 + token) % 90 for token in range(24)]
+        body = {
+            "model": "tiny",
+            "prompt": shared + own,
+            "max_tokens": 6,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        answer = self._client.post("/v1/completions", json=body)
+        assert answer.status_code in (200, 429), answer.text
+        if answer.status_code == 429:
+            self._stop.wait(0.2)
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(4) as clients:
+            while not self._stop.is_set():
+                for asked in [clients.submit(self._ask) for _ in range(4)]:
+                    asked.result()
+
+    def __enter__(self) -> "Monitored":
+        self._thread = threading.Thread(target=self.run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
+        Server(
+            *("--model", str(directory), "--served-model-name", "tiny", "--kvcache-block-size=8"),
+            *("--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"),
+            *("--conductor-ttft-slo-s=5", "--conductor-tbt-slo-s=1", "--conductor-max-running-requests=2"),
+            *("--worker-metrics-listen", f"127.0.0.1:{port}"),
+            run_dir=Path(run_dir),
+        ) as server,
+        Monitored(server, port) as monitored,
+    ):
+        yield monitored
+
+
+class Prometheus:
+    """Asks a running one."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    def get(self, path: str, **parameters: str) -> Any:
+        found = self._client.get(path, params=parameters).json()
+        assert found["status"] == "success", found
+        return found["data"]
+
+    def query(self, expression: str) -> Any:
+        return self.get("query", query=expression)["result"]
+
+
+def queries() -> list[tuple[str, str, str]]:
+    """Dashboard, panel and expression of every query, with a range that a short test has."""
+    return [
+        (path.stem, panel["title"], target["expr"].replace("$__rate_interval", "10s"))
+        for path in DASHBOARDS
+        for panel in json.loads(path.read_text())["panels"]
+        for target in panel["targets"]
+    ]
+
+
+@pytest.fixture
+def prometheus(monitored: Monitored, tmp_path: Path) -> Iterator[Prometheus]:
+    """A real one that scrapes the cluster as docker/ has it, only more often."""
+    program = fetched("prometheus", "usr/bin/prometheus")
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
+    (job,) = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [f"127.0.0.1:{monitored.server.port}"]}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    process = subprocess.Popen(
+        [
+            program,
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--web.listen-address={address}",
+            "--log.level=error",
+        ]
+    )
+    try:
+        eventually(lambda: is_ready(f"http://{address}/-/ready"), "Prometheus is ready", DEADLINE_S)
+        with httpx.Client(base_url=f"http://{address}/api/v1", timeout=10) as client:
+            yield Prometheus(client)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_every_panel_shows_something_of_a_real_cluster(prometheus: Prometheus) -> None:
+    missing = queries()
+    assert len(missing) > 40
+    end_s = time.monotonic() + DEADLINE_S
+    while missing:
+        assert time.monotonic() < end_s, f"no data: {missing}"
+        missing = [query for query in missing if not prometheus.query(query[2])]
+        time.sleep(0.2)
+    (group,) = prometheus.get("rules")["groups"]
+    assert {rule["health"] for rule in group["rules"]} == {"ok"}
+    assert prometheus.query('ALERTS{alertstate="firing",severity="page"}') == []
+
+
+def test_alerts_are_as_their_own_tests_say() -> None:
+    tool = fetched("prometheus", "usr/bin/promtool")
+    done = subprocess.run(
+        [tool, "test", "rules", "alerts_test.yml"], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = (PROMETHEUS / "alerts_test.yml").read_text()
+    (group,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    assert [rule["alert"] for rule in group["rules"] if f'"{rule["alert"]}"' not in tested] == []
+
+
+def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
+    tool = fetched("prometheus", "usr/bin/promtool")
+    for port in (monitored.server.port, monitored.metrics_port, monitored.metrics_port + 1):
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        done = subprocess.run(
+            [tool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+        )
+        complaints = [line for line in done.stderr.splitlines() if not line.startswith("vllm:")]
+        assert complaints == []
+
+
+def test_each_instance_answers_for_itself(monitored: Monitored) -> None:
+    for number, name in enumerate(("prefill-0", "decode-0")):
+        url = f"http://127.0.0.1:{monitored.metrics_port + number}"
+        assert httpx.get(f"{url}/ready").status_code == 200
+        text = httpx.get(f"{url}/metrics").text
+        assert f'mooncake_instance_device_pages{{instance="{name}"}}' in text
+        other = {"prefill-0": "decode-0", "decode-0": "prefill-0"}[name]
+        assert f'instance="{other}"' not in text
+
+
+def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(f"{monitored.server.url}/dashboard")
+        browser.wait(lambda: browser.text("#connection") == "live", "that it is live")
+        browser.wait(lambda: "decode-0" in browser.text("#instances tbody"), "the instances")
+        browser.wait(lambda: "prefill-0" in browser.text("#paths tbody"), "traffic")
+        browser.wait(lambda: "429" in browser.text("#rejections tbody"), "rejections")
+        assert "overloaded" in browser.text("#rejections tbody")
+        rows = "[...document.querySelectorAll('#requests tr')]"
+        finished = f"{rows}.find(row => row.innerText.includes('finished'))"
+        browser.wait(lambda: bool(browser.evaluate(f"Boolean({finished})")), "a finished request")
+        request_id = browser.evaluate(f"{finished}.querySelector('.id').innerText")
+        browser.click("#find input")
+        browser.type(request_id)
+        browser.click("#find button")
+        browser.wait(lambda: request_id in browser.text("#timeline"), "the timeline")
+        timeline = browser.text("#timeline")
+        for step in ("queued", "reserving", "prefilling", "transferring", "loading", "decoding", "finished"):
+            assert step in timeline
+        assert "64 prompt tokens" in timeline
+        browser.click("#requests tbody tr:nth-child(3)")
+        browser.wait(lambda: request_id not in browser.text("#timeline"), "another timeline")
+        if (picture := os.environ.get("MOONCAKE_SCREENSHOT")) is not None:
+            browser.evaluate("scrollTo(0, 0)")
+            browser.screenshot(Path(picture))
+        assert browser.problems == []
+        browser.click("#find input")
+        browser.type("nobody's")
+        browser.click("#find button")
+        browser.wait(lambda: "no such request" in browser.text("#timeline"), "that there is no such request")
+
+
+def test_what_the_page_has_already_is_not_sent_again(monitored: Monitored) -> None:
+    with httpx.Client(base_url=monitored.server.url) as client:
+        for path in ("", "/app.js", "/app.css"):
+            known = client.get(f"/dashboard{path}").headers["etag"]
+            again = client.get(f"/dashboard{path}", headers={"if-none-match": known})
+            assert (again.status_code, again.content) == (304, b"")

@@ -1,0 +1,82 @@
+"""What can be known of docker/ without an engine: the linter's rules, and that all its settings are ours."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mooncake.config import load_config
+
+ROOT = Path(__file__).parent.parent
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+OURS = {
+    name: service for name, service in COMPOSE["services"].items() if service["image"] == "mooncake-serve"
+}
+
+
+def instructions(path: Path) -> list[list[str]]:
+    """Words of each instruction."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return [line.split() for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfiles_keep_the_rules(path: Path) -> None:
+    linter = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run(
+        [linter, "--config", DOCKER / "hadolint.yaml", path], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_is_copied_is_there_and_sent_along(path: Path) -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        source
+        for words in instructions(path)
+        if words[0] == "COPY" and not words[1].startswith("--from")
+        for source in words[1:-1]
+    }
+    assert copied
+    assert all((ROOT / source).exists() for source in copied)
+    assert copied <= sent
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks"}
+    assert packages <= copied
+
+
+def test_every_setting_of_the_services_is_a_valid_key() -> None:
+    roles = set()
+    for name, service in OURS.items():
+        if name == "keys":
+            continue
+        settings = service["environment"] | {"MOONCAKE_WORKER_METRICS_LISTEN": "0.0.0.0:9100"}
+        values = {
+            key: value.partition(":-")[2].rstrip("}") if value.startswith("${") else value
+            for key, value in settings.items()
+            if value is not None  # from the host, if it is set there
+        }
+        roles.add(load_config(None, values, {}).role)
+    assert roles == {"conductor", "prefill", "decode"}
+
+
+def test_instances_can_be_scaled_and_find_the_conductor() -> None:
+    address = OURS["conductor"]["networks"]["cluster"]["ipv4_address"]
+    for service in (OURS["prefill"], OURS["decode"]):
+        assert not {"ports", "container_name", "hostname"} & service.keys()
+        assert "MOONCAKE_INSTANCE" not in service["environment"]
+        assert service["environment"]["MOONCAKE_CONDUCTOR_ENDPOINT"] == f"tcp://{address}:7800"
+        assert service["depends_on"]["conductor"] == {"condition": "service_healthy"}
+
+
+def test_prometheus_and_grafana_are_given_what_is_there() -> None:
+    for name in ("prometheus", "grafana"):
+        for volume in COMPOSE["services"][name]["volumes"]:
+            source = volume.split(":")[0]
+            assert source in COMPOSE["volumes"] or (DOCKER / source).is_dir()
+        assert ":" in COMPOSE["services"][name]["image"], "a version, so that the next pull changes nothing"

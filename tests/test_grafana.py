@@ -1,0 +1,37 @@
+"""The dashboards that are checked in are those that their generator makes."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "docker/grafana"
+GENERATOR = runpy.run_path(str(FOLDER / "generate.py"))
+METRICS_OF = ("mooncake_", "vllm:")
+
+
+@pytest.mark.parametrize("name", GENERATOR["DASHBOARDS"])
+def test_dashboards_are_current(name: str) -> None:
+    found = (FOLDER / f"dashboards/{name}.json").read_text()
+    assert found == GENERATOR["rendered"](name), "run make generate"
+
+
+def test_panels_do_not_overlap_and_say_what_they_show() -> None:
+    for path in (FOLDER / "dashboards").glob("*.json"):
+        taken: set[tuple[int, int]] = set()
+        for panel in json.loads(path.read_text())["panels"]:
+            assert panel["title"]
+            place = panel["gridPos"]
+            cells = {
+                (x, y)
+                for x in range(place["x"], place["x"] + place["w"])
+                for y in range(place["y"], place["y"] + place["h"])
+            }
+            assert not cells & taken, f"{path.name}: {panel['title']}"
+            assert max(x for x, _ in cells) < 24
+            taken |= cells
+            refs = [target["refId"] for target in panel["targets"]]
+            assert len(set(refs)) == len(refs)
+            assert all(re.search("|".join(METRICS_OF), target["expr"]) for target in panel["targets"])
