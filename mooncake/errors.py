@@ -4,6 +4,7 @@
     ├── ConfigError        a key or value in YAML, flags or environment
     ├── ModelError         a checkpoint that cannot be found, read or served
     ├── MismatchError      two sides that must agree and do not (fingerprint, layout, version)
+    ├── GrammarError       a grammar that cannot be compiled or followed
     ├── RequestError       the client's request is wrong                     -> HTTP 4xx
     │   └── OverloadedError    no room for it now                            -> HTTP 429 + Retry-After
     ├── PoolError          the KVCache pool refuses an operation
@@ -57,6 +58,10 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, status=429, code="overloaded")
         self.retry_after_s = retry_after_s
+
+
+class GrammarError(MooncakeError):
+    """A grammar cannot be compiled, or a text cannot go on by it."""
 
 
 class PoolError(MooncakeError):

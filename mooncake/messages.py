@@ -61,6 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: dict[int, float] = {}
     bad_words: tuple[tuple[int, ...], ...] = ()
     """the output contains none of these token ids in this order"""
+    grammar: str = ""
+    """the whole output is one of its texts (`mooncake.grammar`); empty: it may be any"""
     num_logprobs: int | None = None
     """report the logprobs of each drawn token and of so many likeliest ones; None: of none"""
 

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
 
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError, RequestError
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import build_tokenizer
+from mooncake.grammar import Vocabulary
 from mooncake.token_bytes import PieceBytes
 
 if TYPE_CHECKING:
@@ -80,6 +82,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `render_chat` can work at all."""
         return self._wrapped.chat_template is not None
+
+    def vocabulary(self, vocab_size: int) -> Vocabulary:
+        """The tokens that grammars choose from, of a model of this `vocab_size`."""
+        return Vocabulary(self._backend, self.eos_token_ids, vocab_size)
 
     @property
     def chat_template(self) -> str:
@@ -214,6 +220,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if not eos_token_ids and wrapped.eos_token_id is not None:
         eos_token_ids = (wrapped.eos_token_id,)
     return Tokenizer(wrapped, eos_token_ids)
+
+
+def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
+    """The tokens that grammars choose from, without transformers where it is not needed."""
+    vocab_size = int(checkpoint.config["vocab_size"])
+    file = checkpoint.path / "tokenizer.json"
+    if checkpoint.eos_token_ids and file.is_file():
+        return Vocabulary(Backend.from_file(str(file)), checkpoint.eos_token_ids, vocab_size)
+    return load_tokenizer(checkpoint).vocabulary(vocab_size)
 
 
 def _from_gguf(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":

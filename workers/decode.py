@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from kvstore.messages import Reservation, ReservedBlock
 from kvstore.worker_client import WorkerClient
-from mooncake.errors import MooncakeError, PoolError, TransferError
+from mooncake.errors import GrammarError, MooncakeError, PoolError, TransferError
 from mooncake.messages import (
     TO_HOST,
     TO_POOL,
@@ -134,7 +134,8 @@ class DecodeRunner:
 
     async def _work(self, order: Reserve) -> None:
         ref, request = order.ref, order.request
-        sequence = Sequence(next(self._numbers), ref, request, list(request.token_ids))
+        grammar = await self._executor.follow(request.sampling.grammar)
+        sequence = Sequence(next(self._numbers), ref, request, list(request.token_ids), grammar=grammar)
         self._sequences[ref] = sequence
         self._orders[ref] = asyncio.get_running_loop().create_future()
         try:
@@ -290,6 +291,10 @@ class DecodeRunner:
                     continue  # it had been planned before its last token was known
                 sequence.tokens.append(token)
                 sequence.newest_logprobs = iteration.logprobs.get(row)
+                if sequence.grammar is not None and sequence.grammar.error is not None:
+                    sequence.error = GrammarError(f"the grammar failed: {sequence.grammar.error}")
+                    self._batch.leave(sequence)
+                    continue
                 outputs.append(output_of(sequence))
                 if sequence.finish_reason is not None:
                     self._batch.leave(sequence)

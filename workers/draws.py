@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mooncake.messages import Request, SamplingParams, TokenLogprobs
-from workers.engine.logit_changes import LogitChanges, LogitRules
+from workers.engine.logit_changes import Follower, LogitChanges, LogitRules
 from workers.engine.sampling import logprobs, sample, uniform
 
 
@@ -37,14 +37,15 @@ class Row(NamedTuple):
     output: Sequence[int] = ()
 
 
-def rules_of(request: Request) -> LogitRules | None:
-    """What a request wants changed of its logits; None: nothing."""
+def rules_of(request: Request, grammar: Follower | None = None) -> LogitRules | None:
+    """What a request wants changed of its logits; None: nothing. `grammar`: that of its sampling, begun."""
     sampling = request.sampling
     is_neutral = (
         (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
         and not sampling.logit_bias
         and not sampling.bad_words
         and not sampling.min_tokens
+        and grammar is None
     )
     if is_neutral:
         return None
@@ -59,6 +60,7 @@ def rules_of(request: Request) -> LogitRules | None:
         bad_words=sampling.bad_words,
         min_tokens=sampling.min_tokens,
         stop_tokens=np.asarray(sampling.stop_token_ids, dtype=np.int64),
+        grammar=grammar,
     )
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from mooncake.errors import GrammarError
+from mooncake.grammar import Grammars, GrammarState
 from workers.draws import Drawn, Draws
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
@@ -28,9 +30,11 @@ class CancelledOnDevice(Exception):
 class Executor:
     """Runs a model on its device, one call after the other."""
 
-    def __init__(self, model: DecoderModel, kv: DeviceKVCache) -> None:
+    def __init__(self, model: DecoderModel, kv: DeviceKVCache, grammars: Grammars | None = None) -> None:
+        """Without `grammars` no request may have one."""
         self.model = model
         self.kv = kv
+        self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
 
     @property
@@ -46,6 +50,14 @@ class Executor:
         """
         ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
         return await see_out(ended, on_cancel)
+
+    async def follow(self, grammar: str) -> GrammarState | None:
+        """The beginning of an output that must follow `grammar`; None: it may be any. Raises GrammarError."""
+        if not grammar:
+            return None
+        if self._grammars is None:
+            raise GrammarError("this instance has no tokenizer, which grammars need")
+        return (await self._grammars.get(grammar)).begin()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Make `call` on the device thread, behind all that it has been given before."""

@@ -11,7 +11,9 @@ from mooncake.blocks import KVLayout
 from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
 from mooncake.config import KVCacheConfig, StageProcess, WorkerProcess
 from mooncake.errors import ConfigError, ModelError
+from mooncake.grammar import Grammars
 from mooncake.process import Progress, report
+from mooncake.tokenizer import load_vocabulary
 from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -57,7 +59,7 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
     kv = DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device)
     if device.type == "cuda":
         warm_up(model, kv)
-    return Executor(model, kv)
+    return Executor(model, kv, Grammars(lambda: load_vocabulary(checkpoint)))
 
 
 def _check_layout(spec: ModelSpec, layout: KVLayout) -> None:

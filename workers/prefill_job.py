@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
+from mooncake.grammar import GrammarState
 from mooncake.messages import COMPUTED, REMOTE, Prefill
 from workers.draws import FirstToken
 from workers.engine.batch import Chunk
@@ -47,6 +48,8 @@ class PrefillJob:
         self.device_pages: list[int] = []
         self.reservation: Reservation | None = None
         self.fetch: PrefixFetch | None = None
+        self.grammar: GrammarState | None = None
+        """what the first token must follow, where that is drawn"""
         self.damaged_pages: list[int] = []
         """of the pool, found by loads"""
         self._pool, self._layers = pool, layers

@@ -7,6 +7,7 @@ from enum import Enum, auto
 import torch
 
 from kvstore.messages import Reservation
+from mooncake.grammar import GrammarState
 from mooncake.messages import FinishReason, Ref, Request, TokenLogprobs
 from workers.draws import rules_of
 from workers.engine.logit_changes import LogitRules
@@ -61,10 +62,12 @@ class Sequence:
     """when it first joined the batch"""
     newest_logprobs: TokenLogprobs | None = None
     """of the newest token, if the request wants them"""
+    grammar: GrammarState | None = None
+    """what its output must follow"""
     rules: LogitRules | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rules = rules_of(self.request)
+        self.rules = rules_of(self.request, self.grammar)
 
     @property
     def num_output_tokens(self) -> int:

@@ -118,6 +118,8 @@ class Stage:
         if self._next is not None:
             await self._next.send(Begin(job.job_id, job.order))
         order = job.order
+        if self._next is None:  # the first token is drawn here
+            job.grammar = await self._executor.follow(order.request.sampling.grammar)
         reservation = job.reservation = await reserve_prompt(self.pool, order.request, self.page_size)
         await self.pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
         job.begin(reservation, await self._allocate(len(reservation.blocks)))
@@ -285,7 +287,11 @@ class Stage:
         if ends:
             requests = [jobs[index].order.request for index in ends]
             logits = self._executor.model.logits(hidden[list(ends.values())])
-            rows = [Row(r.sampling, len(r.token_ids), rules_of(r), r.output) for r in requests]
+            grammars = [jobs[index].grammar for index in ends]
+            rows = [
+                Row(request.sampling, len(request.token_ids), rules_of(request, grammar), request.output)
+                for request, grammar in zip(requests, grammars, strict=True)
+            ]
             drawn = Draws(rows).draw(logits)
             for of_drawn, (index, token) in enumerate(zip(ends, drawn.tokens, strict=True)):
                 tokens[index] = FirstToken(token, drawn.logprobs.get(of_drawn))

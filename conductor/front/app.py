@@ -24,8 +24,9 @@ from conductor.display import Display
 from conductor.front.answer import AnswerFormat
 from conductor.front.boundary import Boundary, read_body
 from conductor.front.config import FrontConfig
-from conductor.front.errors import UnavailableError, error_response
+from conductor.front.errors import RETRY_AFTER_S, UnavailableError, error_response
 from conductor.front.generation import Generation
+from conductor.front.grammars import WantedGrammar
 from conductor.front.link import Link
 from conductor.front.metrics import Metrics, Outcome
 from conductor.front.model import ServedModel
@@ -34,7 +35,7 @@ from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, shortened
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
-from mooncake.errors import RequestError
+from mooncake.errors import GrammarError, OverloadedError, RequestError
 from mooncake.messages import ClusterState
 
 UNSERVED_ENDPOINTS = tuple(
@@ -49,6 +50,7 @@ UNSERVED_ENDPOINTS = tuple(
 
 # Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
 _MAX_INLINE_BYTES = 4096
+_MAX_WAITING_GRAMMARS = 16
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +106,21 @@ class Front:
         read = functools.partial(
             read_job, endpoint, body, self.model, self.config.served_model_name, self.config.max_choices
         )
-        return fit_into_pool(await _beside(body, read), self.cluster(), self.model.block_size)
+        job = fit_into_pool(await _beside(body, read), self.cluster(), self.model.block_size)
+        if job.grammar is not None:
+            await self._check(job.grammar)
+        return job
+
+    async def _check(self, grammar: WantedGrammar) -> None:
+        grammars = self.model.grammars
+        if grammars.num_waiting >= _MAX_WAITING_GRAMMARS:
+            raise OverloadedError(f"{grammars.num_waiting} grammars are being compiled", RETRY_AFTER_S)
+        try:
+            await grammars.get(grammar.text)
+        except GrammarError as error:
+            raise RequestError(
+                f"{grammar.field}: {error}", param=grammar.field, code="invalid_schema"
+            ) from None
 
     async def about_tokens(
         self, answer: Callable[[bytes, ServedModel, str], dict[str, Any]], request: Request

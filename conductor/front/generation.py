@@ -13,7 +13,6 @@ from conductor.front.link import Inbox, Link, Lost, Received
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
-from conductor.front.tool_calls import ToolFormat
 from conductor.front.validation import Job
 from mooncake.messages import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -165,8 +164,8 @@ class Generation:
 
 def _text_of(sampling: SamplingParams, job: Job, model: ServedModel) -> TextStream:
     wants_logprobs = sampling.num_logprobs is not None
-    # The mark of Mistral's calls is a special token.
-    hides_special_tokens = job.tools is None or job.tools.tool_format is not ToolFormat.MISTRAL
+    # The mark of calls may be a special token.
+    hides_special_tokens = job.tools is None or model.special_token(job.tools.tool_format.begin) is None
     detokenizer = model.new_detokenizer(hides_special_tokens)
     return TextStream(detokenizer, job.stops, sampling.min_tokens, counts_offsets=wants_logprobs)
 

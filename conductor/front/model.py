@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from conductor.front.tool_calls import ToolFormat, format_of_template, takes_tools
 from mooncake.blocks import KVDtype
 from mooncake.checkpoint import Checkpoint
+from mooncake.grammar import Grammars
 from mooncake.tokenizer import IncrementalDetokenizer, load_tokenizer
 
 
@@ -19,6 +20,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     max_token_chars: int
     eos_token_ids: tuple[int, ...]
+    special_token_ids: frozenset[int]
 
     @property
     def has_chat_template(self) -> bool:
@@ -62,9 +64,15 @@ class ServedModel:
     vocab_size: int
     fingerprint: str
     block_size: int
+    grammars: Grammars
     tool_format: ToolFormat | None = None
     """how the model writes tool calls, if that is known"""
     template_takes_tools: bool = True
+
+    def special_token(self, text: str) -> int | None:
+        """The special token that is written `text`."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens[0] if len(tokens) == 1 and tokens[0] in self.tokenizer.special_token_ids else None
 
 
 def load_served_model(
@@ -76,13 +84,15 @@ def load_served_model(
     """
     tokenizer = load_tokenizer(checkpoint)
     template = tokenizer.chat_template
+    vocab_size = int(checkpoint.config["vocab_size"])
     return ServedModel(
         tokenizer=tokenizer,
         new_detokenizer=lambda hides: IncrementalDetokenizer(tokenizer, skip_special_tokens=hides),
         context_len=checkpoint.context_len,
-        vocab_size=int(checkpoint.config["vocab_size"]),
+        vocab_size=vocab_size,
         fingerprint=checkpoint.fingerprint(dtype, block_size),
         block_size=block_size,
+        grammars=Grammars(lambda: tokenizer.vocabulary(vocab_size)),
         tool_format=tool_format or format_of_template(template),
         template_takes_tools=takes_tools(template),
     )

@@ -8,6 +8,7 @@ import secrets
 
 import msgspec
 
+from conductor.front.grammars import WantedGrammar
 from conductor.front.model import ServedModel, Tokenizer
 from conductor.front.prompt import check_token_ids
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, shortened
@@ -20,7 +21,14 @@ _SEED_BITS = 63
 class Sampling:
     """What one HTTP request wants, checked and in token ids. Raises RequestError."""
 
-    def __init__(self, request: ChatCompletionRequest | CompletionRequest, model: ServedModel) -> None:
+    def __init__(
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        model: ServedModel,
+        grammar: WantedGrammar | None,
+    ) -> None:
+        if grammar is not None:
+            _check_beside_grammar(request, grammar)
         self._seed = request.seed
         self._min_tokens = request.min_tokens or 0
         self._base = SamplingParams(
@@ -36,6 +44,7 @@ class Sampling:
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=_logit_bias(request.logit_bias or {}, model),
             bad_words=_bad_words(request.bad_words or [], model),
+            grammar="" if grammar is None else grammar.text,
             num_logprobs=_num_logprobs(request),
         )
 
@@ -51,6 +60,17 @@ class Sampling:
         return msgspec.structs.replace(
             self._base, max_tokens=max_tokens, seed=_choice_seed(self._seed, choice)
         )
+
+
+def _check_beside_grammar(request: ChatCompletionRequest | CompletionRequest, grammar: WantedGrammar) -> None:
+    """What forbids tokens could leave none that the grammar allows."""
+    for field in ("min_tokens", "bad_words", "ignore_eos"):
+        if getattr(request, field):
+            raise RequestError(
+                f"{field} cannot be combined with {grammar.field}, which decides where the answer ends",
+                param=field,
+                code="invalid_value",
+            )
 
 
 def _stop_token_ids(

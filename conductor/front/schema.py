@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from conductor.front.response_format import ResponseFormat
 from conductor.front.tools import MAX_TOOLS, ToolCallFields, ToolFields
 from mooncake.errors import RequestError
 
@@ -59,6 +60,7 @@ class GenerationFields(BaseModel):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: SkipValidation[str | list[str] | None] = None
     stop_token_ids: list[int] | None = None
@@ -108,7 +110,6 @@ _UNSERVED: Neutral = {
     "length_penalty": (1,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -107,12 +107,6 @@ def tool_use(
         raise RequestError(
             f"tool_choice: {named!r} is none of the tools", param="tool_choice", code="invalid_value"
         )
-    if named is not None or tool_choice == "required":
-        raise RequestError(
-            'tool_choice: only "none" and "auto" are supported',
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
     if tool_format is None:
         raise RequestError(
             "this model's chat template is not known to take tools; start the server with --http-tool-parser,"

@@ -12,6 +12,7 @@ from enum import Enum
 import msgspec
 
 from conductor.front.body import parse
+from conductor.front.grammars import WantedGrammar, wanted_grammar
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_prompt, num_prompts_of, prompts_of
 from conductor.front.sampling import Sampling
@@ -80,6 +81,8 @@ class Job:
     is_salted: bool
     tools: ToolUse | None = None
     """the answer may have calls of these"""
+    grammar: WantedGrammar | None = None
+    """not compiled yet"""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,7 +127,8 @@ def read_job(
     else:
         _check_choices(num_prompts_of(request.prompt), num_choices_per_prompt, max_choices)
         prompts = prompts_of(request.prompt, model)
-    wanted = Sampling(request, model)
+    grammar = wanted_grammar(request.response_format, tools, model)
+    wanted = Sampling(request, model, grammar)
     sampling = [
         wanted.params(_max_tokens(request, len(prompt), model.context_len), index)
         for prompt in prompts
@@ -146,6 +150,7 @@ def read_job(
         root_key=root,
         is_salted=bool(request.cache_salt),
         tools=tools,
+        grammar=grammar,
     )
 
 

@@ -15,6 +15,7 @@ from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout, block_keys, root_key
 from mooncake.bus import peer_identity
+from mooncake.grammar import Grammars, Vocabulary
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -40,6 +41,7 @@ from mooncake.messages import (
     WorkFailed,
 )
 from tests.kvstore.nodes import DEADLINE_S, Node
+from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from workers.block_transfers import BlockTransfers
 from workers.copies import Copies, copies_for
 from workers.decode import DecodeRunner
@@ -98,7 +100,7 @@ class InstanceUnderTest:
         kv = DeviceKVCache(
             cluster.spec, cluster.model.layers, sizes.num_device_pages, sizes.block_size, torch.float32
         )
-        self.executor = Executor(cluster.model, kv)
+        self.executor = Executor(cluster.model, kv, cluster.grammars)
         self.prefill_jobs, self.decode_jobs = Jobs(cluster.group), Jobs(cluster.group)
 
         async def send(message: object) -> None:
@@ -165,6 +167,7 @@ class MiniCluster:
         self.layout = KVLayout(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, sizes.block_size, "float32"
         )
+        self.grammars = Grammars(lambda: Vocabulary(tiny_backend(), (IM_END_ID,), self.spec.vocab_size))
         limits = Limits(max_running_requests=4096, peer_timeout_s=3600, tbt_slo_s=sizes.tbt_slo_s)
         self.conductor = Conductor(1, FINGERPRINT, limits)
         self.instances: list[InstanceUnderTest] = []

@@ -1,16 +1,25 @@
 """What requests want changed of their logits before a token is drawn.
 
 Penalties of tokens that have been before (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's two), biases, and
-tokens that must not come now. The order is vLLM's: forbidden tokens, biases, penalties.
+tokens that must not come now, or that a grammar does not allow. The order is vLLM's: forbidden tokens,
+biases, penalties.
 
 Owns: these changes, for the rows that want some. Does not know: the draw, requests.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+
+
+class Follower(Protocol):
+    """Goes along with an output and knows what may follow."""
+
+    def allowed_after(self, tokens: Sequence[int], /) -> np.ndarray:
+        """Bit `i` of byte `j`, uint8: token `8 * j + i` may follow. All tokens have a bit, one is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class LogitRules:
     """the output is at least so long before one of `stop_tokens`"""
     stop_tokens: np.ndarray
     """int64"""
+    grammar: Follower | None = None
+    """what the output must follow; `forbidden` must leave some of its tokens"""
 
     @property
     def penalizes(self) -> bool:
@@ -71,12 +82,22 @@ class LogitChanges:
         if not self._rules:
             return
         self._forbid(logits)
+        self._constrain(logits)
         self._bias(logits)
         self._penalize(logits)
 
     def _forbid(self, logits: torch.Tensor) -> None:
         forbidden = {row: rules.forbidden(self._outputs[row]) for row, rules in self._rules.items()}
         logits[_places(forbidden, logits.device)] = float("-inf")
+
+    def _constrain(self, logits: torch.Tensor) -> None:
+        grammars = {row: rules.grammar for row, rules in self._rules.items() if rules.grammar is not None}
+        if grammars:
+            masks = np.stack([of.allowed_after(self._outputs[row]) for row, of in grammars.items()])
+            bits = np.unpackbits(~masks, axis=1, count=logits.shape[1], bitorder="little")
+            are_forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+            for row, is_forbidden in zip(grammars, are_forbidden, strict=True):
+                logits[row].masked_fill_(is_forbidden, float("-inf"))  # in place: rows are large
 
     def _bias(self, logits: torch.Tensor) -> None:
         rules = {row: of_row for row, of_row in self._rules.items() if len(of_row.biases)}

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import tokenizers
 import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
@@ -25,6 +26,7 @@ from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel
 from mooncake.curve import Gate, use_key
 from mooncake.errors import RequestError
+from mooncake.grammar import Grammars, Vocabulary
 from mooncake.keys import ClusterKey
 from mooncake.messages import (
     Cancel,
@@ -55,6 +57,7 @@ class ByteTokenizer:
         self.vocab_size = 257
         self.max_token_chars = 1
         self.eos_token_ids: tuple[int, ...] = (EOS,)
+        self.special_token_ids = frozenset({EOS})
 
     def token_bytes(self, token_id: int, /) -> bytes:
         return b"<end>" if token_id == EOS else bytes([token_id])
@@ -88,7 +91,25 @@ class ByteDetokenizer:
 
 
 def byte_model(context_len: int = 1000, block_size: int = 16) -> ServedModel:
-    return ServedModel(ByteTokenizer(), ByteDetokenizer, context_len, 257, "f" * 32, block_size)
+    grammars = Grammars(lambda: Vocabulary(byte_backend(), (EOS,), 257))
+    return ServedModel(ByteTokenizer(), ByteDetokenizer, context_len, 257, "f" * 32, block_size, grammars)
+
+
+def byte_backend() -> tokenizers.Tokenizer:
+    """`ByteTokenizer` for who needs Hugging Face's."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_level_characters())}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return backend
+
+
+def _byte_level_characters() -> list[str]:
+    """GPT-2's, in the order of their bytes."""
+    others = iter(range(256, 512))
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""Tools as clients use them: by the official client, streamed and not; the model says what it is told."""
+"""Tools as clients use them: OpenAI's own client, streamed and not, a model that says what it is told."""
 
 import json
 from collections.abc import Iterator

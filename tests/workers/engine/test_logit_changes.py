@@ -1,5 +1,6 @@
 """Penalties, biases and forbidden tokens: against transformers and OpenAI's formula, alone and in a batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def rules(prompt: list[int] = PROMPT, bias: dict[int, float] | None = None, **wi
         bad_words=wishes.get("bad_words", ()),
         min_tokens=wishes.get("min_tokens", 0),
         stop_tokens=np.array(wishes.get("stop_tokens", ()), dtype=np.int64),
+        grammar=wishes.get("grammar"),
     )
 
 
@@ -112,3 +114,24 @@ def test_a_token_that_is_known_later_counts_too() -> None:
     assert logits[0].equal(changed(wishes))
     assert logits[0, 1].isneginf()
     assert logits[1].equal(logits_of(2)[1])
+
+
+class FollowsUpTo:
+    """Allows tokens up to one more than the last."""
+
+    def allowed_after(self, tokens: Sequence[int], /) -> np.ndarray:
+        allowed = np.zeros(64, dtype=np.uint8)
+        allowed[: (tokens[-1] if tokens else 0) + 2] = 1
+        return np.packbits(allowed, bitorder="little")
+
+
+def test_only_tokens_that_the_grammar_allows_are_left_whatever_their_bias() -> None:
+    logits = torch.zeros(3, 37)
+    changes = LogitChanges()
+    changes.add(0, rules([1], grammar=FollowsUpTo()), [])
+    changes.add(2, rules([1], bias={20: 100.0}, grammar=FollowsUpTo(), presence_penalty=1.0), [7])
+    changes.extend(2, 8)
+    changes.apply(logits)
+    allowed = [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+    assert allowed == [[0, 1], list(range(37)), list(range(10))]
+    assert logits[2, :10].tolist() == [0, 0, 0, 0, 0, 0, 0, -1, -1, 0]

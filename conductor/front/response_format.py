@@ -1,0 +1,28 @@
+"""The field `response_format`: an answer in JSON.
+
+Owns: its fields. Does not know: how an answer is held to them (`grammars`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+
+
+class JsonSchemaFields(BaseModel):
+    """`strict` or not, the answer is what `schema` describes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, SkipValidation[Any]], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`json_object` or `json_schema`; `text` asks for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
