@@ -134,6 +134,10 @@ async def serve(process: ConductorProcess) -> None:
             ttft_slo_s=config.conductor.ttft_slo_s,
             tbt_slo_s=config.conductor.tbt_slo_s,
             max_request_bytes=int(config.http.max_request_bytes),
+            api_keys_file=config.http.api_keys_file,
+            tls_cert=config.http.tls_cert,
+            tls_key=config.http.tls_key,
+            cors_origins=tuple(config.http.cors_origins),
             cluster_key=process.cluster_key,
         )
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
@@ -183,8 +187,10 @@ def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: b
         path, prompt = "completions", {"prompt": text}
     body = json.dumps({"model": front.served_model_name, **prompt, "temperature": 0})
     reachable = url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-    header = "'Content-Type: application/json'"
-    return Ready(url, f"curl -s {reachable}/v1/{path} -H {header} -d {shlex.quote(body)}")
+    headers = "-H 'Content-Type: application/json'"
+    if front.api_keys_file is not None:
+        headers += ' -H "Authorization: Bearer $OPENAI_API_KEY"'
+    return Ready(url, f"curl -s {reachable}/v1/{path} {headers} -d {shlex.quote(body)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """`mooncake-serve`: reads the configuration and runs this node's processes.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
-`mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve profile FILE` measures this machine.
+`mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve apikey FILE NAME` that of a client,
+`mooncake-serve profile FILE` measures this machine.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from mooncake.api_keys import add_api_key
 from mooncake.config import Config, describe, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.keys import ClusterKey
@@ -36,6 +38,12 @@ def main() -> None:
             if flags or arguments.config or arguments.print_config:
                 raise ConfigError("keygen takes FILE and no other options")
             keygen(arguments.file)
+            return
+        if arguments.command == "apikey":
+            if flags or arguments.config or arguments.print_config:
+                raise ConfigError("apikey takes FILE, NAME, --requests-per-minute and --max-concurrent alone")
+            path, limits = Path(arguments.file), (arguments.requests_per_minute, arguments.max_concurrent)
+            print(add_api_key(path, arguments.name, *limits))
             return
         config = load_config(arguments.config, os.environ, flags)
         if arguments.command == "profile":
@@ -89,11 +97,21 @@ def _parser() -> argparse.ArgumentParser:
         if path in SHORT_NAMES:
             names.append(SHORT_NAMES[path])
         parser.add_argument(*names, dest="_".join(path), metavar="VALUE", help=describe(path))
-    commands = parser.add_subparsers(dest="command", metavar="keygen FILE, profile FILE")
+    commands = parser.add_subparsers(dest="command", metavar="keygen FILE | apikey FILE NAME | profile FILE")
     for name, help_text in (
         ("keygen", "make the key that all nodes of a cluster share, in a new FILE (- for stdout), and exit"),
         ("profile", "measure the configured model on this device, for --conductor-profile FILE, and exit"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("file", metavar="FILE")
+    help_text = "make a client's API key, add its hash to FILE (http.api_keys_file), print the key, and exit"
+    apikey = commands.add_parser("apikey", help=help_text, description=help_text)
+    apikey.add_argument("file", metavar="FILE")
+    apikey.add_argument("name", metavar="NAME")
+    apikey.add_argument(
+        "--requests-per-minute", type=float, metavar="N", help="no more (default: any number)"
+    )
+    apikey.add_argument(
+        "--max-concurrent", type=int, metavar="N", help="at the same time (default: any number)"
+    )
     return parser

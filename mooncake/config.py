@@ -44,6 +44,11 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+def _split(value: object) -> object:
+    """A flag or variable has one string for several values."""
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
 class HttpConfig(_Section):
     """The OpenAI-compatible API."""
 
@@ -53,6 +58,20 @@ class HttpConfig(_Section):
     tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template shows"
     )
+    api_keys_file: Path | None = Field(
+        None, description="clients need a key of this file (mooncake-serve apikey FILE NAME); default: none"
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM): the API is HTTPS")
+    tls_key: Path | None = Field(None, description="the private key of tls_cert (PEM)")
+    cors_origins: Annotated[list[str], BeforeValidator(_split)] = Field(
+        [], description="web pages of these origins may use the API, with commas; *: any"
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> "HttpConfig":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("http.tls_cert and tls_key go together: name both or none")
+        return self
 
 
 class EvictionPolicy(StrEnum):
@@ -79,11 +98,6 @@ class Overload(StrEnum):
     BASELINE = "baseline"
     EARLY_REJECTION = "early_rejection"
     PREDICTION = "prediction"
-
-
-def _split(value: object) -> object:
-    """A flag or variable has one string for several values."""
-    return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
 class KVCacheConfig(_Section):

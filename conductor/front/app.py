@@ -17,10 +17,12 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from conductor.display import Display
+from conductor.front.access import AccessControl, KeyRing
 from conductor.front.answer import AnswerFormat
 from conductor.front.boundary import Boundary, read_body
 from conductor.front.config import FrontConfig
@@ -35,6 +37,7 @@ from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, shortened
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
+from mooncake.api_keys import ApiKey
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 from mooncake.messages import ClusterState
 
@@ -98,13 +101,19 @@ class Front:
             raise UnavailableError(f"not ready: {' and '.join(missing)} has registered")
         return cluster
 
-    async def read_job(self, endpoint: Endpoint, body: bytes) -> Job:
+    async def read_job(self, endpoint: Endpoint, body: bytes, tenant_salt: str) -> Job:
         """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
 
         Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
         """
         read = functools.partial(
-            read_job, endpoint, body, self.model, self.config.served_model_name, self.config.max_choices
+            read_job,
+            endpoint,
+            body,
+            self.model,
+            self.config.served_model_name,
+            self.config.max_choices,
+            tenant_salt,
         )
         job = fit_into_pool(await _beside(body, read), self.cluster(), self.model.block_size)
         if job.grammar is not None:
@@ -131,15 +140,26 @@ class Front:
 
 
 def create_app(front: Front) -> FastAPI:
-    """The HTTP API of `front`, whose link someone else runs."""
+    """The HTTP API of `front`, whose link someone else runs. Raises ConfigError for unusable API keys."""
     app = FastAPI(title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    if (keys_file := front.config.api_keys_file) is not None:
+        app.add_middleware(AccessControl, ring=KeyRing(keys_file), metrics=front.metrics)
+    if front.config.cors_origins:  # outside: browsers ask for permission without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=front.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(Boundary)
 
     async def generate(endpoint: Endpoint, request: Request) -> Response:
         arrived_s = asyncio.get_running_loop().time()
         try:
             body = await read_body(request, front.config.max_request_bytes)
-            job = await front.read_job(endpoint, body)
+            key: ApiKey | None = getattr(request.state, "api_key", None)
+            job = await front.read_job(endpoint, body, "" if key is None else key.salt)
         except RequestError as error:
             front.metrics.request_ended(outcome_of(error))
             raise

@@ -3,6 +3,8 @@
 Owns: names, defaults and bounds of the values. Does not know: where they come from.
 """
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from mooncake.keys import ClusterKey
@@ -23,6 +25,10 @@ class FrontConfig(BaseModel):
     tbt_slo_s: float | None = Field(default=None, gt=0)
     max_request_bytes: int = Field(default=8 << 20, ge=1)
     max_choices: int = Field(default=128, ge=1, description="most choices (prompts x n) of one HTTP request")
+    api_keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    cors_origins: tuple[str, ...] = ()
     shutdown_grace_s: int = Field(
         default=2, ge=0, description="how long running answers may go on at the end"
     )

@@ -22,6 +22,14 @@ class UnavailableError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimitedError(OverloadedError):
+    """A client has used up what it may have; others may still be served."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.code = "rate_limit_exceeded"
+
+
 class GenerationFailedError(RequestError):
     """An accepted request could not be finished. Not the client's fault."""
 

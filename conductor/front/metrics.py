@@ -50,6 +50,13 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+class Denial(StrEnum):
+    """Why a request was not even read."""
+
+    NO_KEY = "no_key"
+    LIMIT = "limit"
+
+
 def tbt_s(gaps_s: Sequence[float]) -> float | None:
     """Time between tokens of one request; None if it has no two tokens."""
     if not gaps_s:
@@ -96,6 +103,7 @@ class Metrics(Collector):
         self._model_name = model_name
         self._ttft_slo_s, self._tbt_slo_s = ttft_slo_s, tbt_slo_s
         self._outcomes = Counter(dict.fromkeys(Outcome, 0))
+        self._denied = Counter(dict.fromkeys(Denial, 0))
         self._finished = Counter(dict.fromkeys(FinishReason, 0))
         self._within_slo = Counter({"ttft": 0, "tbt": 0, "both": 0})
         self._num_waiting = self._num_receiving = 0
@@ -112,6 +120,10 @@ class Metrics(Collector):
     def request_ended(self, outcome: Outcome) -> None:
         """One HTTP request has its answer, or needs none any more."""
         self._outcomes[outcome] += 1
+
+    def request_denied(self, reason: Denial) -> None:
+        """A request had no valid key, or its key has no more."""
+        self._denied[reason] += 1
 
     def choice_submitted(self) -> None:
         """A choice waits for its first token."""
@@ -170,6 +182,12 @@ class Metrics(Collector):
     def _own(self) -> Iterator[Metric]:
         yield _counters(
             "mooncake_requests", "HTTP generation requests by their end", "outcome", self._outcomes
+        )
+        yield _counters(
+            "mooncake_requests_denied",
+            "HTTP requests that their API key did not let in",
+            "reason",
+            self._denied,
         )
         yield GaugeMetricFamily(
             "mooncake_requests_running",
@@ -244,7 +262,9 @@ class Metrics(Collector):
         yield success
 
 
-def _counters(name: str, text: str, label: str, counts: Counter[Outcome] | Counter[str]) -> Metric:
+def _counters(
+    name: str, text: str, label: str, counts: Counter[Outcome] | Counter[Denial] | Counter[str]
+) -> Metric:
     family = CounterMetricFamily(name, text, labels=[label])
     for value, count in counts.items():
         family.add_metric([str(value)], count)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Callable, Generator
 
 import uvicorn
@@ -53,6 +54,22 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def check_certificate(config: FrontConfig) -> None:
+    """Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
+    if config.tls_cert is None:
+        return
+    try:
+        # A password would be asked for on the terminal.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"http.tls_cert {config.tls_cert} and http.tls_key {config.tls_key} cannot be used ({reason});"
+            " expected a PEM certificate chain and its private key without password"
+        ) from None
+
+
 async def serve(
     config: FrontConfig,
     model: ServedModel,
@@ -66,8 +83,9 @@ async def serve(
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
     `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
-    Raises ConfigError for a port or endpoint that cannot be used.
+    Raises ConfigError for a port, endpoint, certificate or file of API keys that cannot be used.
     """
+    check_certificate(config)
     listener = listener or listen(config.host, config.port)
     with contextlib.closing(listener):
         front = Front(config, model, registry, display)
@@ -82,6 +100,8 @@ async def serve(
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=config.shutdown_grace_s,
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
             )
         )
         async with asyncio.TaskGroup() as group:
@@ -89,7 +109,8 @@ async def serve(
             http = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 host, port = listener.getsockname()[:2]
-                on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+                scheme = "http" if config.tls_cert is None else "https"
+                on_listening(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
                 await asyncio.shield(http)
             finally:
                 server.should_exit = True

@@ -106,9 +106,17 @@ class Job:
 
 
 def read_job(
-    endpoint: Endpoint, body: bytes, model: ServedModel, served_model_name: str, max_choices: int
+    endpoint: Endpoint,
+    body: bytes,
+    model: ServedModel,
+    served_model_name: str,
+    max_choices: int,
+    tenant_salt: str = "",
 ) -> Job:
-    """Parse, check and tokenize a request's body. Raises RequestError that names the field."""
+    """Parse, check and tokenize a request's body. Raises RequestError that names the field.
+
+    KVCache is shared within `tenant_salt` at most; the client may divide that further.
+    """
     request: ChatCompletionRequest | CompletionRequest
     is_chat = endpoint is Endpoint.CHAT
     request = parse(ChatCompletionRequest, body) if is_chat else parse(CompletionRequest, body)
@@ -134,7 +142,8 @@ def read_job(
         for prompt in prompts
         for index in range(num_choices_per_prompt)
     ]
-    root = root_key(model.fingerprint, request.cache_salt or "")
+    salt = "\0".join(part for part in (tenant_salt, request.cache_salt) if part)
+    root = root_key(model.fingerprint, salt)
     return Job(
         endpoint=endpoint,
         id=f"{endpoint.id_prefix}-{secrets.token_hex(16)}",
@@ -148,7 +157,7 @@ def read_job(
         return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
         root_key=root,
-        is_salted=bool(request.cache_salt),
+        is_salted=bool(salt),
         tools=tools,
         grammar=grammar,
     )

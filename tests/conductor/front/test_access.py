@@ -1,0 +1,205 @@
+"""Who is let in, and how much of it; over TLS; for web pages of other origins."""
+
+import json
+import logging
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from conductor.front.access import KeyLimits, KeyRing
+from conductor.front.config import FrontConfig
+from conductor.front.errors import RateLimitedError
+from conductor.front.server import check_certificate
+from conductor.front.validation import Endpoint, read_job
+from mooncake.api_keys import ApiKey, add_api_key
+from mooncake.errors import ConfigError, RequestError
+from mooncake.messages import Request
+from tests.conductor.front.fakes import (
+    CLUSTER_KEY,
+    DEADLINE_S,
+    MODEL_NAME,
+    FakeCluster,
+    Running,
+    byte_model,
+    running_front,
+)
+
+PROMPT = {"model": MODEL_NAME, "prompt": "x" * 40}
+
+
+def key(name: str = "a", **limits: Any) -> ApiKey:
+    return ApiKey(name=name, sha256=name * 64, **limits)
+
+
+def test_a_rate_may_be_used_at_once_and_then_fills_up_evenly() -> None:
+    limits, limited = KeyLimits(), key(requests_per_minute=3)
+    for _ in range(3):
+        limits.enter(limited, now_s=100.0)
+    with pytest.raises(RateLimitedError) as caught:
+        limits.enter(limited, now_s=105.0)
+    assert caught.value.retry_after_s == pytest.approx(15)
+    limits.enter(limited, now_s=120.0)
+    with pytest.raises(RateLimitedError):
+        limits.enter(limited, now_s=121.0)
+    limits.enter(key("b", requests_per_minute=3), now_s=121.0)
+    for _ in range(3):
+        limits.enter(limited, now_s=1000.0)
+    with pytest.raises(RateLimitedError):
+        limits.enter(limited, now_s=1000.0)
+
+
+def test_a_slow_rate_lets_the_first_request_in() -> None:
+    limits, limited = KeyLimits(), key(requests_per_minute=0.5)
+    limits.enter(limited, now_s=0.0)
+    with pytest.raises(RateLimitedError) as caught:
+        limits.enter(limited, now_s=60.0)
+    assert caught.value.retry_after_s == pytest.approx(60)
+    limits.enter(limited, now_s=120.0)
+
+
+def test_as_many_run_as_may_and_what_was_refused_is_not_counted() -> None:
+    limits, limited = KeyLimits(), key(max_concurrent=2, requests_per_minute=1000)
+    limits.enter(limited, now_s=0.0)
+    limits.enter(limited, now_s=0.0)
+    for _ in range(3):
+        with pytest.raises(RateLimitedError, match="running"):
+            limits.enter(limited, now_s=0.0)
+    limits.leave(limited)
+    limits.enter(limited, now_s=0.0)
+
+
+def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    first = add_api_key(path, "first", None, None)
+    ring = KeyRing(path)
+    assert ring.find(f"Bearer {first}", now_s=10.0).name == "first"
+    second = add_api_key(path, "second", None, None)
+    assert ring.find(f"bearer  {second}", now_s=20.0).name == "second"
+    whole = path.read_text()
+    with caplog.at_level(logging.ERROR):
+        path.write_text(whole[:-30])  # half-way through an edit
+        assert ring.find(f"Bearer {first}", now_s=30.0).name == "first"
+    assert "stay as they were" in caplog.text
+    path.write_text(whole[whole.index("- name: second") :])
+    with pytest.raises(RequestError, match="revoked") as caught:
+        ring.find(f"Bearer {first}", now_s=40.0)
+    assert caught.value.status == 401
+    assert first not in str(caught.value) + caplog.text
+    assert ring.find(f"Bearer {second}", now_s=40.0).name == "second"
+    for header in (None, "", first, f"Basic {second}", "Bearer ", "Bearer \xff"):
+        with pytest.raises(RequestError):
+            ring.find(header, now_s=40.0)
+
+
+def test_kvcache_is_shared_within_a_key_only() -> None:
+    def keys_of(salt: str, **fields: Any) -> tuple[bytes, ...]:
+        body = json.dumps({**PROMPT, **fields}).encode()
+        job = read_job(Endpoint.COMPLETION, body, byte_model(), MODEL_NAME, 8, salt)
+        assert job.is_salted == bool(salt or fields)
+        return tuple(job.prompts[0].keys)
+
+    alice, bob = key("a").salt, key("b").salt
+    different = {keys_of(""), keys_of(alice), keys_of(bob), keys_of(alice, cache_salt="s")}
+    assert len(different) == 4
+    # Nobody gets at another's by naming its salt.
+    assert keys_of("", cache_salt=alice) == keys_of(alice)  # without API keys all is one tenant's
+    assert keys_of(bob, cache_salt=alice) not in different
+    assert keys_of(alice, cache_salt="") == keys_of(alice)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
+    folder = tmp_path_factory.mktemp("front")
+    secret = add_api_key(folder / "keys", "alice", None, 1)
+    config = {"api_keys_file": folder / "keys", "cors_origins": ("https://page.example",)}
+    with running_front(folder, byte_model(), **config) as front:
+        yield front, secret
+
+
+def test_only_who_has_a_key_is_served(guarded: tuple[Running, str]) -> None:
+    front, secret = guarded
+    for headers in ({}, {"authorization": "Bearer mck-wrong"}):
+        response = httpx.post(f"{front.url}/v1/completions", json=PROMPT, headers=headers, timeout=DEADLINE_S)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.headers["x-request-id"]
+        assert response.json()["error"]["code"] in ("missing_api_key", "invalid_api_key")
+    for path in ("/v1/models", "/openapi.json", "/v1/nothing"):
+        assert httpx.get(front.url + path, timeout=DEADLINE_S).status_code == 401
+    for path in ("/health", "/live", "/ready", "/metrics", "/version"):
+        assert httpx.get(front.url + path, timeout=DEADLINE_S).status_code == 200
+    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key=secret, max_retries=0, timeout=DEADLINE_S)
+    assert client.completions.create(**PROMPT).choices[0].text == "Hello!"  # type: ignore[call-overload]
+    assert front.cluster.submitted[-1].is_salted
+    assert front.metric("mooncake_requests_denied_total", reason="no_key") == 5
+
+
+def test_a_key_may_have_no_more_requests_than_it_may(guarded: tuple[Running, str]) -> None:
+    front, secret = guarded
+    may_end = threading.Event()
+
+    async def stall(cluster: FakeCluster, request: Request) -> None:
+        await cluster.send_tokens(request, b"a")
+        await cluster.loop.run_in_executor(None, may_end.wait, DEADLINE_S)
+        await cluster.say(request, "ab")
+
+    front.cluster.behaviour = stall
+    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key=secret, max_retries=0, timeout=DEADLINE_S)
+    stream = client.completions.create(**PROMPT, stream=True)  # type: ignore[call-overload]
+    next(stream)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**PROMPT)  # type: ignore[call-overload]
+    assert caught.value.code == "rate_limit_exceeded"
+    assert caught.value.response.headers["retry-after"] == "1"
+    may_end.set()
+    list(stream)
+    front.cluster.reset()
+
+
+def test_web_pages_of_named_origins_may_ask(guarded: tuple[Running, str]) -> None:
+    front, _ = guarded
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for origin, status in (("https://page.example", 200), ("https://other.example", 400)):
+        headers = {"origin": origin, **asking}
+        response = httpx.options(f"{front.url}/v1/completions", headers=headers, timeout=DEADLINE_S)
+        assert response.status_code == status
+    response = httpx.get(f"{front.url}/v1/models", headers={"origin": "https://page.example"})
+    assert response.status_code == 401
+    assert response.headers["access-control-allow-origin"] == "https://page.example"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https(tmp_path: Path) -> None:
+    cert, private = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
+    )
+    options = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(private), "-out", str(cert)]
+    subprocess.run([*command.split(), *options], check=True, capture_output=True)
+    with running_front(tmp_path, byte_model(), tls_cert=cert, tls_key=private) as front:
+        assert front.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=cert)
+        answer = httpx.post(f"{front.url}/v1/completions", json=PROMPT, verify=trusting, timeout=DEADLINE_S)
+        assert answer.json()["choices"][0]["text"] == "Hello!"
+
+
+def test_an_unusable_certificate_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    config = FrontConfig(
+        control_endpoint="ipc://x",
+        reply_endpoint="ipc://x",
+        cluster_key=CLUSTER_KEY,
+        served_model_name=MODEL_NAME,
+        tls_cert=tmp_path / "cert.pem",
+        tls_key=tmp_path / "key.pem",
+    )
+    with pytest.raises(ConfigError, match=r"http\.tls_cert"):
+        check_certificate(config)
