@@ -20,6 +20,6 @@ def run_dir() -> Iterator[Path]:
 def default_server() -> Iterator[Server]:
     with (
         tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
-        Server("--dtype", "float32", run_dir=Path(run_dir)) as server,
+        Server("--dtype", "float32", "--http-tool-parser", "hermes", run_dir=Path(run_dir)) as server,
     ):
         yield server

@@ -1,5 +1,7 @@
 """The official OpenAI client against a real cluster with the default model."""
 
+import json
+
 import openai
 import pytest
 
@@ -92,6 +94,75 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
     )
     assert answer.choices[0].message.content == "The capital of France "
     assert answer.choices[0].finish_reason == "stop"
+
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "continent": {"enum": ["Europe", "Asia", "Africa"]},
+        "population": {"type": "integer", "minimum": 0, "maximum": 100_000_000},
+    },
+    "required": ["city", "continent", "population"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_follow_a_schema_and_repeat_with_their_seed(client: openai.OpenAI) -> None:
+    arguments = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Describe the capital of France as JSON."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}},
+        "temperature": 0.9,
+        "max_tokens": 100,
+        "seed": 3,
+        "n": 3,
+    }
+    answer = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    values = [json.loads(choice.message.content) for choice in answer.choices]
+    assert all(set(value) == set(CITY["required"]) for value in values)
+    assert all(value["continent"] in ("Europe", "Asia", "Africa") for value in values)
+    again = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
+    assert [c.message.content for c in again.choices] == [c.message.content for c in answer.choices]
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        schema = {"type": "array", "uniqueItems": True}
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        client.chat.completions.create(**{**arguments, "response_format": wanted})  # type: ignore[call-overload]
+
+
+def test_tools_that_must_be_called_are_called_streamed_and_not(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "note_city", "parameters": CITY}}
+    arguments = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 120,
+    }
+    answer = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
+    choice = answer.choices[0]
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == (
+        "tool_calls",
+        None,
+        "note_city",
+    )
+    assert set(json.loads(call.function.arguments)) == set(CITY["required"])
+    with client.chat.completions.stream(**arguments) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert streamed.function.arguments == call.function.arguments
+    turn = [
+        *QUESTION,
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "noted"},
+    ]
+    last = client.chat.completions.create(
+        **{**arguments, "messages": turn, "tool_choice": "none", "max_tokens": 5}  # type: ignore[call-overload]
+    )
+    assert last.choices[0].message.content
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
