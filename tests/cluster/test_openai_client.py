@@ -99,11 +99,10 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
 CITY = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "maxLength": 20},
+        "city": {"type": "string", "maxLength": 9},
         "continent": {"enum": ["Europe", "Asia", "Africa"]},
-        "population": {"type": "integer", "minimum": 0, "maximum": 100_000_000},
     },
-    "required": ["city", "continent", "population"],
+    "required": ["city", "continent"],
     "additionalProperties": False,
 }
 
@@ -116,7 +115,7 @@ def test_answers_follow_a_schema_and_repeat_with_their_seed(client: openai.OpenA
         "temperature": 0.9,
         "max_tokens": 100,
         "seed": 3,
-        "n": 3,
+        "n": 2,
     }
     answer = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
@@ -125,10 +124,10 @@ def test_answers_follow_a_schema_and_repeat_with_their_seed(client: openai.OpenA
     assert all(value["continent"] in ("Europe", "Asia", "Africa") for value in values)
     again = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
     assert [c.message.content for c in again.choices] == [c.message.content for c in answer.choices]
+    unusable = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
+    arguments["response_format"] = {"type": "json_schema", "json_schema": unusable}
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
-        schema = {"type": "array", "uniqueItems": True}
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        client.chat.completions.create(**{**arguments, "response_format": wanted})  # type: ignore[call-overload]
+        client.chat.completions.create(**arguments)  # type: ignore[call-overload]
 
 
 def test_tools_that_must_be_called_are_called_streamed_and_not(client: openai.OpenAI) -> None:
@@ -145,11 +144,8 @@ def test_tools_that_must_be_called_are_called_streamed_and_not(client: openai.Op
     answer = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
     choice = answer.choices[0]
     [call] = choice.message.tool_calls
-    assert (choice.finish_reason, choice.message.content, call.function.name) == (
-        "tool_calls",
-        None,
-        "note_city",
-    )
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert call.function.name == "note_city"
     assert set(json.loads(call.function.arguments)) == set(CITY["required"])
     with client.chat.completions.stream(**arguments) as stream:
         streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
