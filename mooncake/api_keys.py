@@ -33,6 +33,8 @@ class ApiKey(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """the lowest number that requests may ask for, and theirs if they ask for none"""
     cache_group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """keys of one group share their KVCache; default: each has its own"""
 

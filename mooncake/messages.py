@@ -83,7 +83,7 @@ class Request(msgspec.Struct, frozen=True):
     `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
     `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are those
     of one tenant (`cache_salt`), so nobody else is told which tokens they stand for. `root_key` is the parent
-    of the first block.
+    of the first block. Where requests wait for one another, those of a lower `priority` go first.
     """
 
     request_id: str
@@ -93,6 +93,7 @@ class Request(msgspec.Struct, frozen=True):
     reply_to: str
     is_salted: bool = False
     root_key: BlockKey = b""
+    priority: int = 0
     num_output_tokens: int = 0
     """the last so many of `token_ids` were drawn in earlier attempts: this one goes on behind them"""
 

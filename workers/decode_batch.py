@@ -1,7 +1,8 @@
 """Who is decoded next: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
-First come, first served: the oldest waiting sequence is admitted first, the newest running one is preempted
-first. A sequence that gets no page sits an iteration out while others' pages are about to come free.
+First come, first served, within a priority: the oldest waiting sequence of the lowest number is admitted
+first, the newest running one of the highest is preempted first. A sequence that gets no page sits an
+iteration out while others' pages are about to come free.
 
 Owns: the batch and who has which pages of the device. Does not know: tokens, time, how anything is copied
 or computed.
@@ -13,7 +14,7 @@ from operator import attrgetter
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 from workers.sequence import Sequence, SequenceState
 
-_by_number = attrgetter("number")
+_by_rank = attrgetter("rank")
 
 
 class DecodeBatch:
@@ -41,14 +42,14 @@ class DecodeBatch:
         sequence.state = SequenceState.WAITING
         sequence.admitted.clear()
         sequence.left.clear()
-        insort(self._waiting, sequence, key=_by_number)
+        insort(self._waiting, sequence, key=_by_rank)
 
     def join(self, sequence: Sequence) -> None:
         """Its KVCache has come to its pages: it is part of the next iteration."""
         if sequence.state is SequenceState.LOADING:
             self._loading.remove(sequence)
             sequence.state = SequenceState.RUNNING
-            insort(self._running, sequence, key=_by_number)
+            insort(self._running, sequence, key=_by_rank)
 
     def leave(self, sequence: Sequence) -> None:
         """It is part of no further iteration. It keeps its pages until `free`. Idempotent."""
@@ -103,10 +104,10 @@ class DecodeBatch:
         return ready
 
     def _make_room(self, sequence: Sequence) -> int:
-        """The newest gives way; it may be `sequence` itself. How many pages come free by that."""
+        """The last in rank gives way; it may be `sequence` itself. How many pages come free by that."""
         newest = next(other for other in reversed(self._running) if not other.ends_in_flight)
         if newest is sequence and self._loading:
-            return 0  # these are newer, and about to run
+            return 0  # these are about to run
         if len(self._running) == 1:
             self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
             return 0

@@ -95,7 +95,8 @@ class PrefillRunner:
 
     async def _prefill(self, order: Prefill) -> None:
         now_s = asyncio.get_running_loop().time()
-        queued = self._queue.add(len(order.request.token_ids), order.time_left_s, now_s)
+        request = order.request
+        queued = self._queue.add(len(request.token_ids), order.time_left_s, now_s, request.priority)
         stage = self._stage
         job = PrefillJob(next(self._job_ids), order, queued, stage.pool, stage.layers)
         self._job_of[queued] = job

@@ -1,4 +1,4 @@
-"""Which prompts are computed next: earliest TTFT deadline first, then arrival.
+"""Which prompts are computed next: lowest priority number first, then earliest TTFT deadline, then arrival.
 
 Prompts pass through three states; only READY ones are computed:
 
@@ -6,7 +6,8 @@ Prompts pass through three states; only READY ones are computed:
                     ^──────────┘     reuse failed: what to compute is being found out again
 
 A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a deadline of its own that
-does not move, and sooner or later all prompts that arrive have later ones: none starves.
+does not move, and sooner or later all prompts of its priority that arrive have later ones: none starves, but
+for others of a lower number.
 
 Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
 """
@@ -48,6 +49,7 @@ class Progress:
 class QueuedPrompt(Progress):
     """A prompt whose turn has not come, or is not over. No pass goes beyond the next of `chunk_ends`."""
 
+    priority: int = 0
     deadline_s: float
     arrival: int
     state: PromptState = PromptState.WAITING
@@ -60,9 +62,9 @@ class QueuedPrompt(Progress):
         return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
 
     @property
-    def rank(self) -> tuple[float, int]:
+    def rank(self) -> tuple[int, float, int]:
         """Lower ones go first."""
-        return self.deadline_s, self.arrival
+        return self.priority, self.deadline_s, self.arrival
 
 
 class Share(NamedTuple):
@@ -89,11 +91,14 @@ class PrefillQueue:
         self._prompts: list[QueuedPrompt] = []
         self._num_arrived = 0
 
-    def add(self, num_tokens: int, time_left_s: float | None, now_s: float) -> QueuedPrompt:
+    def add(
+        self, num_tokens: int, time_left_s: float | None, now_s: float, priority: int = 0
+    ) -> QueuedPrompt:
         """A prompt whose first token is due in `time_left_s`; what is overdue is due now."""
         patience_s = PATIENCE_S if time_left_s is None else max(0.0, time_left_s)
         self._num_arrived += 1
-        prompt = QueuedPrompt(num_tokens, deadline_s=now_s + patience_s, arrival=self._num_arrived)
+        deadline_s = now_s + patience_s
+        prompt = QueuedPrompt(num_tokens, priority=priority, deadline_s=deadline_s, arrival=self._num_arrived)
         self._insert(prompt)
         return prompt
 

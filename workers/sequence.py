@@ -38,7 +38,7 @@ class Sequence:
     """
 
     number: int
-    """in order of arrival: the newest is preempted first"""
+    """in order of arrival"""
     ref: Ref
     request: Request
     tokens: list[int]
@@ -68,6 +68,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.rules = rules_of(self.request, self.grammar)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower ones go first, and are preempted last."""
+        return self.request.priority, self.number
 
     @property
     def num_output_tokens(self) -> int:

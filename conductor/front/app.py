@@ -101,7 +101,7 @@ class Front:
             raise UnavailableError(f"not ready: {' and '.join(missing)} has registered")
         return cluster
 
-    async def read_job(self, endpoint: Endpoint, body: bytes, tenant_salt: str) -> Job:
+    async def read_job(self, endpoint: Endpoint, body: bytes, key: ApiKey | None) -> Job:
         """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
 
         Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
@@ -113,7 +113,7 @@ class Front:
             self.model,
             self.config.served_model_name,
             self.config.max_choices,
-            tenant_salt,
+            key,
         )
         job = fit_into_pool(await _beside(body, read), self.cluster(), self.model.block_size)
         if job.grammar is not None:
@@ -159,7 +159,7 @@ def create_app(front: Front) -> FastAPI:
         try:
             body = await read_body(request, front.config.max_request_bytes)
             key: ApiKey | None = getattr(request.state, "api_key", None)
-            job = await front.read_job(endpoint, body, "" if key is None else key.salt)
+            job = await front.read_job(endpoint, body, key)
         except RequestError as error:
             front.metrics.request_ended(outcome_of(error))
             raise

@@ -25,6 +25,7 @@ REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
 """What may go into a header and a log line."""
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -61,6 +62,7 @@ class GenerationFields(BaseModel):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
+    priority: Priority | None = Field(None, description="lower goes first")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: SkipValidation[str | list[str] | None] = None
     stop_token_ids: list[int] | None = None
@@ -108,7 +110,6 @@ class CompletionRequest(GenerationFields):
 _UNSERVED: Neutral = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),

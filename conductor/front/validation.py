@@ -26,6 +26,7 @@ from conductor.front.schema import (
     check_model,
 )
 from conductor.front.tools import ToolUse, tool_use
+from mooncake.api_keys import ApiKey
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState, Request, SamplingParams
@@ -83,6 +84,7 @@ class Job:
     """the answer may have calls of these"""
     grammar: WantedGrammar | None = None
     """not compiled yet"""
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -100,6 +102,7 @@ class Job:
                 reply_to=reply_to,
                 root_key=self.root_key,
                 is_salted=self.is_salted,
+                priority=self.priority,
             )
             for index, sampling in enumerate(self.sampling)
         ]
@@ -111,11 +114,12 @@ def read_job(
     model: ServedModel,
     served_model_name: str,
     max_choices: int,
-    tenant_salt: str = "",
+    key: ApiKey | None = None,
 ) -> Job:
     """Parse, check and tokenize a request's body. Raises RequestError that names the field.
 
-    KVCache is shared within `tenant_salt` at most; the client may divide that further.
+    `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
+    further.
     """
     request: ChatCompletionRequest | CompletionRequest
     is_chat = endpoint is Endpoint.CHAT
@@ -142,7 +146,8 @@ def read_job(
         for prompt in prompts
         for index in range(num_choices_per_prompt)
     ]
-    salt = "\0".join(part for part in (tenant_salt, request.cache_salt) if part)
+    key_salt = None if key is None else key.salt
+    salt = "\0".join(part for part in (key_salt, request.cache_salt) if part)
     root = root_key(model.fingerprint, salt)
     return Job(
         endpoint=endpoint,
@@ -160,6 +165,7 @@ def read_job(
         is_salted=bool(salt),
         tools=tools,
         grammar=grammar,
+        priority=_priority(request.priority, key),
     )
 
 
@@ -206,6 +212,20 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
 
 def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
     return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, max_tokens))
+
+
+def _priority(wanted: int | None, key: ApiKey | None) -> int:
+    first = None if key is None else key.priority
+    if wanted is None:
+        return first or 0
+    if first is not None and wanted < first:
+        raise RequestError(
+            f"priority is {wanted}, and requests of this API key may have {first} or more",
+            status=403,
+            param="priority",
+            code="invalid_value",
+        )
+    return wanted
 
 
 def _usage_shown(options: StreamOptions | None) -> UsageShown:

@@ -23,19 +23,20 @@ class Batch:
         self.batch = DecodeBatch(self.kv, max_batch)
         self._numbers = itertools.count()
 
-    def sequence(self, num_tokens: int, max_tokens: int = 100) -> Sequence:
+    def sequence(self, num_tokens: int, max_tokens: int = 100, priority: int = 0) -> Sequence:
         """With its first token: `num_tokens` of KVCache."""
         number = next(self._numbers)
-        request = Request(str(number), [1] * num_tokens, [], SamplingParams(max_tokens), "front")
+        sampling = SamplingParams(max_tokens)
+        request = Request(str(number), [1] * num_tokens, [], sampling, "front", priority=priority)
         return Sequence(number, Ref(1, str(number), 1), request, [1] * (num_tokens + 1))
 
-    def entered(self, num_tokens: int, max_tokens: int = 100) -> Sequence:
-        sequence = self.sequence(num_tokens, max_tokens)
+    def entered(self, num_tokens: int, max_tokens: int = 100, priority: int = 0) -> Sequence:
+        sequence = self.sequence(num_tokens, max_tokens, priority)
         self.batch.enter(sequence)
         return sequence
 
-    def joined(self, num_tokens: int, max_tokens: int = 100) -> Sequence:
-        sequence = self.entered(num_tokens, max_tokens)
+    def joined(self, num_tokens: int, max_tokens: int = 100, priority: int = 0) -> Sequence:
+        sequence = self.entered(num_tokens, max_tokens, priority)
         self.batch.plan()
         assert sequence.state is SequenceState.LOADING
         self.batch.join(sequence)
@@ -108,6 +109,22 @@ def test_newest_gives_way_and_comes_back_before_later_ones(spec: ModelSpec) -> N
     batch.iterate()
     assert new.state is SequenceState.LOADING
     assert (new.left.is_set(), later.state) == (False, SequenceState.WAITING)
+
+
+def test_lower_priority_numbers_are_admitted_first_and_give_way_last(spec: ModelSpec) -> None:
+    batch = Batch(spec, 6)
+    old, new = batch.joined(7, priority=1), batch.joined(7)
+    later, sooner = batch.entered(5), batch.entered(5, priority=-1)
+    assert batch.grown(old, new) == []
+    assert old.state is SequenceState.LEAVING
+    batch.batch.settle()
+    batch.batch.free(old)
+    batch.batch.enter(old)
+    batch.batch.leave(new)
+    batch.batch.free(new)
+    batch.batch.plan()
+    states = [sequence.state for sequence in (sooner, later, old)]
+    assert states == [SequenceState.LOADING, SequenceState.LOADING, SequenceState.WAITING]
 
 
 def test_waits_for_pages_that_are_about_to_come_free_instead_of_preempting(spec: ModelSpec) -> None:

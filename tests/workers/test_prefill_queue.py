@@ -126,3 +126,12 @@ def test_every_token_is_computed_once_in_full_passes(seed: int) -> None:
         sizes.append(sum(num_tokens for _, num_tokens in shares))
     assert [prompt.num_left for prompt in prompts] == [0] * 12
     assert len(set(sizes[:-1])) <= 1  # all but the last are full
+
+
+def test_priority_goes_before_deadlines() -> None:
+    queue = PrefillQueue(100)
+    later, urgent = queue.add(100, 0.0, 0.0, priority=1), queue.add(100, 0.1, 0.0)
+    first = queue.add(100, None, 5.0, priority=-1)
+    for prompt in (later, urgent, first):
+        queue.ready(prompt, 0)
+    assert [compute(queue)[0][0] for _ in range(3)] == [first, urgent, later]

@@ -18,7 +18,7 @@ from conductor.front.access import KeyLimits, KeyRing
 from conductor.front.config import FrontConfig
 from conductor.front.errors import RateLimitedError
 from conductor.front.server import check_certificate
-from conductor.front.validation import Endpoint, read_job
+from conductor.front.validation import Endpoint, Job, read_job
 from mooncake.api_keys import ApiKey, add_api_key
 from mooncake.errors import ConfigError, RequestError
 from mooncake.messages import Request
@@ -99,19 +99,36 @@ def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptur
             ring.find(header, now_s=40.0)
 
 
+def job_of(of_key: ApiKey | None, **fields: Any) -> Job:
+    body = json.dumps({**PROMPT, **fields}).encode()
+    return read_job(Endpoint.COMPLETION, body, byte_model(), MODEL_NAME, 8, of_key)
+
+
+def test_a_key_limits_the_priority_of_its_requests() -> None:
+    limited = key(priority=3)
+    assert [job_of(of, priority=p).priority for of, p in ((None, -9), (limited, 3), (limited, 7))] == [
+        -9,
+        3,
+        7,
+    ]
+    assert [job_of(of).priority for of in (None, key(), limited)] == [0, 0, 3]
+    assert job_of(limited, priority=7).requests("ipc://x")[0].priority == 7
+    with pytest.raises(RequestError, match="3 or more") as caught:
+        job_of(limited, priority=2)
+    assert (caught.value.status, caught.value.param) == (403, "priority")
+
+
 def test_kvcache_is_shared_within_a_key_only() -> None:
-    def keys_of(salt: str, **fields: Any) -> tuple[bytes, ...]:
-        body = json.dumps({**PROMPT, **fields}).encode()
-        job = read_job(Endpoint.COMPLETION, body, byte_model(), MODEL_NAME, 8, salt)
-        assert job.is_salted == bool(salt or fields)
+    def keys_of(key: ApiKey | None, **fields: Any) -> tuple[bytes, ...]:
+        job = job_of(key, **fields)
+        assert job.is_salted == bool(key or fields)
         return tuple(job.prompts[0].keys)
 
-    alice, bob = key("a").salt, key("b").salt
-    different = {keys_of(""), keys_of(alice), keys_of(bob), keys_of(alice, cache_salt="s")}
+    alice, bob = key("a"), key("b")
+    different = {keys_of(None), keys_of(alice), keys_of(bob), keys_of(alice, cache_salt="s")}
     assert len(different) == 4
     # Nobody gets at another's by naming its salt.
-    assert keys_of("", cache_salt=alice) == keys_of(alice)  # without API keys all is one tenant's
-    assert keys_of(bob, cache_salt=alice) not in different
+    assert keys_of(bob, cache_salt=alice.salt) not in different
     assert keys_of(alice, cache_salt="") == keys_of(alice)
 
 
