@@ -130,7 +130,8 @@ class DecodeRunner:
             if self._pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("decode of %s failed: %s", ref.request_id, error)
-            await self._send(WorkFailed(ref, str(error), retryable=not isinstance(error, OutOfPages)))
+            is_final = isinstance(error, OutOfPages | GrammarError)
+            await self._send(WorkFailed(ref, str(error), retryable=not is_final))
 
     async def _work(self, order: Reserve) -> None:
         ref, request = order.ref, order.request

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from mooncake.errors import MooncakeError, TransferError
+from mooncake.errors import GrammarError, MooncakeError, TransferError
 from mooncake.messages import Prefill, Prefilled, WorkFailed
 from workers.draws import FirstToken
 from workers.engine.kvcache import OutOfPages
@@ -89,7 +89,8 @@ class PrefillRunner:
             if self._stage.pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("prefill of %s failed: %s", order.ref.request_id, error)
-            await self._send(WorkFailed(order.ref, str(error), retryable=True))
+            retryable = not isinstance(error, GrammarError)
+            await self._send(WorkFailed(order.ref, str(error), retryable))
         finally:
             self.num_waiting -= 1
 
