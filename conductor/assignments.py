@@ -9,36 +9,39 @@ Owns: those memberships. Does not know: messages, states, why a request ends.
 from dataclasses import dataclass
 
 from conductor.cluster_view import ClusterView
-from conductor.forecast import DecodeForecast
+from conductor.forecast import Forecast, Stay
 from conductor.instances import Instance
 from conductor.outcomes import Outcomes
 from conductor.placement import Placement
 from conductor.rules import Rules
-from mooncake.messages import PrefixSource
+from mooncake.messages import PrefixSource, Request
 
 
 @dataclass(slots=True)
 class Assignment:
     """One placement of one request. Slots are those that its instances had then."""
 
+    request: Request
     placement: Placement
-    num_tokens: int
     assigned_s: float
     prefill_slot: int
     decode_slot: int
     source_slot: int | None
     fetched_bytes: float
-    due_bucket: int | None
-    """in the forecast, until its prefill has ended"""
-    decode_bucket: int | None = None
-    """in the forecast, since its prefill has ended"""
+    stay: Stay
+    """in the forecast"""
     decode_began_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.request.token_ids)
 
 
 class Assignments:
     """Of all requests that are placed, by their ids."""
 
-    def __init__(self, view: ClusterView, forecast: DecodeForecast, outcomes: Outcomes, rules: Rules) -> None:
+    def __init__(self, view: ClusterView, forecast: Forecast, outcomes: Outcomes, rules: Rules) -> None:
         self._view, self._forecast, self._outcomes, self._rules = view, forecast, outcomes, rules
         self._assignments: dict[str, Assignment] = {}
 
@@ -47,7 +50,7 @@ class Assignments:
         assignment = self._assignments.get(request_id)
         return None if assignment is None else assignment.placement
 
-    def assign(self, request_id: str, num_tokens: int, placement: Placement, now_s: float) -> None:
+    def assign(self, request: Request, placement: Placement, now_s: float) -> None:
         """It is about to be ordered from this pair."""
         view, loads, prediction = self._view, self._view.loads, placement.prediction
         prefill, decode = view.slot_of(placement.prefill.name), view.slot_of(placement.decode.name)
@@ -59,11 +62,11 @@ class Assignments:
             source = view.slot_of(placement.source.name)
             fetched_bytes = placement.num_fetched_blocks * float(view.layout.block_bytes)
             view.transfers.ordered_bytes[source] += fetched_bytes
-        loads.assign_prefill(prefill, request_id, prediction.prefill_s)
-        loads.assign_decode(decode, num_tokens)
-        due_bucket = self._forecast.add_prefill(now_s + prediction.ttft_s, num_tokens)
-        self._assignments[request_id] = Assignment(
-            placement, num_tokens, now_s, prefill, decode, source, fetched_bytes, due_bucket
+        loads.assign_prefill(prefill, request.request_id, prediction.prefill_s)
+        loads.assign_decode(decode, len(request.token_ids))
+        stay = self._forecast.expect(request, now_s + prediction.ttft_s, prediction.tbt_s)
+        self._assignments[request.request_id] = Assignment(
+            request, placement, now_s, prefill, decode, source, fetched_bytes, stay
         )
         self._outcomes.placed(placement)
 
@@ -103,12 +106,14 @@ class Assignments:
         seconds = self._leave_prefill(request_id, assignment, now_s if was_computed else None)
         if num_cached_tokens is not None:
             self._outcomes.first_token(assignment.placement, now_s - assignment.assigned_s)
-            if seconds is not None:
+            if seconds is not None and assignment.placement.source is None:  # else it has waited for a fetch
                 self._view.prefill_ended(
                     assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
                 )
         assignment.decode_began_s = now_s
-        assignment.decode_bucket = self._forecast.add_decode(now_s, assignment.num_tokens)
+        assignment.stay.end()
+        tbt_s = assignment.placement.prediction.tbt_s
+        assignment.stay = self._forecast.begin(assignment.request, now_s, tbt_s)
         self._view.loads.begin_decode(assignment.decode_slot, assignment.num_tokens)
 
     def end_decode(self, request_id: str, now_s: float, num_output_tokens: int) -> None:
@@ -116,7 +121,7 @@ class Assignments:
         assignment = self._assignments[request_id]
         assert assignment.decode_began_s is not None
         seconds = now_s - assignment.decode_began_s
-        self._forecast.learn(seconds)
+        self._forecast.learn(assignment.request, seconds, num_output_tokens)
         if num_output_tokens > 1:
             self._outcomes.decoded(assignment.placement, seconds / (num_output_tokens - 1))
 
@@ -126,18 +131,15 @@ class Assignments:
         if assignment is None:
             return
         self._leave_prefill(request_id, assignment, None)
-        if assignment.decode_bucket is not None:
-            self._forecast.remove_decode(assignment.decode_bucket, assignment.num_tokens)
+        assignment.stay.end()
         if self._view.holds(assignment.decode_slot, assignment.placement.decode):
-            has_begun = assignment.decode_bucket is not None
+            has_begun = assignment.decode_began_s is not None
             self._view.loads.end_decode(assignment.decode_slot, assignment.num_tokens, has_begun=has_begun)
 
     def _leave_prefill(self, request_id: str, assignment: Assignment, now_s: float | None) -> float | None:
-        """How long it took, if it was computed and that can be told. Idempotent."""
-        if assignment.due_bucket is None:
+        """How long it took, if it was computed and that can be told. Nothing once it is decoded."""
+        if assignment.decode_began_s is not None:
             return None
-        self._forecast.remove_prefill(assignment.due_bucket, assignment.num_tokens)
-        assignment.due_bucket = None
         view, placement = self._view, assignment.placement
         if placement.source is not None:
             assert assignment.source_slot is not None

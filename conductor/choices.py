@@ -26,16 +26,42 @@ _BUSY_S = 1.0
 """an instance with so much work ahead counts as fully used"""
 
 
+class Times:
+    """Seconds by slot. `transfer_s`: before anything is computed; None if nothing is to be moved."""
+
+    __slots__ = ("prefill_s", "sum_s", "transfer_s")
+
+    def __init__(self, transfer_s: Floats | None, prefill_s: Floats) -> None:
+        self.transfer_s, self.prefill_s = transfer_s, prefill_s
+        self.sum_s = prefill_s if transfer_s is None else transfer_s + prefill_s
+
+    def of(self, slot: int) -> tuple[float, float]:
+        """Transfer and prefill."""
+        transfer_s = 0.0 if self.transfer_s is None else self.transfer_s.item(slot)
+        return transfer_s, self.prefill_s.item(slot)
+
+
 class Candidates(NamedTuple):
     """What a prompt would take; arrays by slot. `ttft_s` is infinite where the prompt cannot go."""
 
-    num_local_blocks: NDArray[np.int32]
-    fetches: NDArray[np.bool_] | None
-    """what is lacking, from the best match; None: nobody does"""
     queue_s: Floats
-    transfer_s: Floats
-    prefill_s: Floats
+    local: Times
+    """with the own prefix"""
+    remote: Times | None
+    """with the best one, where it is fetched"""
+    is_remote: NDArray[np.bool_] | None
+    """whether it is"""
     ttft_s: Floats
+
+    def fetches(self, slot: int) -> bool:
+        """Whether an instance would fetch what it lacks of the best prefix."""
+        return self.is_remote is not None and bool(self.is_remote[slot])
+
+    def times_of(self, slot: int) -> tuple[float, float]:
+        """Transfer and prefill."""
+        if self.remote is not None and self.fetches(slot):
+            return self.remote.of(slot)
+        return self.local.of(slot)
 
 
 Choice = Callable[[Candidates, Loads], int]

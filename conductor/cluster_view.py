@@ -62,6 +62,7 @@ class ClusterView:
         self.transfers = TransferEstimator()
         self.layout: KVLayout | None = None
         """of all instances; None before the first one"""
+        self._mean_decode_costs: Costs | None = None
         self._seats: dict[int, _Seat] = {}
         self._slots: dict[str, int] = {}
         self._slot_of_messenger: dict[str, int] = {}
@@ -91,6 +92,7 @@ class ClusterView:
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
         self.layout = registration.layout
         self.loads.reset(slot, registration.role, instance.max_sequence_blocks)
+        self._mean_decode_costs = None
         for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
             estimator.reset(slot)
 
@@ -103,6 +105,7 @@ class ClusterView:
         }
         self.prefixes.remove_instance(instance.name)
         self.loads.reset(slot, None)
+        self._mean_decode_costs = None
         self.transfers.reset(slot)
 
     def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
@@ -114,7 +117,13 @@ class ClusterView:
         pools = list(heartbeat.pools.values())
         self.transfers.heard(slot, pools, self._slot_of_messenger)
         if pools:
-            self.loads.room_blocks[slot] = min(_room_blocks(instance, pool) for pool in pools)
+            self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
+
+    def mean_decode_costs(self) -> Costs:
+        """Of all decode instances, of which there is at least one."""
+        if self._mean_decode_costs is None:
+            self._mean_decode_costs = self.decode_costs.mean(self.loads.is_decode)
+        return self._mean_decode_costs
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """For how long no prefill has shown whether its costs here are predicted well."""
@@ -158,6 +167,7 @@ class ClusterView:
             batch_size = num_tokens / num_steps
             num_kv_tokens = batch_size * loads.num_kv_tokens[slot] / loads.batch_size[slot]
             self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
+            self._mean_decode_costs = None
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:

@@ -70,6 +70,12 @@ class CostEstimator:
         """Seconds on one instance."""
         return float(self.constant_s[slot] + first * self.first_s[slot] + second * self.second_s[slot])
 
+    def mean(self, slots: NDArray[np.bool_]) -> Costs:
+        """Of these slots, of which there is at least one."""
+        num_slots = np.count_nonzero(slots)
+        columns = (self.constant_s, self.first_s, self.second_s)
+        return Costs(*(float(column @ slots) / num_slots for column in columns))
+
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
         """So long it took."""
         predicted_s = self.predict_s(slot, first, second)

@@ -27,8 +27,12 @@ from mooncake.keys import ClusterKey
 from mooncake.messages import FromKVEvents, MessengerAddress
 
 TICK_S = 1.0
-QUEUE_LEN = 100
-"""messages that may wait from one messenger; a live batch that finds no room is replayed later"""
+LIVE_QUEUE_LEN = 100
+"""batches that may wait from one messenger; what finds no room is replayed later"""
+ANSWER_QUEUE_LEN = 4
+"""parts of a snapshot that may wait, and then messengers do"""
+MAX_LOADING = 16
+"""snapshots that are on their way at the same time, when many instances come at once"""
 SLOWEST_RECONNECT_MS = 5000
 LOGGED_CHARS = 200
 
@@ -55,13 +59,12 @@ class EventFollower:
         self._decode = msgspec.msgpack.Decoder(FromKVEvents).decode
         self._followed: dict[str, _Followed] = {}
         """by the messenger's name"""
-        self._has_new = asyncio.Event()
+        self._is_due = asyncio.Event()
         self._peers = itertools.count(1)
-        self._live = self._socket(zmq.SUB, key)
+        self._live = self._socket(zmq.SUB, key, LIVE_QUEUE_LEN)
         self._live.subscribe(b"")
-        self._answers = self._socket(zmq.ROUTER, key)
+        self._answers = self._socket(zmq.ROUTER, key, ANSWER_QUEUE_LEN)
         self._answers.router_mandatory = True
-        self.num_malformed = 0
 
     @property
     def streams(self) -> Mapping[str, EventStream]:
@@ -109,7 +112,7 @@ class EventFollower:
             return
         stream = EventStream(name, address.incarnation)
         self._followed[name] = _Followed(life, address, peer, stream)
-        self._has_new.set()
+        self._is_due.set()
 
     def _leave(self, name: str) -> None:
         self._disconnect(self._followed.pop(name).address)
@@ -121,11 +124,11 @@ class EventFollower:
         with contextlib.suppress(zmq.ZMQError):
             self._answers.disconnect(requests)
 
-    def _socket(self, kind: int, key: ClusterKey) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, key: ClusterKey, queue_len: int) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(kind)
         use_key(socket, key)
         socket.linger = 0
-        socket.set_hwm(QUEUE_LEN)
+        socket.set_hwm(queue_len)
         socket.maxmsgsize = LARGEST_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES
         socket.reconnect_ivl_max = SLOWEST_RECONNECT_MS
         return socket
@@ -141,21 +144,33 @@ class EventFollower:
             try:
                 message: FromKVEvents = self._decode(payload)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                self.num_malformed += 1
                 reason = str(error)[:LOGGED_CHARS]
                 log.warning("dropped malformed KV events of %d bytes: %s", len(payload), reason)
                 continue
             followed = self._followed.get(message.instance)
-            if followed is not None:
-                await self._carry_out(followed, followed.stream.receive(message, time.monotonic()))
+            if followed is None:
+                continue
+            had_none = followed.stream.needs_snapshot
+            await self._carry_out(followed, followed.stream.receive(message, time.monotonic()))
+            if had_none and not followed.stream.needs_snapshot:
+                self._is_due.set()  # the next one's turn
 
     async def _tick(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_new.wait(), TICK_S)
-            self._has_new.clear()
-            for followed in list(self._followed.values()):
-                await self._carry_out(followed, followed.stream.tick(time.monotonic()))
+                async with asyncio.timeout(TICK_S):
+                    await self._is_due.wait()
+            self._is_due.clear()
+            now_s = time.monotonic()
+            num_loading = sum(followed.stream.is_loading(now_s) for followed in self._followed.values())
+            # Who was asked in vain comes last, so that it does not hold up the others.
+            for followed in sorted(self._followed.values(), key=lambda followed: followed.stream.progress_s):
+                stream = followed.stream
+                if stream.needs_snapshot and not stream.is_loading(now_s):
+                    if num_loading >= MAX_LOADING:
+                        continue
+                    num_loading += 1
+                await self._carry_out(followed, stream.tick(now_s))
 
     async def _carry_out(self, followed: _Followed, step: Step) -> None:
         if step.events:

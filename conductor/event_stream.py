@@ -59,7 +59,7 @@ class EventStream:
         """of the snapshot whose parts arrive"""
         self._asked: ToKVEvents | None = None
         """and not fully answered"""
-        self._progress_s = 0.0
+        self.progress_s = 0.0
         """last question, part of its answer, or batch in order"""
 
     @property
@@ -67,9 +67,18 @@ class EventStream:
         """A snapshot has been applied, and every batch that is known of."""
         return self._next_sequence is not None and not self._early
 
+    @property
+    def needs_snapshot(self) -> bool:
+        """None has been applied whole."""
+        return self._next_sequence is None
+
+    def is_loading(self, now_s: float) -> bool:
+        """A snapshot is on its way, as far as one can tell."""
+        return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
+
     def tick(self, now_s: float) -> Step:
         """Let time pass."""
-        silence_s = now_s - self._progress_s
+        silence_s = now_s - self.progress_s
         if self._next_sequence is None:
             is_due = self._asked is None or silence_s >= ANSWER_TIMEOUT_S
             return Step([], self._ask_snapshot(now_s) if is_due else None)
@@ -112,14 +121,14 @@ class EventStream:
             self.num_gaps += 1
             return Step([], self._ask_replay(expected, now_s))
         self._early[batch.sequence] = batch.events
-        self._progress_s = now_s
+        self.progress_s = now_s
         return Step(self._in_order(expected))
 
     def _on_snapshot(self, part: KVSnapshot, now_s: float) -> Step:
         begun = self._snapshot_sequence
         if not isinstance(self._asked, GetSnapshot) or (begun is not None and part.sequence < begun):
             return Step([])  # of an answer that a later one has replaced
-        self._snapshot_sequence, self._progress_s = part.sequence, now_s
+        self._snapshot_sequence, self.progress_s = part.sequence, now_s
         events: list[KVEvent] = [KVCleared()] if part.sequence != begun else []
         events.append(KVStored(part.tier, part.keys))
         if not part.is_last:
@@ -134,7 +143,7 @@ class EventStream:
     def _on_replay_done(self, done: ReplayDone, now_s: float) -> Step:
         if not isinstance(self._asked, ReplayEvents):
             return Step([])
-        self._asked, self._progress_s = None, now_s
+        self._asked, self.progress_s = None, now_s
         expected = self._next_sequence
         assert expected is not None
         if done.next_sequence > expected:
@@ -156,11 +165,11 @@ class EventStream:
 
     def _ask_snapshot(self, now_s: float) -> GetSnapshot:
         self._next_sequence = self._snapshot_sequence = None
-        self._progress_s = now_s
+        self.progress_s = now_s
         self._asked = question = GetSnapshot()
         return question
 
     def _ask_replay(self, from_sequence: int, now_s: float) -> ReplayEvents:
-        self._progress_s = now_s
+        self.progress_s = now_s
         self._asked = question = ReplayEvents(from_sequence)
         return question

@@ -1,105 +1,149 @@
-"""What decode instances will have to do later: the system-level prediction of Mooncake, section 7.4.
+"""What decode instances will have to do later (Mooncake, section 7.4), at either of the paper's two levels.
 
-"First, for a given moment t, requests that can be completed by the prefill instances at t are added to the
-uniform decoding instances. Next, requests that will be completed (i.e., their execution time exceeds t_d)
-before t are removed from the decoding instances."
+System level: "First, for a given moment t, requests that can be completed by the prefill instances at t are
+added to the uniform decoding instances. Next, requests that will be completed (i.e., their execution time
+exceeds t_d) before t are removed from the decoding instances."
 
-Owns: when prefills will end and decodes have begun, t_d. Does not know: instances, SLOs, the clock.
+Request level: every request is there from the end of its prefill until it has as many tokens as most of its
+kind had.
+
+Owns: when requests are expected to come and to go. Does not know: instances, SLOs, the clock.
 """
 
 import math
-from typing import NamedTuple
+from collections import OrderedDict, deque
+from typing import NamedTuple, Protocol
 
-import numpy as np
+from conductor.timeline import Timeline, Work
+from mooncake.blocks import BlockKey
+from mooncake.messages import Request
 
-BUCKET_S = 0.1
 _WEIGHT = 0.05
 """of the latest decode in t_d, once there were enough"""
+_NUM_RECENT = 64
+_NUM_KINDS = 10_000
+_FEWEST_OF_KIND = 8
+"""before that all requests tell more than those of a kind"""
+_QUANTILE = 0.7
 
 
-class Work(NamedTuple):
-    """Requests, and the tokens of their prompts."""
+class Stay(NamedTuple):
+    """Where one request was entered, for it to be taken out again."""
 
-    num_requests: float
-    num_tokens: float
+    num_tokens: int
+    entries: tuple[tuple[Timeline, int], ...]
 
-
-class Timeline:
-    """Work by the time that belongs to it, to a tenth of a second: sums over a span cost next to nothing."""
-
-    def __init__(self) -> None:
-        self._first = 0  # bucket of index 0
-        self._work = np.zeros((2, 64))
-
-    def add(self, time_s: float, num_tokens: int) -> int:
-        """One request. What to call `remove` with."""
-        bucket = math.floor(time_s / BUCKET_S)
-        if not self._work.any():
-            self._first = bucket
-        bucket = max(bucket, self._first)
-        if bucket - self._first >= self._work.shape[1]:
-            self._make_room(bucket)
-        self._work[:, bucket - self._first] += 1, num_tokens
-        return bucket
-
-    def remove(self, bucket: int, num_tokens: int) -> None:
-        """Undoes `add`."""
-        self._work[:, bucket - self._first] -= 1, num_tokens
-
-    def between(self, from_s: float, to_s: float) -> Work:
-        """All of `[from_s, to_s]`, up to a bucket's length."""
-        start, end = self._index(from_s), self._index(to_s) + 1
-        num_requests, num_tokens = self._work[:, max(0, start) : max(0, end)].sum(axis=1)
-        return Work(num_requests, num_tokens)
-
-    def _index(self, time_s: float) -> int:
-        """Of its bucket, within or next to what is kept."""
-        index = time_s / BUCKET_S - self._first
-        return math.floor(min(max(index, -1.0), self._work.shape[1]))
-
-    def _make_room(self, bucket: int) -> None:
-        """Drop what is empty at the front; then as long as needed, and half of it empty."""
-        num_empty = int((self._work[0] > 0).argmax())
-        kept = self._work[:, num_empty:]
-        self._first += num_empty
-        size = max(64, 2 * (bucket - self._first + 1))
-        self._work = np.zeros((2, size))
-        self._work[:, : kept.shape[1]] = kept
+    def end(self) -> None:
+        """It is not expected any more."""
+        for timeline, bucket in self.entries:
+            timeline.remove(bucket, self.num_tokens)
 
 
-class DecodeForecast:
-    """`decode_s` is t_d, how long a request is decoded: a mean of the latest; infinite before the first."""
+class Forecast(Protocol):
+    """`decode_s`: how long a request is decoded, on average; infinite before the first."""
+
+    decode_s: float
+
+    def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
+        """Its prefill will end at `prefilled_s`, its tokens will be `tbt_s` apart."""
+
+    def begin(self, request: Request, now_s: float, tbt_s: float) -> Stay:
+        """It is decoded from now on."""
+
+    def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
+        """It has been decoded, in so many seconds."""
+
+    def at(self, time_s: float) -> Work:
+        """On all decode instances together."""
+
+
+class SystemForecast:
+    """Every request is decoded for t_d, which is a mean of the latest."""
 
     def __init__(self) -> None:
         self.decode_s = math.inf
         self._num_decoded = 0
         self._prefills, self._decodes = Timeline(), Timeline()
 
-    def add_prefill(self, due_s: float, num_tokens: int) -> int:
-        """A prefill is predicted to end at `due_s`. What to call `remove_prefill` with."""
-        return self._prefills.add(due_s, num_tokens)
+    def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
+        """As in `Forecast`."""
+        return _entered(request, (self._prefills, prefilled_s))
 
-    def remove_prefill(self, bucket: int, num_tokens: int) -> None:
-        """It has ended, somehow."""
-        self._prefills.remove(bucket, num_tokens)
+    def begin(self, request: Request, now_s: float, tbt_s: float) -> Stay:
+        """As in `Forecast`."""
+        return _entered(request, (self._decodes, now_s))
 
-    def add_decode(self, now_s: float, num_tokens: int) -> int:
-        """A request is decoded from now on. What to call `remove_decode` with."""
-        return self._decodes.add(now_s, num_tokens)
-
-    def remove_decode(self, bucket: int, num_tokens: int) -> None:
-        """It has ended, somehow."""
-        self._decodes.remove(bucket, num_tokens)
-
-    def learn(self, decode_s: float) -> None:
-        """One has been decoded in so many seconds."""
+    def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
+        """As in `Forecast`."""
         self._num_decoded += 1
         if self._num_decoded == 1:
             self.decode_s = decode_s
         self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
 
     def at(self, time_s: float) -> Work:
-        """On all decode instances together."""
+        """As in `Forecast`."""
         joined = self._prefills.between(-math.inf, time_s)
         remaining = self._decodes.between(time_s - self.decode_s, math.inf)
         return Work(joined.num_requests + remaining.num_requests, joined.num_tokens + remaining.num_tokens)
+
+
+class RequestForecast(SystemForecast):
+    """Every request is decoded until it has the tokens that it is expected to have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lengths = OutputLengths()
+        self._joins, self._leaves = Timeline(), Timeline()
+
+    def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
+        """As in `Forecast`."""
+        decode_s = self._lengths.expected(request) * tbt_s
+        return _entered(request, (self._joins, prefilled_s), (self._leaves, prefilled_s + decode_s))
+
+    def begin(self, request: Request, now_s: float, tbt_s: float) -> Stay:
+        """As in `Forecast`."""
+        return self.expect(request, now_s, tbt_s)
+
+    def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
+        """As in `Forecast`."""
+        super().learn(request, decode_s, num_output_tokens)
+        self._lengths.learn(request, num_output_tokens)
+
+    def at(self, time_s: float) -> Work:
+        """As in `Forecast`."""
+        joined = self._joins.between(-math.inf, time_s)
+        left = self._leaves.between(-math.inf, time_s)
+        return Work(joined.num_requests - left.num_requests, joined.num_tokens - left.num_tokens)
+
+
+class OutputLengths:
+    """Tokens of the latest answers, by kind: what begins with the same block (a tenant, a system prompt)."""
+
+    def __init__(self) -> None:
+        self._all: deque[int] = deque(maxlen=_NUM_RECENT)
+        self._by_kind: OrderedDict[BlockKey, deque[int]] = OrderedDict()
+
+    def expected(self, request: Request) -> int:
+        """Which 70% of the latest of its kind did not exceed; no more than it may have."""
+        lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
+        if lengths is None or len(lengths) < _FEWEST_OF_KIND:
+            lengths = self._all
+        most = request.sampling.max_tokens
+        if not lengths:
+            return most
+        return min(most, sorted(lengths)[int(_QUANTILE * (len(lengths) - 1))])
+
+    def learn(self, request: Request, num_output_tokens: int) -> None:
+        """An answer has ended."""
+        self._all.append(num_output_tokens)
+        if request.block_keys:
+            kind = request.block_keys[0]
+            self._by_kind.setdefault(kind, deque(maxlen=_NUM_RECENT)).append(num_output_tokens)
+            self._by_kind.move_to_end(kind)
+            if len(self._by_kind) > _NUM_KINDS:
+                self._by_kind.popitem(last=False)
+
+
+def _entered(request: Request, *times: tuple[Timeline, float]) -> Stay:
+    num_tokens = len(request.token_ids)
+    return Stay(num_tokens, tuple((timeline, timeline.add(time_s, num_tokens)) for timeline, time_s in times))

@@ -48,27 +48,40 @@ class Instances:
         self._lost: dict[str, tuple[Instance, float]] = {}  # and when
         self.num_changes = 0
         """how often an instance has come or gone"""
+        self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
 
     def add(self, instance: Instance) -> None:
         """The name must be free: remove an earlier life first."""
         assert instance.name not in self._by_name
         self._lost.pop(instance.name, None)
         self._by_name[instance.name] = instance
-        self.num_changes += 1
+        self._changed()
 
     def remove(self, name: str, now_s: float) -> None:
         """This life has ended; the next may be about to come."""
         self._lost[name] = (self._by_name.pop(name), now_s)
+        self._changed()
+
+    def _changed(self) -> None:
         self.num_changes += 1
+        self._largest.clear()
 
     def forget_lost(self, before_s: float) -> None:
         """Expect those no longer that were lost before this time."""
-        self._lost = {name: lost for name, lost in self._lost.items() if lost[1] >= before_s}
+        kept = {name: lost for name, lost in self._lost.items() if lost[1] >= before_s}
+        if len(kept) < len(self._lost):
+            self._lost = kept
+            self._largest.clear()
 
-    def expected(self, role: Role) -> list[Instance]:
-        """Those of this role that are there or may be about to return."""
-        lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
-        return self.of_role(role) + lost
+    def largest(self, role: Role) -> Instance | None:
+        """Of those of this role that are there, or may be about to return, who holds the longest sequence."""
+        if role not in self._largest:
+            lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
+            expected = self.of_role(role) + lost
+            self._largest[role] = max(
+                expected, key=lambda instance: instance.max_sequence_blocks, default=None
+            )
+        return self._largest[role]
 
     def get(self, name: str | None) -> Instance | None:
         """By name; None when it is not registered."""
@@ -89,10 +102,8 @@ class Instances:
 
     def max_sequence_blocks(self) -> int:
         """The longest prompt and output that some expected pair can hold, in blocks; 0 without a pair."""
-        return min(
-            max((instance.max_sequence_blocks for instance in self.expected(role)), default=0)
-            for role in Role
-        )
+        largest = [self.largest(role) for role in Role]
+        return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._by_name.values())

@@ -37,8 +37,8 @@ class Loads:
 
     def __init__(self) -> None:
         self.is_prefill, self.is_decode = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
-        self.room_blocks = np.zeros(0, np.int64)
-        """the longest sequence that fits when all that is assigned has ended"""
+        self.prefill_room_blocks, self.decode_room_blocks = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        """the longest sequence that fits when all that is assigned has ended; 0 for the other role"""
         self.memory_usage = np.zeros(0)
         """share of the device's KVCache that is in use, as last heard"""
         self.num_assigned = np.zeros(0, np.int64)
@@ -69,7 +69,12 @@ class Loads:
                 setattr(self, name, grown)
         self._prefills[slot] = _Prefills({}, {})
         self.is_prefill[slot], self.is_decode[slot] = role is Role.PREFILL, role is Role.DECODE
-        self.room_blocks[slot] = room_blocks
+        self.set_room(slot, room_blocks)
+
+    def set_room(self, slot: int, num_blocks: int) -> None:
+        """The longest sequence that fits, in blocks."""
+        self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
+        self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
     def queue_s(self, now_s: float) -> Floats:
         """Until each instance has computed all that it was given; what the one that is computed has had of

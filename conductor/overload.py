@@ -2,7 +2,8 @@
 
     baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
     early_rejection  the greater load of both pools, at arrival (7.2)
-    prediction       as before, but decode's load when the prefill will have ended (7.4)
+    prediction       as before, but decode's load when the prefill will have ended (7.4, system level)
+    request_prediction      the same, of each request by its expected output length (7.4, request level)
 
 A load is what is predicted in relation to the SLO. Without an SLO nothing is rejected by it.
 
@@ -12,7 +13,7 @@ Owns: the rules. Does not know: how a pair is chosen, messages.
 import numpy as np
 
 from conductor.cluster_view import ClusterView
-from conductor.forecast import DecodeForecast
+from conductor.forecast import Forecast, RequestForecast, SystemForecast
 from conductor.instances import Instance
 from conductor.placement import Placement, Reason, Rejection
 from mooncake.config import Overload
@@ -23,13 +24,18 @@ were rejected would never be corrected"""
 _SHORTEST_RETRY_S = 1.0
 
 
+def forecast_of(policy: Overload) -> Forecast:
+    """What the policy predicts decode's load with."""
+    return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
+
+
 class Admission:
     """Checks requests against the SLOs; None for no SLO."""
 
     def __init__(
         self,
         view: ClusterView,
-        forecast: DecodeForecast,
+        forecast: Forecast,
         policy: Overload,
         ttft_slo_s: float | None,
         tbt_slo_s: float | None,
@@ -55,7 +61,7 @@ class Admission:
                 return None
             case Overload.EARLY_REJECTION:
                 return self._check_tbt(self._mean_tbt_now_s(num_tokens))
-            case Overload.PREDICTION:
+            case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
                 return self._check_tbt(self._mean_tbt_at_s(now_s + placement.prediction.ttft_s, num_tokens))
 
     def check_decode(self, decode: Instance, num_tokens: int) -> Rejection | None:
@@ -109,14 +115,10 @@ class Admission:
         work = self._forecast.at(time_s)
         if not work.num_requests:
             return None
-        loads, costs = self._view.loads, self._view.decode_costs
-        num_instances = np.count_nonzero(loads.is_decode)
-        step_s = (
-            costs.constant_s
-            + (work.num_requests + 1) / num_instances * costs.first_s
-            + (work.num_tokens + num_tokens) / num_instances * costs.second_s
-        )
-        return float(step_s @ loads.is_decode) / num_instances
+        num_instances = np.count_nonzero(self._view.loads.is_decode)
+        num_requests, num_kv_tokens = work.num_requests + 1, work.num_tokens + num_tokens
+        costs = self._view.mean_decode_costs()
+        return costs.seconds(num_requests / num_instances, num_kv_tokens / num_instances)
 
 
 def _rejection(reason: Reason, predicted_s: float, slo_s: float, retry_after_s: float) -> Rejection:

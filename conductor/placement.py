@@ -108,10 +108,8 @@ def num_tokens_held(request: Request, role: Role) -> int:
 def why_too_large(request: Request, instances: Instances) -> str | None:
     """Which role has no instance, there or about to return, that could hold it; None if both have."""
     for role in Role:
-        expected = instances.expected(role)
-        num_tokens = num_tokens_held(request, role)
-        if expected and not any(instance.can_hold(num_tokens) for instance in expected):
-            largest = max(expected, key=lambda instance: instance.max_sequence_blocks)
+        largest = instances.largest(role)
+        if largest is not None and not largest.can_hold(num_tokens_held(request, role)):
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens, "
                 f"max_tokens is {request.sampling.max_tokens}; "

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
-from conductor.forecast import DecodeForecast
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
 from conductor.outcomes import Outcomes
-from conductor.overload import Admission
+from conductor.overload import Admission, forecast_of
 from conductor.placement import Placement, Reason, Rejection, why_too_large
 from conductor.rules import Rules
 from conductor.scheduling import Scheduler
@@ -102,7 +101,7 @@ class Conductor:
         self.outcomes = Outcomes()
         self.view = ClusterView(profiled)
         self.prefixes = self.view.prefixes
-        forecast = DecodeForecast()
+        forecast = forecast_of(rules.overload)
         self._scheduler = Scheduler(self.view, rules)
         self._admission = Admission(self.view, forecast, rules.overload, limits.ttft_slo_s, limits.tbt_slo_s)
         self._assignments = Assignments(self.view, forecast, self.outcomes, rules)
@@ -197,7 +196,7 @@ class Conductor:
         if request_id in self.requests:
             return Reason.DUPLICATE, f"request id {request_id!r} is already running"
         for role in Role:
-            if not self.instances.expected(role):
+            if self.instances.largest(role) is None:
                 return Reason.UNREADY, f"no {role.value} instance is ready"
         if (too_large := why_too_large(submit.request, self.instances)) is not None:
             return Reason.TOO_LARGE, too_large
@@ -417,7 +416,7 @@ class Conductor:
         num_tokens = len(tracked.request.token_ids)
         for instance in (placement.prefill, placement.decode):
             instance.requests[tracked.request_id] = num_tokens
-        self._assignments.assign(tracked.request_id, num_tokens, placement, now_s)
+        self._assignments.assign(tracked.request, placement, now_s)
         tracked.move_to(RequestState.RESERVING)
         tbt_slo_s = None if tracked.may_have_begun else self._admission.tbt_slo_s
         return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))]

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.block_table import BlockTable, new_block_table
+from conductor.block_table import new_block_table
 from conductor.holders import EMPTY, HolderSets, Shard
 from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
@@ -37,8 +37,8 @@ class PrefixMatch:
 class PrefixIndex:
     """All blocks of all instances. Slots are small numbers that arrays by instance are indexed with."""
 
-    def __init__(self, table: BlockTable | None = None) -> None:
-        self._table = new_block_table() if table is None else table
+    def __init__(self) -> None:
+        self._table = new_block_table()
         """the number of each key's set of holders"""
         self._slots: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}

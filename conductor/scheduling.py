@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.choices import Candidates, choice_of
+from conductor.choices import Candidates, Times, choice_of
 from conductor.cluster_view import ClusterView
 from conductor.estimators import Floats
 from conductor.placement import Placement, Prediction, num_tokens_held
@@ -45,71 +45,64 @@ class Scheduler:
 
         Not on decode instances that have refused it.
         """
-        view = self._view
-        if view.layout is None:
+        view, layout = self._view, self._view.layout
+        if layout is None:
             return None
         match = view.prefixes.match(request.block_keys)
-        best = self.find_best_prefix_match(match) if self._fetches else None
-        candidates = self._candidates(len(request.token_ids), match, best, view.layout, now_s)
+        best = self.find_best_prefix_match(match, layout) if self._fetches else None
+        candidates = self._candidates(len(request.token_ids), match, best, layout, now_s)
         p = self._choose(candidates, view.loads)
         if candidates.ttft_s[p] == np.inf:
             return None
-        decoding = self.select_decoding_instance(request, refused_by)
+        decoding = self.select_decoding_instance(request, refused_by, layout)
         if decoding is None:
             return None
         d, tbt_s = decoding
-        prediction = Prediction(
-            float(candidates.queue_s[p]),
-            float(candidates.transfer_s[p]),
-            float(candidates.prefill_s[p]),
-            tbt_s,
-        )
+        transfer_s, prefill_s = candidates.times_of(p)
+        prediction = Prediction(candidates.queue_s.item(p), transfer_s, prefill_s, tbt_s)
         pair = view.instance_at(p), view.instance_at(d)
-        num_local_blocks = int(candidates.num_local_blocks[p])
-        if best is None or candidates.fetches is None or not candidates.fetches[p]:
+        num_local_blocks = match.num_blocks.item(p)
+        if best is None or not candidates.fetches(p):
             return Placement(*pair, num_local_blocks, None, 0, prediction)
         return Placement(*pair, num_local_blocks, view.instance_at(best.slot), best.num_blocks, prediction)
 
     def _candidates(
         self, num_tokens: int, match: PrefixMatch, best: BestMatch | None, layout: KVLayout, now_s: float
     ) -> Candidates:
-        """Lines 5 to 23: what the prompt would take on every instance."""
-        loads, num_blocks = self._view.loads, match.num_blocks
+        """Lines 5 to 23: the TTFT on every instance."""
         # At least one token is computed: the first token comes from it.
-        prefix_len = np.minimum(num_blocks * float(layout.block_size), num_tokens - 1.0)
+        prefix_len = np.minimum(match.num_blocks * float(layout.block_size), num_tokens - 1.0)
         queue_s = self.estimate_prefill_queue_time(now_s)
-        transfer_s = self._estimate_load_time(match, layout)
         prefill_s = self.estimate_prefill_execution_time(num_tokens, prefix_len)
-        fetches = None
+        local = Times(self._estimate_load_time(match, layout), prefill_s)
+        remote, is_remote, rest_s = None, None, local.sum_s
         if best is not None:
-            # Line 8 as a product, for prefix_len may be 0. At equality the own prefix is used.
-            fetches = best.num_blocks > self._threshold * num_blocks
             best_prefix_len = min(best.num_blocks * layout.block_size, num_tokens - 1)
-            transfer_len = best.num_blocks - num_blocks
-            fetch_s = self.estimate_kvcache_transfer_time(best, transfer_len, layout)
-            rest_s = self.estimate_prefill_execution_time(num_tokens, best_prefix_len)
-            # And, section 6.2, only if that is quicker than computing what is lacking.
-            fetches &= fetch_s + rest_s < transfer_s + prefill_s
-            transfer_s = np.where(fetches, fetch_s, transfer_s)
-            prefill_s = np.where(fetches, rest_s, prefill_s)
-        is_possible = loads.is_prefill & (loads.room_blocks >= layout.num_blocks(num_tokens))
-        ttft_s = np.where(is_possible, queue_s + transfer_s + prefill_s, np.inf)
-        return Candidates(num_blocks, fetches, queue_s, transfer_s, prefill_s, ttft_s)
+            transfer_s = self.estimate_kvcache_transfer_time(best, match.num_blocks, layout)
+            prefill_s = self.estimate_prefill_execution_time(num_tokens, best_prefix_len)
+            remote = Times(transfer_s, prefill_s)
+            # Line 8 as a product, for prefix_len may be 0. At equality the own prefix is used.
+            is_remote = best.num_blocks > self._threshold * match.num_blocks
+            # And, section 6.2, it is fetched only if that is quicker than computing what is lacking.
+            is_remote &= remote.sum_s < rest_s
+            rest_s = np.where(is_remote, remote.sum_s, rest_s)
+        has_room = self._view.loads.prefill_room_blocks >= layout.num_blocks(num_tokens)
+        return Candidates(queue_s, local, remote, is_remote, np.where(has_room, queue_s + rest_s, np.inf))
 
     # -- the paper's functions ----------------------------------------------------------------------
 
-    def find_best_prefix_match(self, match: PrefixMatch) -> BestMatch | None:
+    def find_best_prefix_match(self, match: PrefixMatch, layout: KVLayout) -> BestMatch | None:
         """Line 4: in all pools, those of decode instances too. Of several the one that gives it first."""
-        best = int(match.num_blocks.max(initial=0))
+        slot = int(match.num_blocks.argmax())
+        best = match.num_blocks.item(slot)
         if best == 0:
             return None
-        holders = np.flatnonzero(match.num_blocks == best)
-        slot = int(holders[0])
+        (holders,) = (match.num_blocks == best).nonzero()
         if len(holders) > 1:
-            assert self._view.layout is not None
-            on_ssd_bytes = (best - match.num_dram_blocks[holders]) * float(self._view.layout.block_bytes)
-            slot = int(holders[(on_ssd_bytes + self._view.transfers.ahead_bytes[holders]).argmin()])
-        return BestMatch(slot, best, best - int(match.num_dram_blocks[slot]))
+            on_ssd_bytes = (best - match.num_dram_blocks[holders]) * float(layout.block_bytes)
+            ahead_bytes = self._view.transfers.ahead_bytes(holders)
+            slot = int(holders[(on_ssd_bytes + ahead_bytes).argmin()])
+        return BestMatch(slot, best, best - match.num_dram_blocks.item(slot))
 
     def estimate_prefill_queue_time(self, now_s: float) -> Floats:
         """Line 7: the sum of the predicted times of all queued prompts, less what has passed."""
@@ -123,38 +116,36 @@ class Scheduler:
         return costs.constant_s + (num_tokens - prefix_len) * costs.first_s + num_pairs * costs.second_s
 
     def estimate_kvcache_transfer_time(
-        self, best_matched_instance: BestMatch, transfer_len: NDArray[np.int32], layout: KVLayout
+        self, best_matched_instance: BestMatch, num_local_blocks: NDArray[np.int32], layout: KVLayout
     ) -> Floats:
-        """Line 16: of `transfer_len` blocks."""
+        """Lines 15 and 16: of what an instance lacks of the best prefix."""
+        source, num_blocks, num_ssd_blocks = best_matched_instance
         block_bytes = float(layout.block_bytes)
         return self._view.transfers.seconds(
-            best_matched_instance.slot,
-            transfer_len * block_bytes,
-            best_matched_instance.num_ssd_blocks * block_bytes,
+            source, (num_blocks - num_local_blocks) * block_bytes, num_ssd_blocks * block_bytes
         )
 
     def select_decoding_instance(
-        self, request: Request, refused_by: Collection[str]
+        self, request: Request, refused_by: Collection[str], layout: KVLayout
     ) -> tuple[int, float] | None:
         """Line 24: slot and TBT of the decode instance on which a step is shortest with this request."""
-        view, loads, costs = self._view, self._view.loads, self._view.decode_costs
-        assert view.layout is not None
-        num_blocks = view.layout.num_blocks(num_tokens_held(request, Role.DECODE))
+        loads, costs = self._view.loads, self._view.decode_costs
         step_s = (
             costs.constant_s
             + (loads.batch_size + 1.0) * costs.first_s
             + (loads.num_kv_tokens + float(len(request.token_ids))) * costs.second_s
         )
-        tbt_s = np.where(loads.is_decode & (loads.room_blocks >= num_blocks), step_s, np.inf)
+        num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
+        tbt_s = np.where(loads.decode_room_blocks >= num_blocks, step_s, np.inf)
         for name in refused_by:
-            if (slot := view.slot_of(name)) is not None:
+            if (slot := self._view.slot_of(name)) is not None:
                 tbt_s[slot] = np.inf
         d = int(tbt_s.argmin())
-        return None if tbt_s[d] == np.inf else (d, float(tbt_s[d]))
+        return None if tbt_s[d] == np.inf else (d, tbt_s.item(d))
 
-    def _estimate_load_time(self, match: PrefixMatch, layout: KVLayout) -> Floats:
-        """What bringing the own prefix from SSD to DRAM takes."""
+    def _estimate_load_time(self, match: PrefixMatch, layout: KVLayout) -> Floats | None:
+        """What bringing the own prefix from SSD to DRAM takes; None if all are in DRAM."""
         if match.num_dram_blocks is match.num_blocks:
-            return np.zeros(len(match.num_blocks))
+            return None
         num_ssd_blocks = match.num_blocks - match.num_dram_blocks
         return num_ssd_blocks * (layout.block_bytes / GENERIC_BYTES_PER_S)

@@ -10,6 +10,7 @@ Owns: traffic by slot. Does not know: who fetches what, prefills.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conductor.estimators import Floats
 from mooncake.messages import PoolStats
@@ -60,16 +61,16 @@ class TransferEstimator:
                     self.bytes_per_s[other] += _WEIGHT * change
         self._reported[slot] = report
 
-    @property
-    def ahead_bytes(self) -> Floats:
-        """What a new fetch from each instance waits for."""
-        return np.maximum(self.in_flight_bytes, self.ordered_bytes)
+    def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
+        """What a new fetch from each of these waits for."""
+        return np.maximum(self.in_flight_bytes[slots], self.ordered_bytes[slots])
 
     def seconds(self, source: int, num_bytes: Floats, num_ssd_bytes: float) -> Floats:
         """From the instance at `source`, for each of `num_bytes`, of which so many are on its SSDs only."""
-        bytes_per_s = float(self.bytes_per_s[source])
-        ahead_s = float(self.ahead_bytes[source]) / bytes_per_s
-        return LATENCY_S + ahead_s + num_ssd_bytes / GENERIC_BYTES_PER_S + num_bytes * (1.0 / bytes_per_s)
+        bytes_per_s = self.bytes_per_s.item(source)
+        ahead_bytes = max(self.in_flight_bytes.item(source), self.ordered_bytes.item(source))
+        base_s = LATENCY_S + ahead_bytes / bytes_per_s + num_ssd_bytes / GENERIC_BYTES_PER_S
+        return base_s + num_bytes * (1.0 / bytes_per_s)
 
     def _forget_report(self, slot: int) -> None:
         for other, num_bytes in self._reported.pop(slot, {}).items():

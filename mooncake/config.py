@@ -98,6 +98,7 @@ class Overload(StrEnum):
     BASELINE = "baseline"
     EARLY_REJECTION = "early_rejection"
     PREDICTION = "prediction"
+    REQUEST_PREDICTION = "request_prediction"
 
 
 class KVCacheConfig(_Section):
@@ -185,7 +186,7 @@ class ConductorConfig(_Section):
     overload: Overload = Field(
         Overload.PREDICTION,
         description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"
-        " early_rejection or prediction",
+        " early_rejection, prediction or request_prediction",
     )
     profile: Path | None = Field(
         None, description="costs of prefill and decode (mooncake-serve profile FILE); default: learned"

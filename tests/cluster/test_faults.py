@@ -125,6 +125,10 @@ def test_a_killed_conductor_loses_what_runs_and_nothing_else(server: Server) -> 
         with pytest.raises(httpx.TransportError):
             list(lines)
     eventually(lambda: is_ready(server), "workers have registered with the next conductor")
+    eventually(
+        lambda: (metric(server, "mooncake_index_keys") or 0) >= 72 // 8,
+        "it has asked the pools what they hold",
+    )
     again = complete(server)
     assert text_of(again) == expected
     assert cached_tokens(again) == 72

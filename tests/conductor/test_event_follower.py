@@ -209,6 +209,25 @@ def test_another_life_of_a_messenger_is_followed_from_its_snapshot_on(
     run(test)
 
 
+def test_few_snapshots_are_loaded_at_a_time_and_the_dead_hold_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conductor.event_follower.MAX_LOADING", 1)
+    monkeypatch.setattr(event_stream, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("conductor.event_follower.TICK_S", 0.02)
+
+    async def test(cluster: Cluster) -> None:
+        for name in ("dead-0", "dead-1"):
+            nobody = f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}-requests"
+            cluster.register(name, MessengerAddress(name, 1, "host", "/path", (), nobody))
+        pools = [Pool(tmp_path, f"p{number}", keys=KEYS[: number + 1]) for number in range(5)]
+        async with following(cluster, *pools):
+            assert [cluster.matched(f"p{number}")[0] for number in range(5)] == [1, 2, 3, 4, 5]
+            assert cluster.matched("dead-0") == (0, 0)
+
+    run(test)
+
+
 def test_who_leaves_is_forgotten_and_may_come_back(tmp_path: Path) -> None:
     async def test(cluster: Cluster) -> None:
         p0, d0 = Pool(tmp_path, "p0", keys=KEYS[:5]), Pool(tmp_path, "d0", keys=KEYS[:4])

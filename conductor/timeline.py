@@ -1,0 +1,61 @@
+"""How much work there is in any span of time.
+
+Owns: sums by time. Does not know: what happens at these times, the clock.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+BUCKET_S = 0.1
+_FEWEST_BUCKETS = 64
+
+
+class Work(NamedTuple):
+    """Requests, and the tokens of their prompts."""
+
+    num_requests: float
+    num_tokens: float
+
+
+class Timeline:
+    """Requests by a time of each, to a tenth of a second: sums over a span cost next to nothing."""
+
+    def __init__(self) -> None:
+        self._first = 0  # bucket of index 0
+        self._work = np.zeros((2, _FEWEST_BUCKETS))
+
+    def add(self, time_s: float, num_tokens: int) -> int:
+        """One request. What to call `remove` with."""
+        bucket = math.floor(time_s / BUCKET_S)
+        if not self._work.any():
+            self._first = bucket
+        bucket = max(bucket, self._first)
+        if bucket - self._first >= self._work.shape[1]:
+            self._make_room(bucket)
+        self._work[:, bucket - self._first] += 1, num_tokens
+        return bucket
+
+    def remove(self, bucket: int, num_tokens: int) -> None:
+        """Undoes `add`."""
+        self._work[:, bucket - self._first] -= 1, num_tokens
+
+    def between(self, from_s: float, to_s: float) -> Work:
+        """All of `[from_s, to_s]`, up to a bucket's length."""
+        start, end = self._index(from_s), self._index(to_s) + 1
+        num_requests, num_tokens = np.add.reduce(self._work[:, max(0, start) : max(0, end)], axis=1).tolist()
+        return Work(num_requests, num_tokens)
+
+    def _index(self, time_s: float) -> int:
+        """Of its bucket, within or next to what is kept."""
+        index = time_s / BUCKET_S - self._first
+        return math.floor(min(max(index, -1.0), self._work.shape[1]))
+
+    def _make_room(self, bucket: int) -> None:
+        """Drop what is empty at the front; then as long as needed, and half of it empty."""
+        num_empty = int((self._work[0] > 0).argmax())
+        kept = self._work[:, num_empty:]
+        self._first += num_empty
+        self._work = np.zeros((2, max(_FEWEST_BUCKETS, 2 * (bucket - self._first + 1))))
+        self._work[:, : kept.shape[1]] = kept

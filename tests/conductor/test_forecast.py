@@ -1,0 +1,102 @@
+"""The decode load of the near future (Mooncake, section 7.4)."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.forecast import OutputLengths, RequestForecast, SystemForecast
+from conductor.timeline import BUCKET_S, Timeline, Work
+from mooncake.messages import Request, SamplingParams
+
+times = st.integers(0, 4000).map(lambda tenths: 0.1 * tenths + 0.05)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(times, st.integers(1, 1000), st.booleans()), max_size=40),
+    st.tuples(times, times),
+)
+def test_sums_are_those_of_a_list(entries: list[tuple[float, int, bool]], span: tuple[float, float]) -> None:
+    timeline, kept = Timeline(), []
+    for time_s, num_tokens, stays in entries:
+        bucket = timeline.add(time_s, num_tokens)
+        if stays:
+            # What is earlier than everything that was kept counts as if it had come with the first of it.
+            kept.append((bucket, num_tokens))
+        else:
+            timeline.remove(bucket, num_tokens)
+    first, last = (math.floor(time_s / BUCKET_S) for time_s in sorted(span))
+    within = [num_tokens for bucket, num_tokens in kept if first <= bucket <= last]
+    assert timeline.between(*sorted(span)) == Work(len(within), sum(within))
+    everything = Work(len(kept), sum(num_tokens for _, num_tokens in kept))
+    assert timeline.between(-math.inf, math.inf) == everything
+
+
+def request(num_tokens: int, kind: str = "a", max_tokens: int = 1000) -> Request:
+    return Request("r", [1] * num_tokens, [kind.encode()], SamplingParams(max_tokens), "front")
+
+
+def test_prefills_join_and_decodes_leave() -> None:
+    forecast = SystemForecast()
+    forecast.expect(request(100), 10.0, 0.1)
+    forecast.expect(request(200), 20.0, 0.1)
+    forecast.begin(request(1000), 5.0, 0.1)
+    forecast.learn(request(1), 8.0, 10)
+    assert forecast.at(9.0) == Work(1, 1000)
+    assert forecast.at(11.0) == Work(2, 1100)
+    assert forecast.at(14.0) == Work(1, 100)
+    assert forecast.at(21.0) == Work(2, 300)
+
+
+def test_nobody_leaves_before_a_decode_has_ended() -> None:
+    forecast = SystemForecast()
+    forecast.begin(request(10), 0.0, 0.1)
+    assert forecast.at(1e6) == Work(1, 10)
+
+
+def test_t_d_is_a_mean_of_the_latest() -> None:
+    forecast = SystemForecast()
+    for seconds in (1.0, 3.0):
+        forecast.learn(request(1), seconds, 10)
+    assert forecast.decode_s == pytest.approx(2.0)
+    for _ in range(200):
+        forecast.learn(request(1), 10.0, 10)
+    assert forecast.decode_s == pytest.approx(10.0, rel=0.01)
+
+
+@pytest.mark.parametrize("forecast", [SystemForecast(), RequestForecast()])
+def test_who_is_not_expected_any_more_is_nobodys_load(forecast: SystemForecast) -> None:
+    for stay in (forecast.expect(request(100), 10.0, 0.1), forecast.begin(request(9), 3.0, 0.1)):
+        stay.end()
+    for time_s in (0.0, 10.05, 50.0):
+        assert forecast.at(time_s) == Work(0, 0)
+
+
+def test_long_answers_stay_and_short_ones_leave() -> None:
+    """Section 7.4, request level."""
+    forecast = RequestForecast()
+    for _ in range(10):
+        forecast.learn(request(1, "short"), 1.0, 10)
+        forecast.learn(request(1, "long"), 9.0, 500)
+    forecast.begin(request(100, "short"), 0.0, 0.1)
+    forecast.begin(request(200, "long"), 0.0, 0.1)
+    forecast.expect(request(400, "long"), 30.0, 0.1)
+    assert forecast.at(0.5) == Work(2, 300)
+    assert forecast.at(1.5) == Work(1, 200)
+    assert forecast.at(31.0) == Work(2, 600)
+    assert forecast.at(51.0) == Work(1, 400)
+
+
+def test_lengths_are_those_of_the_kind_once_it_is_known() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected(request(1, "a", max_tokens=77)) == 77
+    for _ in range(10):
+        lengths.learn(request(1, "a"), 100)
+    assert lengths.expected(request(1, "b")) == 100  # as all
+    for number in range(100):
+        lengths.learn(request(1, "b"), number % 10)
+    assert lengths.expected(request(1, "b")) == 7
+    assert lengths.expected(request(1, "a")) == 100
+    assert lengths.expected(request(1, "a", max_tokens=50)) == 50
