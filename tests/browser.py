@@ -13,7 +13,7 @@ from typing import Any
 from tests.debian import environment, fetched
 
 PROGRAM = "usr/lib/chromium/chromium"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 FLAGS = [
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-sync"),

@@ -37,6 +37,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
+    options.command_line = shlex.join(["mooncake-bench", *arguments])
     try:
         code: int = options.command(options)
     except KeyboardInterrupt:
@@ -86,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     with Clients(options.processes) as clients:
         bench.measure(clients)
     runs = bench.measured(slo)
-    report = Report(shlex.join(["mooncake-bench", *sys.argv[1:]]), started_at, slo, runs)
+    report = Report(options.command_line, started_at, slo, runs)
     print_report(report)
     if options.out is not None:
         outcomes = bench.outcomes()

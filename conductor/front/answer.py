@@ -40,6 +40,7 @@ class AnswerFormat:
     __slots__ = (
         "_base",
         "_chat",
+        "_chunk_base",
         "_object",
         "_return_token_ids",
         "_token_bytes",
@@ -61,6 +62,7 @@ class AnswerFormat:
             "model": served_model_name,
             "system_fingerprint": model.fingerprint[:12],
         }
+        self._chunk_base = {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
         self._token_bytes = model.tokenizer.token_bytes
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
@@ -93,7 +95,7 @@ class AnswerFormat:
         """The last events of a stream."""
         if self._usage_shown is UsageShown.NOWHERE:
             return STREAM_END
-        return event({**self._chunk_base(), "choices": [], "usage": _usage(usage)}) + STREAM_END
+        return event({**self._chunk_base, "choices": [], "usage": _usage(usage)}) + STREAM_END
 
     def _content(self, choice: Delta) -> dict[str, Any]:
         if not self._chat:
@@ -119,7 +121,7 @@ class AnswerFormat:
         return {"usage": _usage(usage()) if self._usage_shown is UsageShown.IN_EACH_CHUNK else None}
 
     def _chunk(self, delta: Delta, content: dict[str, Any], counts: dict[str, Any]) -> bytes:
-        return event({**self._chunk_base(), "choices": [self._choice(delta, content)], **counts})
+        return event({**self._chunk_base, "choices": [self._choice(delta, content)], **counts})
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         token_ids: dict[str, Any] = {"token_ids": delta.token_ids} if self._return_token_ids else {}
@@ -140,9 +142,6 @@ class AnswerFormat:
         if not delta.logprobs:
             return None
         return (logprobs.of_chat if self._chat else logprobs.of_completion)(delta, self._token_bytes)
-
-    def _chunk_base(self) -> dict[str, Any]:
-        return {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
 
 
 def _without_tokens(delta: Delta) -> Delta:

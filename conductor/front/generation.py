@@ -78,7 +78,7 @@ class Generation:
 
         Closing it early (`aclosing`) cancels the choices that still run.
         """
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         running: dict[str, _Choice] = {}
         try:
             for request_id, choice in self._choices.items():

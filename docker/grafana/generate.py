@@ -71,6 +71,24 @@ OVERVIEW = [
         "Of a request: the mean of its longest 10% of gaps.",
     ),
     Chart("Gaps between tokens", "s", quantiles("mooncake_token_gap_seconds")),
+    Chart(
+        "Placements",
+        "reqps",
+        rates("mooncake_placements_total", "prefix"),
+        "By where the prefix that is reused comes from.",
+    ),
+    Chart(
+        "Predicted and actual TTFT",
+        "s",
+        {
+            f'sum by (kind) (rate(mooncake_predictions_seconds_total{{of="ttft"}}{RATE}))'
+            f" / on () group_left () sum(rate(mooncake_ttft_prediction_error_seconds_count{RATE}))": (
+                "{{kind}}"
+            )
+        },
+        "Means, from placement on.",
+    ),
+    Chart("Error of the predicted TTFT", "s", quantiles("mooncake_ttft_prediction_error_seconds")),
     Chart("Requests by state", "short", {"mooncake_requests_by_state": "{{state}}"}),
     Chart(
         "Where requests spend their time",

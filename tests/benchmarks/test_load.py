@@ -438,3 +438,25 @@ def test_fit_prints_and_writes_what_run_can_use(
     arguments = ["--synthetic", str(load), "--rates", "100", "--num-requests", "5"]
     assert cli.run(["run", server.url, *arguments]) == 0
     assert "100 req/s" in capsys.readouterr().out
+
+
+def test_a_trace_is_replayed_with_its_prefixes(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 1500, "output_length": 20, "hash_ids": [0, 1, 2]},
+        {"timestamp": 0, "input_length": 1100, "output_length": 30, "hash_ids": [0, 1, 3]},
+        {"timestamp": 3000, "input_length": 60_000, "output_length": 30, "hash_ids": [0, *range(4, 121)]},
+        {"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_ids": [121, 122]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--trace", str(trace), "--scale-lengths", "0.1", "--speed", "10", "--jitter", "3"]
+    assert cli.run(["run", server.url, *arguments, "--seed", "7"]) == 0
+    printed = capsys.readouterr()
+    assert "1 requests left out: longer than the server's context" in printed.out
+    assert "1 requests out of order" in printed.err
+    prompts = [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies[2:]]
+    assert sorted(prompts) == [(60, 1), (110, 3), (150, 2)]
+    shared = [body["prompt"][:102] for body in server.bodies[2:] if len(body["prompt"]) > 100]
+    assert shared[0] == shared[1]

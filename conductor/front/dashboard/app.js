@@ -117,8 +117,9 @@ function drawPicture(state) {
     const width = now ? Math.min(9, 1.5 + Math.log10(1 + now / 1e5) * 2) : 0.7;
     svg.append(element("svg:line", { x1: from.x, y1: from.y, x2: to.x, y2: to.y, "stroke-width": width }));
     if (now) {
-      const middle = { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 6, "text-anchor": "middle" };
-      svg.append(element("svg:text", middle, `${bytes(now)}/s ${path.transport}`));
+      // Nearer to where it comes from: lines cross in the middle.
+      const near = { x: from.x + 0.32 * (to.x - from.x), y: from.y + 0.32 * (to.y - from.y) - 6 };
+      svg.append(element("svg:text", { ...near, "text-anchor": "middle" }, `${bytes(now)}/s ${path.transport}`));
     }
   }
 }
@@ -168,6 +169,8 @@ function drawTimeline(request) {
 }
 
 function draw(state) {
+  // Prefill before decode, as a request goes.
+  state.instances.sort((a, b) => b.role.localeCompare(a.role) || a.name.localeCompare(b.name, "en", { numeric: true }));
   byId("model").textContent = state.model;
   const { finished, aborted, failed, rejected } = state.num_ended;
   byId("totals").textContent =

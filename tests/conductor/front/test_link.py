@@ -33,7 +33,7 @@ def output(position: int, token_ids: list[int], attempt: int = 1) -> TokenOutput
 
 
 def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
-    reception = Reception(REQUEST, asyncio.Queue(), 0.0)
+    reception = Reception(REQUEST, Inbox(), 0.0)
     assert reception.accept(output(0, [1, 2])) == [1, 2]
     assert reception.accept(output(2, [3])) == [3]
     assert reception.accept(output(0, [1], attempt=2)) == []
@@ -43,7 +43,7 @@ def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
 
 
 def test_another_attempt_with_other_tokens_fails_the_request() -> None:
-    reception = Reception(REQUEST, asyncio.Queue(), 0.0)
+    reception = Reception(REQUEST, Inbox(), 0.0)
     reception.accept(output(0, [1, 2, 3]))
     assert reception.accept(output(0, [1], attempt=2)) == []
     with pytest.raises(GenerationFailedError, match="attempt 2 drew other tokens from 1 on than"):
@@ -51,7 +51,7 @@ def test_another_attempt_with_other_tokens_fails_the_request() -> None:
 
 
 def test_missing_tokens_fail_the_request() -> None:
-    reception = Reception(REQUEST, asyncio.Queue(), 0.0)
+    reception = Reception(REQUEST, Inbox(), 0.0)
     reception.accept(output(0, [1, 2]))
     with pytest.raises(GenerationFailedError, match="tokens 2 to 3 of attempt 1"):
         reception.accept(output(4, [5]))
@@ -106,7 +106,7 @@ def test_logprobs_come_with_the_tokens_that_are_new(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
             await until(lambda: link.cluster is not None)
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             sampling = SamplingParams(max_tokens=9, num_logprobs=1)
             request = Request("r", [1, 2], [], sampling, link.reply_to)
             await link.submit(request, inbox)
@@ -124,7 +124,7 @@ def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> No
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, dropped):
             await until(lambda: link.cluster is not None)
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             request = request_to(link)
             await link.submit(request, inbox)
             await cluster.send_tokens(request_to(link, "another"), [1])
@@ -134,7 +134,7 @@ def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> No
             assert await inbox.get() == Received("r", [1, 2], 16, None, [])
             assert await inbox.get() == Received("r", [3], 16, FinishReason.LENGTH, [])
             await until(lambda: len(dropped) == 2)
-            assert inbox.empty()
+            assert len(inbox) == 0
             assert link.num_in_flight == 0
             await link.cancel("r")
             assert cluster.cancelled == []
@@ -145,7 +145,7 @@ def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> No
 def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             await link.submit(request := request_to(link), inbox)
             await cluster.send_tokens(request, [1], 5)
             event = await inbox.get()
@@ -162,7 +162,7 @@ def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             await until(lambda: link.cluster is not None)
             await link.submit(request := request_to(link), inbox)
             await until(lambda: len(cluster.submitted) == 1)
@@ -180,13 +180,13 @@ def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             await until(lambda: link.cluster is not None)
             await link.submit(request_to(link), inbox)
             await until(lambda: len(cluster.submitted) == 1)
             await cluster.to_front(ClusterState(1, 2, 1, 10))
             await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
-            assert inbox.empty()
+            assert len(inbox) == 0
             await cluster.to_front(ClusterState(2, 1, 1, 10))
             event = await inbox.get()
             assert isinstance(event, Lost)
@@ -205,7 +205,7 @@ def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
 
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             assert link.cluster is None
             await until(lambda: link.cluster is not None)
             await link.submit(request_to(link), inbox)
@@ -226,7 +226,7 @@ def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
             cluster.behaviour = reject
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             await link.submit(request_to(link), inbox)
             event = await inbox.get()
             assert isinstance(event, Lost)
@@ -250,7 +250,7 @@ def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have_come(
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
             await until(lambda: link.cluster is not None)
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             root = root_key("f", "salt")
             prompt = [1, 2, 3, 4, 5]
             keys = block_keys(prompt, BLOCK_SIZE, root)

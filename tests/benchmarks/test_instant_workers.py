@@ -1,0 +1,62 @@
+"""Instances that compute nothing, with a real Conductor and a real front's link."""
+
+import asyncio
+from pathlib import Path
+
+from benchmarks.load.instant_workers import InstantInstance
+from conductor.front.link import Inbox, Link, Received
+from conductor.policy import Conductor, Limits
+from conductor.service import ConductorService
+from mooncake.blocks import KVLayout
+from mooncake.bus import Router
+from mooncake.keys import ClusterKey
+from mooncake.messages import FinishReason, Request, Role, SamplingParams, ToConductor
+
+DEADLINE_S = 20.0
+FINGERPRINT = "f" * 32
+LAYOUT = KVLayout(2, 1, 8, 16, "float32")
+
+
+async def tokens_of(inbox: Inbox) -> list[int]:
+    token_ids: list[int] = []
+    while True:
+        event = await inbox.get()
+        assert isinstance(event, Received), event
+        token_ids += event.token_ids
+        if event.finish_reason is not None:
+            assert event.finish_reason is FinishReason.LENGTH
+            return token_ids
+
+
+async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
+    """The answers to two requests, and how many requests the Conductor then still has."""
+    key = ClusterKey.generate()
+    control, replies = f"ipc://{folder}/control", f"ipc://{folder}/replies"
+    conductor = Conductor(1, FINGERPRINT, Limits())
+    router: Router[ToConductor] = Router(control, ToConductor, key)
+    link = Link(control, replies, key, FINGERPRINT)
+    instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key) for role in Role]
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        runs = (ConductorService(conductor, router).run(), link.run(), *(one.run() for one in instances))
+        tasks = [group.create_task(run) for run in runs]
+        for instance in instances:
+            await instance.is_registered.wait()
+        while link.cluster is None:
+            await asyncio.sleep(0.01)
+        inboxes = [Inbox(), Inbox()]
+        for index, inbox in enumerate(inboxes):
+            sampling = SamplingParams(max_tokens=5 + index)
+            await link.submit(Request(f"r{index}", [7, 8, 9], [], sampling, link.reply_to), inbox)
+        answers = [await tokens_of(inbox) for inbox in inboxes]
+        while conductor.num_running:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+    router.close()
+    return answers, conductor.num_running
+
+
+def test_every_request_gets_its_tokens_and_ends(tmp_path: Path) -> None:
+    answers, num_running = asyncio.run(cluster_answers(tmp_path))
+    assert answers == [[7, 8, 9, 7, 8], [7, 8, 9, 7, 8, 9]]
+    assert num_running == 0
