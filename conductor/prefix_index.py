@@ -10,6 +10,7 @@ Owns: keys and their holders, the slots of the instances. Does not know: where e
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -156,7 +157,7 @@ class PrefixIndex:
             masks.append(mask)
             ssd_masks.append(mask ^ (mask & in_dram[number]))
             starts.append(position)
-        lengths = np.diff(np.array([*starts, end], np.float32))
+        lengths = np.array([stop - start for start, stop in pairwise([*starts, end])], np.float32)
         num_blocks = self._by_slot(masks, lengths)
         if not any(ssd_masks):
             return PrefixMatch(num_blocks, num_blocks)

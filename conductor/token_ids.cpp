@@ -25,6 +25,11 @@ extern "C" int64_t unpack_token_ids(const uint8_t* packed, size_t size, uint32_t
     for (size_t i = 0; i < num_ids; i++) {
         if (at == end) return -1;
         uint8_t kind = *at++;
+        if (kind == 0xcd && end - at >= 2) {  // two bytes, as most of them
+            token_ids[i] = at[0] << 8 | at[1];
+            at += 2;
+            continue;
+        }
         if (kind < 0x80) {
             token_ids[i] = kind;
             continue;

@@ -9,6 +9,7 @@ Owns: vLLM's event structs, which of its hashes is which key. Does not know: soc
 
 import ctypes
 import functools
+import itertools
 import logging
 from array import array
 from collections.abc import Iterable, Sequence
@@ -121,17 +122,17 @@ class VllmEvents:
         medium = _MEDIA.get(event.medium or "GPU")
         if medium is None:
             return
-        for block_hash, key in zip(event.block_hashes, self._keys_of(event), strict=False):
-            self._keys[block_hash] = key
+        self._keys.update(zip(event.block_hashes, self._keys_of(event), strict=False))
         known = [block_hash for block_hash in event.block_hashes if block_hash in self._keys]
         self.num_skipped += len(event.block_hashes) - len(known)
+        before = [self._media.get(block_hash, 0) for block_hash in known]
+        self._media.update(zip(known, [media | medium for media in before], strict=True))
         for tier, media in _TIERS.items():
             if not medium & media:
                 continue
-            if new := [block_hash for block_hash in known if not self._media.get(block_hash, 0) & media]:
+            has_none = [not there & media for there in before]
+            if new := list(itertools.compress(known, has_none)):
                 yield KVStored(tier, [self._keys[block_hash] for block_hash in new])
-        for block_hash in known:
-            self._media[block_hash] = self._media.get(block_hash, 0) | medium
 
     def _keys_of(self, event: _Stored) -> Sequence[BlockKey]:
         """Of all its blocks, or none. A block without tokens has only moved to another medium."""
