@@ -64,6 +64,7 @@ class Assignments:
             view.transfers.ordered_bytes[source] += fetched_bytes
         loads.assign_prefill(prefill, request.request_id, prediction.prefill_s)
         loads.assign_decode(decode, len(request.token_ids))
+        view.decode_changed(decode)
         stay = self._forecast.expect(request, now_s + prediction.ttft_s, prediction.tbt_s)
         self._assignments[request.request_id] = Assignment(
             request, placement, now_s, prefill, decode, source, fetched_bytes, stay
@@ -135,6 +136,7 @@ class Assignments:
         if self._view.holds(assignment.decode_slot, assignment.placement.decode):
             has_begun = assignment.decode_began_s is not None
             self._view.loads.end_decode(assignment.decode_slot, assignment.num_tokens, has_begun=has_begun)
+            self._view.decode_changed(assignment.decode_slot)
 
     def _leave_prefill(self, request_id: str, assignment: Assignment, now_s: float | None) -> float | None:
         """How long it took, if it was computed and that can be told. Nothing once it is decoded."""

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from conductor.estimators import GENERIC_DECODE_COSTS, GENERIC_PREFILL_COSTS, CostEstimator
 from conductor.instances import Instance
 from conductor.loads import Loads
@@ -39,6 +41,13 @@ class _Computed(NamedTuple):
         )
 
 
+class DecodePool(NamedTuple):
+    """All decode instances together."""
+
+    num_instances: int
+    mean_costs: Costs
+
+
 @dataclass(slots=True)
 class _Seat:
     """Who has a slot, and what its costs are learned from."""
@@ -62,7 +71,9 @@ class ClusterView:
         self.transfers = TransferEstimator()
         self.layout: KVLayout | None = None
         """of all instances; None before the first one"""
-        self._mean_decode_costs: Costs | None = None
+        self.next_step_s = np.zeros(0)
+        """of decode instances, by slot, with one more request that has no tokens yet"""
+        self._decode_pool: DecodePool | None = None
         self._seats: dict[int, _Seat] = {}
         self._slots: dict[str, int] = {}
         self._slot_of_messenger: dict[str, int] = {}
@@ -92,9 +103,11 @@ class ClusterView:
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
         self.layout = registration.layout
         self.loads.reset(slot, registration.role, instance.max_sequence_blocks)
-        self._mean_decode_costs = None
+        self._decode_pool = None
         for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
             estimator.reset(slot)
+        self.next_step_s = np.append(self.next_step_s, np.zeros(self.loads.num_slots - len(self.next_step_s)))
+        self.decode_changed(slot)
 
     def remove(self, instance: Instance) -> None:
         """Its life has ended: nothing of it is remembered."""
@@ -105,7 +118,7 @@ class ClusterView:
         }
         self.prefixes.remove_instance(instance.name)
         self.loads.reset(slot, None)
-        self._mean_decode_costs = None
+        self._decode_pool = None
         self.transfers.reset(slot)
 
     def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
@@ -119,11 +132,19 @@ class ClusterView:
         if pools:
             self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
 
-    def mean_decode_costs(self) -> Costs:
-        """Of all decode instances, of which there is at least one."""
-        if self._mean_decode_costs is None:
-            self._mean_decode_costs = self.decode_costs.mean(self.loads.is_decode)
-        return self._mean_decode_costs
+    def decode_pool(self) -> DecodePool:
+        """All decode instances, of which there is at least one."""
+        if self._decode_pool is None:
+            is_decode = self.loads.is_decode
+            self._decode_pool = DecodePool(int(is_decode.sum()), self.decode_costs.mean(is_decode))
+        return self._decode_pool
+
+    def decode_changed(self, slot: int) -> None:
+        """Other requests are assigned to it, or a step takes another time."""
+        loads = self.loads
+        self.next_step_s[slot] = self.decode_costs.predict_s(
+            slot, loads.batch_size.item(slot) + 1, loads.num_kv_tokens.item(slot)
+        )
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """For how long no prefill has shown whether its costs here are predicted well."""
@@ -167,7 +188,8 @@ class ClusterView:
             batch_size = num_tokens / num_steps
             num_kv_tokens = batch_size * loads.num_kv_tokens[slot] / loads.batch_size[slot]
             self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
-            self._mean_decode_costs = None
+            self._decode_pool = None
+            self.decode_changed(slot)
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:

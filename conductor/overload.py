@@ -56,6 +56,8 @@ class Admission:
         ttft_slo_s = self._ttft_slo_s
         if ttft_slo_s is not None and ttft_s > ttft_slo_s and not self._is_probe(placement, now_s):
             return _rejection(Reason.TTFT, ttft_s, ttft_slo_s, ttft_s - ttft_slo_s)
+        if self._tbt_slo_s is None:
+            return None
         match self._policy:
             case Overload.BASELINE:
                 return None
@@ -98,27 +100,26 @@ class Admission:
 
     def _mean_tbt_now_s(self, num_tokens: int) -> float | None:
         """Of all decode instances, with one more request somewhere; None if they have nothing to do."""
-        loads, costs = self._view.loads, self._view.decode_costs
+        loads, costs, pool = self._view.loads, self._view.decode_costs, self._view.decode_pool()
         num_decoding = loads.num_decoding
         if not num_decoding.any():
             return None
-        num_instances = np.count_nonzero(loads.is_decode)
         step_s = (
             costs.constant_s
-            + (num_decoding + 1 / num_instances) * costs.first_s
-            + (loads.num_decoding_tokens + num_tokens / num_instances) * costs.second_s
+            + (num_decoding + 1 / pool.num_instances) * costs.first_s
+            + (loads.num_decoding_tokens + num_tokens / pool.num_instances) * costs.second_s
         )
-        return float(step_s @ loads.is_decode) / num_instances
+        return float(step_s @ loads.is_decode) / pool.num_instances
 
     def _mean_tbt_at_s(self, time_s: float, num_tokens: int) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
         work = self._forecast.at(time_s)
         if not work.num_requests:
             return None
-        num_instances = np.count_nonzero(self._view.loads.is_decode)
-        num_requests, num_kv_tokens = work.num_requests + 1, work.num_tokens + num_tokens
-        costs = self._view.mean_decode_costs()
-        return costs.seconds(num_requests / num_instances, num_kv_tokens / num_instances)
+        pool = self._view.decode_pool()
+        return pool.mean_costs.seconds(
+            (work.num_requests + 1) / pool.num_instances, (work.num_tokens + num_tokens) / pool.num_instances
+        )
 
 
 def _rejection(reason: Reason, predicted_s: float, slo_s: float, retry_after_s: float) -> Rejection:

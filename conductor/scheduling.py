@@ -120,25 +120,20 @@ class Scheduler:
     ) -> Floats:
         """Lines 15 and 16: of what an instance lacks of the best prefix."""
         source, num_blocks, num_ssd_blocks = best_matched_instance
-        block_bytes = float(layout.block_bytes)
-        return self._view.transfers.seconds(
-            source, (num_blocks - num_local_blocks) * block_bytes, num_ssd_blocks * block_bytes
-        )
+        first_s, byte_s = self._view.transfers.costs(source, num_ssd_blocks * layout.block_bytes)
+        block_s = byte_s * layout.block_bytes
+        return first_s + num_blocks * block_s - num_local_blocks * block_s
 
     def select_decoding_instance(
         self, request: Request, refused_by: Collection[str], layout: KVLayout
     ) -> tuple[int, float] | None:
         """Line 24: slot and TBT of the decode instance on which a step is shortest with this request."""
-        loads, costs = self._view.loads, self._view.decode_costs
-        step_s = (
-            costs.constant_s
-            + (loads.batch_size + 1.0) * costs.first_s
-            + (loads.num_kv_tokens + float(len(request.token_ids))) * costs.second_s
-        )
+        view = self._view
+        step_s = view.next_step_s + len(request.token_ids) * view.decode_costs.second_s
         num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
-        tbt_s = np.where(loads.decode_room_blocks >= num_blocks, step_s, np.inf)
+        tbt_s = np.where(view.loads.decode_room_blocks >= num_blocks, step_s, np.inf)
         for name in refused_by:
-            if (slot := self._view.slot_of(name)) is not None:
+            if (slot := view.slot_of(name)) is not None:
                 tbt_s[slot] = np.inf
         d = int(tbt_s.argmin())
         return None if tbt_s[d] == np.inf else (d, tbt_s.item(d))

@@ -24,28 +24,32 @@ class Timeline:
 
     def __init__(self) -> None:
         self._first = 0  # bucket of index 0
+        self._total = Work(0, 0)
         self._work = np.zeros((2, _FEWEST_BUCKETS))
 
     def add(self, time_s: float, num_tokens: int) -> int:
         """One request. What to call `remove` with."""
         bucket = math.floor(time_s / BUCKET_S)
-        if not self._work.any():
+        if not self._total.num_requests:
             self._first = bucket
         bucket = max(bucket, self._first)
         if bucket - self._first >= self._work.shape[1]:
             self._make_room(bucket)
         self._work[:, bucket - self._first] += 1, num_tokens
+        self._total = Work(self._total.num_requests + 1, self._total.num_tokens + num_tokens)
         return bucket
 
     def remove(self, bucket: int, num_tokens: int) -> None:
         """Undoes `add`."""
         self._work[:, bucket - self._first] -= 1, num_tokens
+        self._total = Work(self._total.num_requests - 1, self._total.num_tokens - num_tokens)
 
     def between(self, from_s: float, to_s: float) -> Work:
         """All of `[from_s, to_s]`, up to a bucket's length."""
-        start, end = self._index(from_s), self._index(to_s) + 1
-        num_requests, num_tokens = np.add.reduce(self._work[:, max(0, start) : max(0, end)], axis=1).tolist()
-        return Work(num_requests, num_tokens)
+        start, end = max(0, self._index(from_s)), max(0, self._index(to_s) + 1)
+        if start == 0 and end >= self._work.shape[1]:
+            return self._total
+        return Work(*np.add.reduce(self._work[:, start:end], axis=1).tolist())
 
     def _index(self, time_s: float) -> int:
         """Of its bucket, within or next to what is kept."""

@@ -65,12 +65,15 @@ class TransferEstimator:
         """What a new fetch from each of these waits for."""
         return np.maximum(self.in_flight_bytes[slots], self.ordered_bytes[slots])
 
-    def seconds(self, source: int, num_bytes: Floats, num_ssd_bytes: float) -> Floats:
-        """From the instance at `source`, for each of `num_bytes`, of which so many are on its SSDs only."""
+    def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:
+        """Seconds until the first byte comes from the instance at `source`, and for each byte.
+
+        `num_ssd_bytes`: of what is fetched, on its SSDs only.
+        """
         bytes_per_s = self.bytes_per_s.item(source)
         ahead_bytes = max(self.in_flight_bytes.item(source), self.ordered_bytes.item(source))
-        base_s = LATENCY_S + ahead_bytes / bytes_per_s + num_ssd_bytes / GENERIC_BYTES_PER_S
-        return base_s + num_bytes * (1.0 / bytes_per_s)
+        first_s = LATENCY_S + ahead_bytes / bytes_per_s + num_ssd_bytes / GENERIC_BYTES_PER_S
+        return first_s, 1.0 / bytes_per_s
 
     def _forget_report(self, slot: int) -> None:
         for other, num_bytes in self._reported.pop(slot, {}).items():

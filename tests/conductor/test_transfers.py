@@ -1,6 +1,5 @@
 """How long a fetch is believed to take."""
 
-import numpy as np
 import pytest
 
 from conductor.transfers import GENERIC_BYTES_PER_S, LATENCY_S, TransferEstimator
@@ -23,7 +22,8 @@ def estimator() -> TransferEstimator:
 
 
 def seconds(transfers: TransferEstimator, source: int, num_bytes: float, num_ssd_bytes: float = 0) -> float:
-    return float(transfers.seconds(source, np.array([num_bytes]), num_ssd_bytes)[0])
+    first_s, byte_s = transfers.costs(source, num_ssd_bytes)
+    return first_s + num_bytes * byte_s
 
 
 def test_size_and_tier_count() -> None:
