@@ -4,6 +4,7 @@
 # make test-rdma the RDMA transport against real verbs, in an emulated machine (Debian 12 as root; docs/rdma.md)
 # make soak      full counts
 # make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
+# make reproduce TRACE=FILE  published results beside simulated ones (docs/reproduction.md)
 # make install   only the virtual environment and the default model
 # make generate  docs/configuration.md and Grafana's dashboards anew, after a change of keys or panels
 # make clean     remove what make has made
@@ -17,11 +18,11 @@ export OMP_NUM_THREADS := 1
 # Whole clusters have the machine to themselves, all other tests share it.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: serve install check lint test test-rdma soak gpu generate clean
+.PHONY: serve install check lint test test-rdma soak gpu reproduce generate clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,9s/^# //p' Makefile
+	@sed -n '1,10s/^# //p' Makefile
 
 # Stamps are newer than everything that decides what is installed, so a second run does nothing.
 install: $(VENV)/installed
@@ -63,6 +64,10 @@ soak: install
 
 gpu: install
 	$(BIN)/python benchmarks/gpu.py
+
+reproduce: install
+	@test -f "$(TRACE)" || { echo "error: make reproduce TRACE=FILE; docs/reproduction.md says which"; exit 1; }
+	$(BIN)/python -m benchmarks.reproduction $(TRACE)
 
 generate: install
 	$(BIN)/python -m mooncake.config_reference docs/configuration.md

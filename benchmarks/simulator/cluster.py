@@ -14,7 +14,7 @@ from benchmarks.simulator.cache import SimulatedPool
 from benchmarks.simulator.cards import STATED, Efficiencies, HardwareCard, ModelCard
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.costs import Costs
-from benchmarks.simulator.coupled import CoupledInstance, least_loaded
+from benchmarks.simulator.coupled import CoupledInstance, least_loaded, num_pages_of
 from benchmarks.simulator.decode import DecodeInstance
 from benchmarks.simulator.network import Network
 from benchmarks.simulator.node import INCARNATION, Node
@@ -303,9 +303,16 @@ class CoupledCluster:
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
         """All of `load`, until every request has ended."""
-        Feed(self.clock, load, lambda request: least_loaded(self.instances).submit(request))
+        Feed(self.clock, load, self._submit)
         self.clock.run()
         return self.results
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        instance = least_loaded(self.instances)
+        if num_pages_of(request) > instance.pool.num_pages:
+            self.results.end(request, Outcome.REJECTED, self.clock.now_s)
+        else:
+            instance.submit(request)
 
     def _ended(self, request: SimulatedRequest) -> None:
         self.results.end(request, Outcome.FINISHED, self.clock.now_s)

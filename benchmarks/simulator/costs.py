@@ -7,14 +7,11 @@ in the KV tokens that the running requests hold, so many decoding steps in a row
 Owns: seconds of computing. Does not know: queues, networks, who computes.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from benchmarks.simulator.cards import STATED, Efficiencies, HardwareCard, ModelCard
-from mooncake.costs import Costs as PolicyCosts
-from mooncake.errors import ConfigError
+from mooncake.costs import Costs as Polynomial
 
 
 class PromptShare(NamedTuple):
@@ -29,7 +26,7 @@ class Costs(Protocol):
 
     kv_token_s: float
     """what one more token of KVCache adds to a step of decoding"""
-    profiled: tuple[PolicyCosts, PolicyCosts]
+    profiled: tuple[Polynomial, Polynomial]
     """what measuring them tells the Conductor: of prefill and decode"""
 
     def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
@@ -53,8 +50,8 @@ class Roofline:
         self._overhead_s = efficiencies.iteration_overhead_s + group_s
         self.kv_token_s = model.kv_bytes_per_token / bytes_per_s
         self.profiled = (
-            PolicyCosts(self._overhead_s, self._linear_token_s, self._pair_s),
-            PolicyCosts(self._overhead_s + self._weights_s, 0.0, self.kv_token_s),
+            Polynomial(self._overhead_s, self._linear_token_s, self._pair_s),
+            Polynomial(self._overhead_s + self._weights_s, 0.0, self.kv_token_s),
         )
 
     def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
@@ -66,29 +63,17 @@ class Roofline:
         return self._overhead_s + linear_s + num_pairs * self._pair_s
 
 
-class Profile:
+class Profiled:
     """Polynomials, as `mooncake-serve profile` fits them to a real worker (mooncake.costs):
 
     prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2), where prompts share a
     pass its c0 counts once; one step of b requests with k KV tokens: c0 + c1 * b + c2 * k.
     """
 
-    def __init__(self, prefill: PolicyCosts, decode: PolicyCosts) -> None:
+    def __init__(self, prefill: Polynomial, decode: Polynomial) -> None:
         self._prefill, self._decode = prefill, decode
         self.kv_token_s = decode.second_s
         self.profiled = (prefill, decode)
-
-    @classmethod
-    def load(cls, path: Path) -> "Profile":
-        """Raises ConfigError for what is no profile."""
-        try:
-            content = json.loads(path.read_text())
-            prefill, decode = (PolicyCosts(*map(float, content[key])) for key in ("prefill", "decode"))
-            if min(*prefill, *decode) < 0 or min(prefill.first_s, sum(decode)) <= 0:
-                raise ValueError("coefficients must not be negative, and some of each kind above 0")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no profile of a worker: {error}") from error
-        return cls(prefill, decode)
 
     def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
         seconds = 0.0

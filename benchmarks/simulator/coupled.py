@@ -78,11 +78,9 @@ class CoupledInstance:
         """In order of arrival, while there are pages."""
         while self._waiting and len(self._prompts) + self.batch.size < self._max_batch:
             request = self._waiting[0]
-            num_pages = -(-(request.num_input_tokens + request.num_output_tokens) // BLOCK_TOKENS)
+            num_private = num_pages_of(request) - len(request.block_keys)
             admitted: list[Reservation] = []
-            take_back = self.pool.reserve(
-                request.block_keys, num_pages - len(request.block_keys), admitted.append
-            )
+            take_back = self.pool.reserve(request.block_keys, num_private, admitted.append)
             if not admitted:
                 take_back()
                 return
@@ -168,6 +166,11 @@ class CoupledInstance:
             self.pool.release(sequence.reservation)
             sequence.request.gaps = member.gaps
             self._on_end(sequence.request)
+
+
+def num_pages_of(request: SimulatedRequest) -> int:
+    """Of the prompt and the answer."""
+    return -(-(request.num_input_tokens + request.num_output_tokens) // BLOCK_TOKENS)
 
 
 def least_loaded(instances: Sequence[CoupledInstance]) -> CoupledInstance:

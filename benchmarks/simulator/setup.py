@@ -4,7 +4,7 @@ Owns: descriptions and their errors. Does not know: the command line, pictures.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +12,18 @@ import msgspec
 
 from benchmarks.simulator.cards import GBPS, STATED, hardware_card, model_card
 from benchmarks.simulator.cluster import UNLIMITED, CoupledCluster, DisaggregatedCluster, InstanceShape
-from benchmarks.simulator.costs import Costs, Profile, PromptShare, Roofline
+from benchmarks.simulator.costs import Costs, Profiled, PromptShare, Roofline
 from benchmarks.simulator.report import SimulatedRun
 from benchmarks.simulator.requests import Results
-from benchmarks.simulator.series import LoadSeries
 from benchmarks.simulator.summary import SLOs, summarize
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
 from conductor.policy import Limits
 from conductor.rules import Rules
 from mooncake.config import EvictionPolicy, Overload, Scheduling
 from mooncake.errors import ConfigError
+from mooncake.profile import load_profile
+
+OnSecond = Callable[[DisaggregatedCluster], None]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             hardware = replace(hardware, nic_bytes_per_s=self.nic_gbps * GBPS)
         costs: Costs = Roofline(model, hardware)
         if self.profile is not None:
-            costs = Profile.load(Path(self.profile))
+            costs = Profiled(*load_profile(Path(self.profile)).costs)
         self._check(costs)
         return InstanceShape(
             model,
@@ -106,7 +108,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                     f" takes {1000 * least_s:.1f} ms"
                 )
 
-    def cluster(self, series: LoadSeries | None = None) -> DisaggregatedCluster | CoupledCluster:
+    def cluster(self, on_second: OnSecond | None = None) -> DisaggregatedCluster | CoupledCluster:
         """Raises ConfigError."""
         shape = self.shape()
         if self.num_coupled:
@@ -118,16 +120,18 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             tbt_slo_s=self.tbt_slo_s if self.rejects else None,
         )
         rules = Rules(self.scheduling, self.kvcache_balancing_threshold, self.overload, self.seed)
-        if series is None:
+        if on_second is None:
             return DisaggregatedCluster(shape, self.num_prefill, self.num_decode, limits, rules)
-        return DisaggregatedCluster(shape, self.num_prefill, self.num_decode, limits, rules, on_second=series)
+        return DisaggregatedCluster(
+            shape, self.num_prefill, self.num_decode, limits, rules, on_second=on_second
+        )
 
 
 def simulate(
-    setup: Setup, load: Iterable[TraceRequest], load_name: str = "", series: LoadSeries | None = None
+    setup: Setup, load: Iterable[TraceRequest], load_name: str = "", on_second: OnSecond | None = None
 ) -> tuple[SimulatedRun, Results]:
     """One run. Raises ConfigError, TraceError."""
-    cluster = setup.cluster(series)
+    cluster = setup.cluster(on_second)
     began_s = time.process_time()
     results = cluster.run(load)
     seconds = time.process_time() - began_s

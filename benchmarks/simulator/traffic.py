@@ -18,6 +18,7 @@ _NUM_STREAMS = 2
 
 @dataclass(slots=True, eq=False)
 class _Peer:
+    name: str
     under_way: dict[Transfer, None] = field(default_factory=dict)
     bytes_per_s: float | None = None
 
@@ -28,36 +29,44 @@ class Traffic:
     def __init__(self, clock: Clock, network: Network) -> None:
         self._clock, self._network = clock, network
         self._peers: dict[str, _Peer] = {}
+        self._peer_of: dict[Transfer, _Peer] = {}
+        """transfers that are under way"""
+        self._active: dict[_Peer, None] = {}
+        """peers with which something has been under way since the last report"""
 
     def send(
-        self, peer: str, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]
+        self, name: str, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]
     ) -> Transfer:
-        """Begins now, from or to `peer`."""
-        known = self._peers.setdefault(peer, _Peer())
+        """Begins now, from or to the instance of this name."""
+        peer = self._peers.setdefault(name, _Peer(name))
         began_s = self._clock.now_s
 
         def ended() -> None:
-            del known.under_way[transfer]
+            self._forget(transfer)
             bytes_per_s = num_bytes / (self._clock.now_s - began_s)
-            before = known.bytes_per_s
-            known.bytes_per_s = bytes_per_s if before is None else before + _WEIGHT * (bytes_per_s - before)
+            before = peer.bytes_per_s
+            peer.bytes_per_s = bytes_per_s if before is None else before + _WEIGHT * (bytes_per_s - before)
             on_end()
 
         transfer = self._network.send(source, destination, num_bytes, ended)
-        known.under_way[transfer] = None
+        self._peer_of[transfer] = peer
+        peer.under_way[transfer] = self._active[peer] = None
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """It ends without having come."""
-        self._network.cancel(transfer)
-        for known in self._peers.values():
-            known.under_way.pop(transfer, None)
+        """It ends without having come; nothing if it has ended."""
+        if transfer in self._peer_of:
+            self._forget(transfer)
+            self._network.cancel(transfer)
+
+    def _forget(self, transfer: Transfer) -> None:
+        del self._peer_of.pop(transfer).under_way[transfer]
 
     def stats(self) -> dict[str, PeerStats]:
-        """By peer."""
-        return {
-            name: PeerStats(
-                int(sum(map(self._network.left_bytes, known.under_way))), known.bytes_per_s, _NUM_STREAMS
-            )
-            for name, known in self._peers.items()
-        }
+        """By peer; without those with which nothing has been under way since the last report."""
+        report = {}
+        for peer in self._active:
+            in_flight_bytes = int(sum(map(self._network.left_bytes, peer.under_way)))
+            report[peer.name] = PeerStats(in_flight_bytes, peer.bytes_per_s, _NUM_STREAMS)
+        self._active = {peer: None for peer in self._active if peer.under_way}
+        return report

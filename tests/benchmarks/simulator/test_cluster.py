@@ -14,6 +14,7 @@ import workers.prefill_queue
 from benchmarks.simulator.cluster import DisaggregatedCluster
 from benchmarks.simulator.requests import Outcome, Results
 from benchmarks.simulator.setup import Setup, simulate
+from benchmarks.traces.request import TraceRequest
 from mooncake.config import Overload, Scheduling
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
@@ -87,6 +88,13 @@ def test_coupled_instances_end_every_request(chunk_tokens: int | None) -> None:
     assert simulated.summary.num_finished == len(LOAD)
     assert sum(results["num_output_tokens"]) == sum(request.num_output_tokens for request in LOAD)
     assert simulated.summary.cached_share > 0
+
+
+@pytest.mark.parametrize("setup", [SMALL, COUPLED], ids=["disaggregated", "coupled"])
+def test_what_never_fits_is_rejected_and_the_rest_served(setup: Setup) -> None:
+    too_long = TraceRequest(0.0, 1_000_000, 10, ())
+    simulated, _ = simulate(setup, [too_long, *LOAD[:20]])
+    assert (simulated.summary.num_rejected, simulated.summary.num_finished) == (1, 20)
 
 
 def test_chunks_shorten_the_gaps_of_coupled_instances() -> None:

@@ -7,13 +7,14 @@ import pytest
 
 from benchmarks.simulator.cache import SimulatedPool
 from benchmarks.simulator.clock import Clock
-from benchmarks.simulator.costs import PolicyCosts, PromptShare
+from benchmarks.simulator.costs import PromptShare
 from benchmarks.simulator.network import Network
 from benchmarks.simulator.node import Node
 from benchmarks.simulator.prefill import PrefillInstance
 from benchmarks.simulator.requests import SimulatedRequest
 from mooncake.blocks import KVLayout
 from mooncake.config import EvictionPolicy
+from mooncake.costs import Costs as Polynomial
 from mooncake.messages import (
     Grant,
     MessengerAddress,
@@ -32,7 +33,7 @@ class DrawnService:
     """Each pass takes what is drawn for it."""
 
     kv_token_s = 0.0
-    profiled = (PolicyCosts(0, 0, 0), PolicyCosts(0, 0, 0))
+    profiled = (Polynomial(0, 0, 0), Polynomial(0, 0, 0))
 
     def __init__(self, draw: Callable[[], float]) -> None:
         self._draw = draw

@@ -1,0 +1,133 @@
+"""Disaggregated against coupled clusters: Mooncake, section 8.1.3 (arXiv), and the effective capacity of
+FAST'25."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from benchmarks.reproduction.experiment import SWEEP_REQUESTS, Experiment, Outcome, Table, Trace
+from benchmarks.simulator.pictures import Drawn, draw_latencies
+from benchmarks.simulator.requests import Results
+from benchmarks.simulator.setup import Setup, simulate
+from benchmarks.simulator.summary import SLOs, summarize
+
+TTFT_SLO_S = 30.0
+CHUNK = 2048
+SPEEDS = (1.0, 2.0, 3.0, 4.0, 6.0)
+ATTAINMENT = 0.9
+"""share of the requests that must be effective where a cluster counts as good enough"""
+PUBLISHED_GAINS = {0.1: 498, 0.2: 157, 0.3: 59}
+
+
+def systems(num_nodes: int, model: str) -> list[Setup]:
+    """With equally many nodes."""
+    half = num_nodes // 2
+    base = Setup(model=model, ttft_slo_s=TTFT_SLO_S, rejects=False)
+    return [
+        msgspec.structs.replace(base, num_prefill=half, num_decode=num_nodes - half),
+        msgspec.structs.replace(base, num_coupled=num_nodes),
+        msgspec.structs.replace(base, num_coupled=num_nodes, chunk_tokens=CHUNK),
+    ]
+
+
+def run_real_workload(trace: Trace, folder: Path) -> Outcome:
+    """A row a system, at the trace's own speed."""
+    slos = SLOs(TTFT_SLO_S, 0.1)
+    drawn, rows = [], []
+    for setup, published in zip(systems(20, "llama2-70b"), (1.0, 0.57, None), strict=True):
+        simulated, results = simulate(setup, trace.load())
+        drawn.append(Drawn(simulated, results, None))
+        s = summarize(results, slos)
+        rows.append([setup.name, published, s.tbt_attainment, s.ttft_attainment, s.tbt_s.p90, s.ttft_s.p90])
+    picture = "coupled_latencies.svg"
+    draw_latencies(drawn, slos, folder / picture)
+    header = [
+        "cluster",
+        "TBT within 0.1 s, published",
+        "ours",
+        "TTFT within 30 s",
+        "TBT p90, s",
+        "TTFT p90, s",
+    ]
+    return Outcome([Table(header, rows)], [picture])
+
+
+def run_capacity(trace: Trace, folder: Path) -> Outcome:
+    """Requests/s that a cluster takes while enough of them are effective, by TBT SLO."""
+    setups = systems(16, "llama3-70b")
+    sweeps = [_sweep(setup, trace) for setup in setups]
+    rows: list[list[str | float | None]] = []
+    for tbt_slo_s, published in PUBLISHED_GAINS.items():
+        capacities = [capacity_per_s(sweep, SLOs(TTFT_SLO_S, tbt_slo_s)) for sweep in sweeps]
+        ours, whole, chunked = capacities
+        rows.append(
+            [
+                f"{1000 * tbt_slo_s:.0f} ms",
+                *capacities,
+                f"+{published}%",
+                _gain(ours, whole),
+                _gain(ours, chunked),
+            ]
+        )
+    header = ["TBT SLO", *(f"{setup.name}, req/s" for setup in setups)]
+    header += ["gain, published", "ours, whole prompts", "ours, chunks"]
+    return Outcome([Table(header, rows)])
+
+
+def _gain(ours: float, rivals: float) -> str:
+    return f"{100 * (ours / rivals - 1):+.0f}%" if rivals else "the rival serves no load"
+
+
+def _sweep(setup: Setup, trace: Trace) -> list[tuple[float, Results]]:
+    """(offered requests/s, results) by speed; ends where a cluster serves less than half of the requests."""
+    sweep: list[tuple[float, Results]] = []
+    for speed in SPEEDS:
+        simulated, results = simulate(setup, trace.load(speed, SWEEP_REQUESTS))
+        sweep.append((simulated.rate_per_s, results))
+        if summarize(results, SLOs(TTFT_SLO_S, max(PUBLISHED_GAINS))).effective_share < 0.5:
+            break
+    return sweep
+
+
+def capacity_per_s(sweep: Sequence[tuple[float, Results]], slos: SLOs) -> float:
+    """The rate at which the share of effective requests falls below `ATTAINMENT`, between the measured ones;
+    the highest measured one if it does not, and below the lowest in proportion."""
+    rates = [0.0, *(rate for rate, _ in sweep)]
+    shares = [1.0, *(summarize(results, slos).effective_share for _, results in sweep)]
+    below = next((index for index, share in enumerate(shares) if share < ATTAINMENT), None)
+    if below is None:
+        return rates[-1]
+    span = slice(below - 1, below + 1)
+    return float(np.interp(-ATTAINMENT, [-share for share in shares[span]], rates[span]))
+
+
+REAL_WORKLOAD = Experiment(
+    "coupled",
+    "10P+10D against 20 coupled instances",
+    "Mooncake (arXiv), section 8.1.3 and Figure 13: about 100% of TBT within 0.1 s against 57%; TTFT alike.",
+    "llama2-70b on A800 nodes; coupled instances compute whole prompts, as the published rival did,"
+    " or chunks of"
+    f" {CHUNK:,} tokens.",
+    "The same winner, and TTFT alike, as published. The coupled cluster loses less here than there (86% "
+    "within 0.1 s, not 57%): the modelled nodes compute prompts faster, so a running request is held up "
+    "less often and for less long. Chunks of 2,048 tokens help little, for one of them takes longer "
+    "than 0.1 s.",
+    run_real_workload,
+)
+CAPACITY = Experiment(
+    "capacity",
+    "Effective capacity by TBT SLO",
+    "Mooncake (FAST'25): effective request capacity against vLLM on the conversation trace.",
+    f"16 nodes; the first {SWEEP_REQUESTS:,} requests at growing speed, nothing rejected. Capacity:"
+    " the rate up to"
+    f" which {ATTAINMENT:.0%} of the requests are effective (TTFT within 30 s and TBT within the"
+    " SLO), interpolated.",
+    "As published, the gain is largest with the tightest SLO and falls as the SLO is relaxed. It is "
+    "smaller here: +184% and +164% at 100 ms, a tenth at 200 ms and nothing at 300 ms, where it was "
+    "+59%. With equal halves the eight prefill nodes are what is short (TTFT), while the modelled "
+    "decode nodes have time to spare; the coupled cluster uses all sixteen for prompts. Where more "
+    "nodes prefill the picture is better (see the division of nodes below).",
+    run_capacity,
+)

@@ -1,0 +1,78 @@
+"""What an experiment is: a table of published values beside ours, and a remark that says where they differ
+and why.
+
+Owns: the vocabulary, and how an experiment is written down. Does not know: any experiment.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.traces.reading import TraceFile
+from benchmarks.traces.replay import at_speed, jittered
+from benchmarks.traces.request import TraceRequest
+
+TICK_S = 3.0
+"""of the clock of the trace"""
+SWEEP_REQUESTS = 3000
+"""where many loads are compared, the first of the trace stand for it"""
+SEED = 0
+
+Cell = str | float | None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Numbers are shown with three digits; None where nothing was published."""
+
+    header: list[str]
+    rows: list[list[Cell]]
+
+    def markdown(self) -> str:
+        """Of the whole table."""
+        lines = ["| " + " | ".join(self.header) + " |", "|---" * len(self.header) + "|"]
+        lines += ["| " + " | ".join(map(_shown, row)) + " |" for row in self.rows]
+        return "\n".join(lines)
+
+
+def _shown(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return cell
+    return f"{cell:,.0f}" if abs(cell) >= 1000 or float(cell).is_integer() else f"{cell:.3g}"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What an experiment has found."""
+
+    tables: list[Table]
+    pictures: list[str] = []
+    """names of files in the folder that it was given"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Mooncake's conversation trace (FAST'25)."""
+
+    path: Path
+
+    def load(self, speed: float = 1.0, num_requests: int | None = None) -> Iterator[TraceRequest]:
+        """Its first requests, without the ticks of its clock."""
+        requests = islice(jittered(TraceFile(self.path), TICK_S, SEED), num_requests)
+        return at_speed(requests, speed)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """`run(trace, folder)` may write pictures into the folder."""
+
+    name: str
+    title: str
+    published: str
+    """where, and what in a sentence"""
+    setting: str
+    remark: str
+    run: Callable[[Trace, Path], Outcome]

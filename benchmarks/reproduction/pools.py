@@ -1,0 +1,90 @@
+"""Global against local pool, network bandwidth, and how many nodes of which kind: Mooncake (FAST'25)."""
+
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.reproduction.experiment import SWEEP_REQUESTS, Experiment, Outcome, Table, Trace
+from benchmarks.simulator.setup import Setup, simulate
+from mooncake.config import Scheduling
+
+NODE_TOKENS = 3_000_000
+GLOBAL = Setup(num_prefill=10, num_decode=10, pool_tokens=NODE_TOKENS)
+LOCAL = msgspec.structs.replace(GLOBAL, scheduling=Scheduling.LOAD_BALANCING)
+NIC_GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
+NUM_NODES = 16
+PREFILLS = (5, 6, 7, 8, 9, 10, 11)
+RATIO_SPEED = 4.0
+
+
+def run_global(trace: Trace, folder: Path) -> Outcome:
+    """The same nodes with and without each other's KVCache."""
+    (local, _), (shared, _) = (simulate(setup, trace.load()) for setup in (LOCAL, GLOBAL))
+    pairs = {
+        "hit rate (of input tokens)": (local.summary.cached_share, shared.summary.cached_share, 2.22),
+        "prefill GPU time a request, s": (
+            local.summary.prefill_s_per_request,
+            shared.summary.prefill_s_per_request,
+            0.76,
+        ),
+        "TTFT, mean, s": (local.summary.ttft_s.mean, shared.summary.ttft_s.mean, None),
+    }
+    rows: list[list[str | float | None]] = [
+        [name, ours, theirs, published, theirs / ours] for name, (ours, theirs, published) in pairs.items()
+    ]
+    return Outcome([Table(["", "local", "global", "ratio, published", "ratio, ours"], rows)])
+
+
+def run_bandwidth(trace: Trace, folder: Path) -> Outcome:
+    """A row a bandwidth."""
+    rows: list[list[str | float | None]] = []
+    for nic_gbps in NIC_GBPS:
+        setup = Setup(num_prefill=8, num_decode=8, nic_gbps=nic_gbps)
+        s = simulate(setup, trace.load(num_requests=SWEEP_REQUESTS))[0].summary
+        rows.append([f"{nic_gbps:g} Gbit/s", s.ttft_s.mean, s.ttft_s.p90, s.tbt_s.p90, s.fetched_share])
+    return Outcome([Table(["NICs of a node", "TTFT mean, s", "p90, s", "TBT p90, s", "input fetched"], rows)])
+
+
+def run_ratio(trace: Trace, folder: Path) -> Outcome:
+    """A row a division of the nodes."""
+    rows: list[list[str | float | None]] = []
+    for num_prefill in PREFILLS:
+        setup = Setup(
+            num_prefill=num_prefill,
+            num_decode=NUM_NODES - num_prefill,
+            ttft_slo_s=30.0,
+            tbt_slo_s=0.1,
+            rejects=False,
+        )
+        s = simulate(setup, trace.load(RATIO_SPEED, SWEEP_REQUESTS))[0].summary
+        rows.append([setup.name, s.effective_share, s.ttft_s.p90, s.tbt_s.p90])
+    return Outcome([Table(["cluster", "effective", "TTFT p90, s", "TBT p90, s"], rows)])
+
+
+GLOBAL_POOL = Experiment(
+    "global_pool",
+    "Global against local pool",
+    "Mooncake (FAST'25): 10 prefill nodes with 3M tokens each; hit rate x2.22 and prefill GPU time"
+    " x0.76 on the"
+    " conversation trace.",
+    "10P+10D. Local: each instance reuses what it has (`load_balancing`); global: `kvcache_centric`.",
+    "",
+    run_global,
+)
+BANDWIDTH = Experiment(
+    "bandwidth",
+    "TTFT against network bandwidth",
+    "Mooncake (FAST'25): below 100 Gbit/s TTFT rises sharply.",
+    f"8P+8D, the first {SWEEP_REQUESTS:,} requests of the trace.",
+    "",
+    run_bandwidth,
+)
+RATIO = Experiment(
+    "ratio",
+    "Prefill to decode nodes",
+    "Mooncake (FAST'25): about 1:1 is best at 16 nodes (5P+11D to 11P+5D were tried).",
+    f"The first {SWEEP_REQUESTS:,} requests at {RATIO_SPEED:g}x; TTFT SLO 30 s, TBT SLO 0.1 s,"
+    " nothing rejected.",
+    "",
+    run_ratio,
+)

@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from benchmarks.reproduction.__main__ import EXPERIMENTS, load, run_one
+from benchmarks.reproduction.coupled import capacity_per_s
+from benchmarks.reproduction.experiment import Table
+from benchmarks.reproduction.formulas import needed_bytes_per_s
+from benchmarks.reproduction.page import write_page
+from benchmarks.simulator.cards import HARDWARE, MODELS
+from benchmarks.simulator.requests import Outcome, Results, SimulatedRequest
+from benchmarks.simulator.summary import SLOs
+
+
+def results_of(num_good: int, num_late: int) -> Results:
+    results = Results()
+    for number in range(num_good + num_late):
+        request = SimulatedRequest(number, float(number), 1, 2, [])
+        request.first_token_s = request.arrival_s + (1.0 if number < num_good else 9.0)
+        results.end(request, Outcome.FINISHED, request.first_token_s + 1.0)
+    return results
+
+
+def test_capacity_lies_where_too_many_are_late() -> None:
+    slos = SLOs(ttft_s=2.0)
+    sweep = [(1.0, results_of(100, 0)), (2.0, results_of(80, 20))]
+    assert capacity_per_s(sweep, slos) == pytest.approx(1.5)
+    assert capacity_per_s(sweep[:1], slos) == 1.0
+    assert capacity_per_s([(1.0, results_of(60, 40))], slos) == pytest.approx(0.25)
+
+
+def test_reuse_pays_from_the_published_bandwidths_on() -> None:
+    model = MODELS["llama3-70b"]
+    needed = [needed_bytes_per_s(model, HARDWARE[name], 8192) / 1e9 for name in ("a800", "h800")]
+    assert needed == pytest.approx([6, 19], rel=0.03)
+
+
+def test_a_table_shows_three_digits_and_nothing_for_nothing() -> None:
+    table = Table(["a", "b"], [["x", None], [1234.4, 0.12345]])
+    assert table.markdown().splitlines()[2:] == ["| x |  |", "| 1,234 | 0.123 |"]
+
+
+def test_the_page_has_what_was_run(tmp_path: Path) -> None:
+    for name in ("shapes", "occupancy"):  # they need no trace
+        run_one(name, tmp_path / "none", tmp_path)
+    page = tmp_path / "page.md"
+    write_page([(e, load(e, tmp_path)) for e in EXPERIMENTS], tmp_path, page)
+    titles = [line for line in page.read_text().splitlines() if line.startswith("## ")]
+    assert titles == ["## Costs of prefill and decode", "## What a prompt's KVCache occupies"]
