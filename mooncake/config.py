@@ -222,6 +222,12 @@ class WorkerConfig(_Section):
         description="decode instances compute a prompt themselves if no more of its tokens lack KVCache",
     )
 
+    @model_validator(mode="after")
+    def _check_metrics_listen(self) -> "WorkerConfig":
+        if self.metrics_listen is not None and host_and_port(self.metrics_listen)[1] > LARGEST_PORT:
+            raise ValueError(f"worker.metrics_listen: {self.metrics_listen} has no port up to {LARGEST_PORT}")
+        return self
+
 
 class PipelineConfig(_Section):
     """Prefill instances whose layers are spread over several processes (chunked pipeline parallelism)."""

@@ -4,6 +4,7 @@ Owns: the check of each request's key, each key's counts. Does not know: the fil
 (`mooncake.api_keys`), what is asked.
 """
 
+import base64
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from conductor.front.metrics import Denial, Metrics
 from mooncake.api_keys import ApiKey, digest, load_api_keys
 from mooncake.errors import ConfigError, RequestError
 
+PAGE = "/dashboard"
+"""browsers ask for its key as for a password, and its polls use nothing up"""
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/version"})
 """what needs no key: they say nothing of what clients ask"""
 _RELOAD_S = 1.0
@@ -128,9 +131,13 @@ class AccessControl:
             await self._app(scope, receive, send)
             return
         header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+        authorization = None if header is None else header.decode("latin-1")
+        if scope["path"] == PAGE or scope["path"].startswith(f"{PAGE}/"):
+            await self._show(authorization, scope, receive, send)
+            return
         try:
             now_s = self._now()
-            key = self._ring.find(None if header is None else header.decode("latin-1"), now_s)
+            key = self._ring.find(authorization, now_s)
             self._limits.enter(key, now_s)
         except RequestError as error:
             self._metrics.request_denied(Denial.NO_KEY if error.status == 401 else Denial.LIMIT)
@@ -142,3 +149,24 @@ class AccessControl:
             await self._app(scope, receive, send)
         finally:
             self._limits.leave(key)
+
+    async def _show(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._ring.find(_as_bearer(authorization), self._now())
+        except RequestError as error:
+            headers = {"www-authenticate": 'Basic realm="mooncake-serve", charset="UTF-8"'}
+            await error_response(error, headers)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _as_bearer(authorization: str | None) -> str | None:
+    """A browser sends a name, which is of no interest, and the key as the password."""
+    scheme, _, encoded = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        return authorization
+    try:
+        _, _, secret = base64.b64decode(encoded, validate=True).decode().partition(":")
+    except ValueError:
+        return None
+    return f"Bearer {secret}"

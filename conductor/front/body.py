@@ -3,8 +3,10 @@
 Owns: JSON, and errors in the words of clients who have written JSON. Does not know: what a field means.
 """
 
+import contextlib
 import gc
 import reprlib
+from collections.abc import Generator
 from typing import TypeVar
 
 import msgspec
@@ -33,13 +35,21 @@ _EXPECTED = {
 }
 
 
+@contextlib.contextmanager
+def refusing_depth() -> Generator[None, None, None]:
+    """Values of a body can be nested so deeply that whoever looks at them runs out of stack."""
+    try:
+        yield
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
+
+
 def parse(schema: type[Schema], body: bytes) -> Schema:
     """The object in `body`. Raises RequestError that names the first wrong field."""
     gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
     try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
+        with refusing_depth():
+            value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
     finally:

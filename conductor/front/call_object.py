@@ -4,9 +4,11 @@ Owns: its keys, and that its arguments leave as they come. Does not know: what s
 """
 
 import json
+import re
 from collections.abc import Collection
 from enum import Enum, auto
 
+_PLAIN = re.compile(r'[^"\\]+')  # inside a string
 _KNOWN_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
@@ -59,6 +61,17 @@ class CallObject:
         """The arguments that have come since."""
         taken, self._arguments = self._arguments, ""
         return taken
+
+    def push_plain(self, text: str, start: int) -> int:
+        """As `push` of the characters from `start` on, as far as they do not matter; where they end."""
+        plain = _PLAIN.match(text, start) if self._at is _At.VALUE and self._in_string else None
+        if plain is None or self._is_escaped:
+            return start
+        if self._streams:
+            self._arguments += plain[0]
+        else:
+            self._value += plain[0]
+        return plain.end()
 
     def push(self, char: str) -> None:
         """Raises NotACallError, which it never does once `is_call`."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from conductor.front.body import parse
+from conductor.front.body import parse, refusing_depth
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_tokens, check_token_ids, text_tokens
 from conductor.front.schema import Message, check_message_fields, check_model
@@ -54,12 +54,13 @@ def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[st
                 code="invalid_value",
             )
         check_message_fields(request.messages)
-        tokens = chat_tokens(
-            request.messages,
-            request.tools or [],
-            model,
-            add_generation_prompt=request.add_generation_prompt is not False,
-        )
+        with refusing_depth():
+            tokens = chat_tokens(
+                request.messages,
+                request.tools or [],
+                model,
+                add_generation_prompt=request.add_generation_prompt is not False,
+            )
     else:
         for name in ("add_generation_prompt", "tools"):
             if getattr(request, name) is not None:

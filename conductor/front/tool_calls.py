@@ -179,18 +179,24 @@ class ToolCallParser:
         return True
 
     def _step_call(self) -> bool:
-        for index, char in enumerate(self._rest):
-            self._raw += "" if self._is_given else char
+        start = 0
+        while start < len(self._rest):
             try:
-                self._object.push(char)
+                end = self._object.push_plain(self._rest, start)
+                if end == start:
+                    self._object.push(self._rest[start])
+                    end += 1
             except NotACallError:
-                self._rest = self._rest[index + 1 :]
+                self._raw += self._rest[start]
+                self._rest = self._rest[start + 1 :]
                 self._give_up()
                 return True
+            self._raw += "" if self._is_given else self._rest[start:end]
+            start = end
             if self._object.is_call and not self._is_given:
                 self._begin_call()
             if self._object.has_ended:
-                self._rest = self._rest[index + 1 :]
+                self._rest = self._rest[start:]
                 self._give_arguments()
                 self._is_given, self._in = False, _In.BETWEEN
                 return True

@@ -11,7 +11,7 @@ from enum import Enum
 
 import msgspec
 
-from conductor.front.body import parse
+from conductor.front.body import parse, refusing_depth
 from conductor.front.grammars import WantedGrammar, wanted_grammar
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_prompt, num_prompts_of, prompts_of
@@ -121,6 +121,18 @@ def read_job(
     `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
     further.
     """
+    with refusing_depth():
+        return _read_job(endpoint, body, model, served_model_name, max_choices, key)
+
+
+def _read_job(
+    endpoint: Endpoint,
+    body: bytes,
+    model: ServedModel,
+    served_model_name: str,
+    max_choices: int,
+    key: ApiKey | None,
+) -> Job:
     request: ChatCompletionRequest | CompletionRequest
     is_chat = endpoint is Endpoint.CHAT
     request = parse(ChatCompletionRequest, body) if is_chat else parse(CompletionRequest, body)

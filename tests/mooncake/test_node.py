@@ -14,6 +14,7 @@ from mooncake.config import (
     KVCacheConfig,
     MessengerConfig,
     SecurityConfig,
+    WorkerConfig,
     load_config,
 )
 from mooncake.errors import ConfigError
@@ -80,6 +81,7 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
         kvcache=kvcache,
         num_decode=2,
         messenger=MessengerConfig(port=7200),
+        worker=WorkerConfig(metrics_listen="0.0.0.0:9100"),
         security=SecurityConfig(key_file=tmp_path / "key"),
     )
     specs = plan_node(config, run_directory)
@@ -92,6 +94,9 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
         for index in range(3)
     ]
     assert [m["settings"]["port"] for m in messengers] == [7200, 7201, 7202]
+    workers = [json.loads(spec.config(1)) for spec in specs if spec.module == "workers.service"]
+    told_workers = [w["config"]["worker"]["metrics_listen"] for w in workers]
+    assert told_workers == ["0.0.0.0:9100", "0.0.0.0:9101", "0.0.0.0:9102"]
     assert len({endpoint for m in messengers for endpoint in m["event_endpoints"]}) == 6
 
 
@@ -176,6 +181,11 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
         ({("kvcache", "vllm_events"): "*:5557"}, "kvcache.vllm_events: .*'\\*:5557'"),
         ({("kvcache", "eviction"): "fifo"}, "kvcache.eviction: .*'lru', 'lfu' or 'length_aware'.*'fifo'"),
         ({("kvcache", "listen"): "7100"}, "kvcache.listen: .*'7100'"),
+        ({("worker", "metrics_listen"): ":9100"}, "worker.metrics_listen: .*':9100'"),
+        (
+            {("worker", "metrics_listen"): "h:65536"},
+            "worker.metrics_listen: h:65536 has no port up to 65535",
+        ),
         (
             {("role",): "decode", ("kvcache", "ssd_dirs"): "/ssd"},
             "kvcache.ssd_dirs keeps files by the name of the instance",

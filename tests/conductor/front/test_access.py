@@ -159,6 +159,25 @@ def test_only_who_has_a_key_is_served(guarded: tuple[Running, str]) -> None:
     assert front.metric("mooncake_requests_denied_total", reason="no_key") == 5
 
 
+def test_a_browser_gives_the_key_as_a_password(guarded: tuple[Running, str]) -> None:
+    front, secret = guarded
+    denied = front.metric("mooncake_requests_denied_total", reason="no_key")
+    for path in ("/dashboard", "/dashboard/state"):
+        url = front.url + path
+        for login in (None, ("anyone", "wrong")):
+            response = httpx.get(url, auth=login, timeout=DEADLINE_S)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"].startswith("Basic ")
+        garbage = httpx.get(url, headers={"authorization": "Basic ,"}, timeout=DEADLINE_S)
+        assert garbage.status_code == 401
+        # This front has no conductor to show, but whoever has the key is told so.
+        for _ in range(3):
+            assert httpx.get(url, auth=("anyone", secret), timeout=DEADLINE_S).status_code == 404
+    basic = httpx.get(f"{front.url}/v1/models", auth=("anyone", secret), timeout=DEADLINE_S)
+    assert basic.status_code == 401
+    assert front.metric("mooncake_requests_denied_total", reason="no_key") == denied + 1
+
+
 def test_a_key_may_have_no_more_requests_than_it_may(guarded: tuple[Running, str]) -> None:
     front, secret = guarded
     may_end = threading.Event()

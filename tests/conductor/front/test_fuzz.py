@@ -1,6 +1,7 @@
 """Whatever a body holds, the answer is a job or the client's mistake: never a bug of ours."""
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -149,7 +150,28 @@ def test_tokenization(answer: Any, body: Any) -> None:
             raise
 
 
-@settings(FEW, max_examples=60)
+@pytest.mark.parametrize("depth", [10, 150, 300, 600, 900, 990, 5000, 50_000])
+def test_depth(depth: int) -> None:
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    call = f'{{"id": "a", "function": {{"name": "f", "arguments": {json.dumps(deep)}}}}}'
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    user = '"messages": [{"role": "user", "content": "x"}]'
+    for model in (MODEL, replace(MODEL, template_takes_tools=False)):
+        for fields in (
+            f'{user}, "tools": [{tool}]',
+            f'{user}, "tools": [{tool}], "tool_choice": "required"',
+            f'{user}, "tool_choice": {deep}',
+            f'{user}, "response_format": {{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}',
+            f'"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]',
+        ):
+            body = f'{{"model": "{MODEL_NAME}", {fields}}}'.encode()
+            with contextlib.suppress(RequestError):
+                read_job(Endpoint.CHAT, body, model, MODEL_NAME, max_choices=8)
+            with contextlib.suppress(RequestError):
+                tokenize(body, model, MODEL_NAME)
+
+
+@settings(FEW, max_examples=40)
 @given(SCHEMAS)
 def test_schemas_are_compiled_or_refused(schema: Any) -> None:
     job = job_of(

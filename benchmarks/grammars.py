@@ -1,0 +1,98 @@
+"""What a grammar costs a decode step: CPU time of the forward pass and of the draw, with and without.
+
+    python benchmarks/grammars.py
+
+The default model's sizes and tokenizer, random weights, bfloat16, one thread, greedy. Each sequence follows a
+schema of its own state; one that has ended begins anew. Medians of 40 steps.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.engine import CONTEXT_LEN, PAGE_SIZE, SMOLLM2
+from mooncake.checkpoint import open_checkpoint
+from mooncake.grammar import Grammar, Grammars
+from mooncake.messages import Request, SamplingParams
+from mooncake.tokenizer import load_vocabulary
+from workers.draws import Draws, Row, rules_of
+from workers.engine.batch import Batch, Chunk
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.engine.spec import ModelSpec
+
+NUM_STEPS = 40
+BATCH_SIZES = (1, 8)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"none": None, "of a person": PERSON, "any object": {"type": "object"}}
+
+
+def main() -> None:
+    """Print one table."""
+    torch.set_num_threads(1)
+    spec = ModelSpec.from_hf_config(SMOLLM2)
+    model = DecoderModel(spec, range(spec.num_layers), torch.bfloat16)
+    model.init_dummy_weights()
+    kv = DeviceKVCache(spec, range(spec.num_layers), 512, PAGE_SIZE, torch.bfloat16)
+    grammars = Grammars(lambda: load_vocabulary(open_checkpoint(None)))
+    print("| sequences | schema | forward ms | draw ms | draw p90 ms |\n|---|---|---|---|---|")
+    for batch_size in BATCH_SIZES:
+        tables = [kv.allocate(-(-(CONTEXT_LEN + 1) // PAGE_SIZE)) for _ in range(batch_size)]
+        chunks = [Chunk([1000], CONTEXT_LEN, pages) for pages in tables]
+        for name, schema in SCHEMAS.items():
+            grammar = None
+            if schema is not None:
+                grammar = asyncio.run(grammars.get(f"start: %json {json.dumps(schema)}\n"))
+            forward_ms, draw_ms = measure(model, kv, chunks, grammar)
+            middle, high = statistics.median(draw_ms), statistics.quantiles(draw_ms, n=10)[-1]
+            row = (batch_size, name, f"{statistics.median(forward_ms):.1f}", f"{middle:.2f}", f"{high:.2f}")
+            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+        for pages in tables:
+            kv.free(pages)
+
+
+def measure(
+    model: DecoderModel, kv: DeviceKVCache, chunks: Sequence[Chunk], grammar: Grammar | None
+) -> tuple[list[float], list[float]]:
+    """CPU milliseconds of each step's forward pass and draw."""
+    request = Request("r", [1], [], SamplingParams(NUM_STEPS, temperature=0, stop_token_ids=(2,)), "front")
+    rows = [(rules_of(request, grammar and grammar.begin()), list[int]()) for _ in chunks]
+    forward_ms, draw_ms = [], []
+    for step in range(NUM_STEPS):
+        batch = Batch.build(chunks, kv)
+        draws = Draws([Row(request.sampling, step, rules, output) for rules, output in rows])
+        began_s = time.thread_time()
+        logits = model.forward(batch, kv)
+        forward_ms.append((time.thread_time() - began_s) * 1e3)
+        # So that sequences differ.
+        logits = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(step))
+        drawing_s = time.thread_time()
+        tokens = draws.draw(logits).tokens
+        draw_ms.append((time.thread_time() - drawing_s) * 1e3)
+        for index, token in enumerate(tokens):
+            rows[index][1].append(token)
+            if token == 2:
+                rows[index] = (rules_of(request, grammar and grammar.begin()), [])
+    return forward_ms, draw_ms
+
+
+if __name__ == "__main__":
+    main()
