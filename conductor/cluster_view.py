@@ -125,7 +125,7 @@ class ClusterView:
         """Its load, as it says."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
-        num_device_pages = instance.registration.capacity.num_device_pages
+        num_device_pages = max(1, instance.registration.capacity.num_device_pages)
         self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
         pools = list(heartbeat.pools.values())
         self.transfers.heard(slot, pools, self._slot_of_messenger)

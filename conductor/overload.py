@@ -18,7 +18,7 @@ from conductor.instances import Instance
 from conductor.placement import Placement, Reason, Rejection
 from mooncake.config import Overload
 
-PROBE_AFTER_S = 30.0
+PROBE_AFTER_S = 5.0
 """an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all
 were rejected would never be corrected"""
 _SHORTEST_RETRY_S = 1.0
