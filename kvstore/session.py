@@ -93,7 +93,8 @@ class Session:
         self._tasks = tasks
         self._send = send
         self._waiting: set[asyncio.Task[None]] = set()
-        self._sends: dict[int, tuple[Send, asyncio.Task[None]]] = {}
+        self._sends: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
+        """of each reservation, one for each grant"""
         self._fetches: dict[int, BlockFetch] = {}
 
     def handle(self, message: ToPool) -> None:
@@ -205,7 +206,8 @@ class Session:
             case AwaitSpace(_, space_epoch):
                 await self._store.wait_for_space(space_epoch)
             case AwaitSent(_, reservation_id):
-                await asyncio.shield(self._find_send(reservation_id).outcome)
+                for send in self._find_sends(reservation_id):
+                    await asyncio.shield(send.outcome)
             case AwaitArrived(_, reservation_id):
                 await self._store.grants.wait_arrived(self._find(reservation_id))
             case _:
@@ -327,24 +329,26 @@ class Session:
         if call.reservation_id in self._sends:
             raise PoolError(f"reservation {call.reservation_id} is being sent already")
         store = self._store
-        send = Send(store.pool, store.segment, store.peers, reservation, call.grant, call.ref_text)
-        self._sends[call.reservation_id] = (send, self._tasks.create_task(send.run()))
+        sends = [
+            Send(store.pool, store.segment, store.peers, reservation, grant, call.ref_text)
+            for grant in (call.grant, *call.grant.others)
+        ]
+        self._sends[call.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
 
     def _cancel_send(self, reservation_id: int) -> None:
-        send, task = self._sends.pop(reservation_id, (None, None))
-        if send is not None and task is not None:
+        for send, task in self._sends.pop(reservation_id, []):
             task.cancel()
             send.finish(TransferError("released before everything was sent"))
 
     def _wake_send(self, reservation_id: int) -> None:
         """Layers of its blocks have come."""
-        if reservation_id in self._sends:
-            self._sends[reservation_id][0].wake()
+        for send, _ in self._sends.get(reservation_id, []):
+            send.wake()
 
-    def _find_send(self, reservation_id: int) -> Send:
+    def _find_sends(self, reservation_id: int) -> list[Send]:
         if reservation_id not in self._sends:
             raise PoolError(f"reservation {reservation_id} is not being sent")
-        return self._sends[reservation_id][0]
+        return [send for send, _ in self._sends[reservation_id]]
 
     # -- fetches ----------------------------------------------------------------------------------
 

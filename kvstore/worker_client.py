@@ -210,7 +210,8 @@ class WorkerClient:
         return answer.grant
 
     async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
-        """Prefill: starts to stream the granted blocks of this reservation to `grant.messenger`.
+        """Prefill: starts to stream the granted blocks of this reservation to `grant.messenger`, and those of
+        `grant.others` to theirs.
 
         Blocks that are sealed go at once, other layers as they are committed. `ref_text` names the
         request in logs.

@@ -201,6 +201,12 @@ class WorkerConfig(_Section):
     """How an instance computes."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks of an instance, each with some KV heads and its own device and pool",
+    )
     num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="CPU threads of a worker"
     )
@@ -366,6 +372,11 @@ class Config(_Section):
             )
         if self.pipeline.stage is not None and self.instance is None:
             raise ValueError("pipeline.stage is a part of an instance: name it, the same in all its stages")
+        if self.pipeline.stages > 1 and self.worker.tensor_parallel > 1:
+            raise ValueError(
+                f"pipeline.stages {self.pipeline.stages} and worker.tensor_parallel"
+                f" {self.worker.tensor_parallel} do not go together: a stage is one process; leave one at 1"
+            )
         keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
         if self.role in ("prefill", "decode") and keeps is not None and self.instance is None:
             raise ValueError(
@@ -425,10 +436,27 @@ class StageProcess(_Section):
         return instance if self.num_stages == 1 else f"{instance}.{self.number}"
 
 
+class RankProcess(_Section):
+    """Which rank of a tensor-parallel instance a worker is. All are on one node.
+
+    `endpoints`: where the first rank listens for each of the others. `meeting`: the beginning of the paths of
+    files in which they meet to compute, one for each time that they do.
+    """
+
+    number: int = 0
+    size: int = 1
+    endpoints: list[str] = []
+    meeting: str = ""
+
+    def part_of(self, instance: str) -> str:
+        """As `StageProcess.part_of`."""
+        return instance if self.size == 1 else f"{instance}.{self.number}"
+
+
 class WorkerProcess(_Process):
     """What a worker process is started with. `incarnation` grows with every start.
 
-    `instance` names all stages together, `messenger_socket` is this one's own.
+    `instance` names all stages or ranks together, `messenger_socket` is this one's own.
     """
 
     config: Config
@@ -438,6 +466,12 @@ class WorkerProcess(_Process):
     messenger_socket: str
     num_local_workers: int
     stage: StageProcess = StageProcess()
+    rank: RankProcess = RankProcess()
+
+    @property
+    def part(self) -> str:
+        """The name of this part of the instance: what has a messenger of its own."""
+        return self.rank.part_of(self.stage.part_of(self.instance))
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -147,12 +147,14 @@ class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
 class Grant(msgspec.Struct, frozen=True):
     """The decode side's answer to a reservation: the blocks it lacks, and where they may be written.
 
-    Only these travel. A grant ends when all of its pages have arrived or it is revoked.
+    Only these travel. A grant ends when all of its pages have arrived or it is revoked. A tensor-parallel
+    group grants once a rank: `others` are those of the ranks behind the first, each for its own KV heads.
     """
 
     grant_id: int
     messenger: MessengerAddress
     pages: list[GrantedPage]
+    others: tuple["Grant", ...] = ()
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -2,8 +2,8 @@
 
 --role all        conductor, and for each instance a messenger and a worker
 --role conductor  conductor
---role prefill    one messenger and one worker, for each stage of a pipeline
---role decode     one messenger and one worker
+--role prefill    one messenger and one worker, for each stage of a pipeline or rank of a group
+--role decode     one messenger and one worker, for each rank of a group
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from mooncake.config import (
     KVCacheConfig,
     MessengerConfig,
     MessengerProcess,
+    RankProcess,
     StageProcess,
     WorkerConfig,
     WorkerProcess,
@@ -46,15 +47,16 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What has a messenger and a worker: an instance, or one of its stages."""
+    """What has a messenger and a worker: an instance, or one of its stages or ranks."""
 
     instance: str
     role: Role
     stage: StageProcess
+    rank: RankProcess
 
     @property
     def name(self) -> str:
-        return self.stage.part_of(self.instance)
+        return self.rank.part_of(self.stage.part_of(self.instance))
 
 
 def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
@@ -113,7 +115,7 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
 
 
 def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
-    """The stages of prefill instances that are to run here, and other instances as they are."""
+    """The stages and ranks of instances that are to run here, and other instances as they are."""
     parts = []
     for index, (name, role) in enumerate(_instances(config, run_dir)):
         pipeline = config.pipeline
@@ -123,10 +125,20 @@ def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
         ]
         here = range(num_stages) if pipeline.stage is None else [pipeline.stage]
         parts += [
-            _Part(name, role, StageProcess(number=stage, num_stages=num_stages, endpoints=endpoints))
+            _Part(name, role, StageProcess(number=stage, num_stages=num_stages, endpoints=endpoints), rank)
             for stage in here
+            for rank in _ranks(config.worker.tensor_parallel, index, run_dir)
         ]
     return parts
+
+
+def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
+    """Of the instance `index` of this node, which has no stages if they are several."""
+    endpoints = [f"ipc://{run_dir.socket(f'rank-{index}-{number}')}" for number in range(1, size)]
+    meeting = str(run_dir.path / f"ranks-{index}")
+    return [
+        RankProcess(number=number, size=size, endpoints=endpoints, meeting=meeting) for number in range(size)
+    ]
 
 
 def _check_directories(config: Config) -> None:
@@ -211,6 +223,7 @@ def _part(
             messenger_socket=sockets["worker"],
             num_local_workers=num_local_workers,
             stage=part.stage,
+            rank=part.rank,
         ).model_dump_json()
 
     return [

@@ -3,15 +3,21 @@
 Each request has a task that gets its KVCache here and sees it off; one loop runs the batch. docs/decode.md
 tells what happens beside what.
 
+In a tensor-parallel group this is the first rank: what it does with a sequence's KVCache the others do with
+theirs, and each iteration is computed by all.
+
 Owns: decode jobs and their order of events. Does not know: who decides, how bytes travel, who is next.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
-from kvstore.messages import Reservation, ReservedBlock
+import msgspec
+
+from kvstore.messages import ReservedBlock
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError, PoolError, TransferError
 from mooncake.messages import (
@@ -19,6 +25,7 @@ from mooncake.messages import (
     TO_POOL,
     Decode,
     Finished,
+    Grant,
     Ref,
     Refused,
     Reserve,
@@ -31,14 +38,18 @@ from workers.decode_batch import DecodeBatch
 from workers.decode_meter import DecodeMeter
 from workers.double_check import DoubleCheck, TooSlowError
 from workers.engine.kvcache import OutOfPages
+from workers.errors import SessionLostError
 from workers.executor import Executor
+from workers.followers import Followers
 from workers.iterations import Iterations
-from workers.jobs import Jobs, see_out
+from workers.jobs import Jobs, see_out, together
+from workers.rank_messages import AwaitArrival, Held, Hold, Keep, LetGo, Load, Restore, Save, Work
 from workers.reserving import reserve_prompt
 from workers.sealing import Sealer
 from workers.sequence import Sequence
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Send = Callable[[Reserved | Refused | Finished | WorkFailed], Awaitable[None]]
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 
@@ -61,14 +72,16 @@ class DecodeRunner:
         send: Send,
         emit: Emit,
         jobs: Jobs,
+        followers: Followers | None = None,
     ) -> None:
         self._executor, self._pool, self._transfers = executor, pool, transfers
         self._arrival_timeout_s = arrival_timeout_s
         self._send, self._emit = send, emit
         self._jobs = jobs
+        self._followers = followers
         self._changed = asyncio.Event()
         self._batch = DecodeBatch(executor.kv, max_batch)
-        self._iterations = Iterations(executor, on_turn=self._changed.set)
+        self._iterations = Iterations(executor, self._changed.set, followers)
         self._sealer = Sealer(pool, transfers)
         self.meter = DecodeMeter()
         self._double_check = DoubleCheck(self.meter, max_inline_tokens)
@@ -126,6 +139,8 @@ class DecodeRunner:
         except TooSlowError as refusal:
             self.meter.num_refusals += 1
             await self._send(Refused(ref, str(refusal), refusal.predicted_tbt_s))
+        except SessionLostError:
+            raise  # another rank is gone: this worker leaves, and what it had is placed again
         except (MooncakeError, OutOfPages) as error:
             if self._pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
@@ -166,10 +181,11 @@ class DecodeRunner:
         """
         self._double_check.check(sequence, order.tbt_slo_s, self._sequences.values())
         async with self._reserving:
-            page_size = self._executor.kv.page_size
-            reservation = sequence.reservation = await reserve_prompt(self._pool, order.request, page_size)
-        grant = await self._pool.grant(reservation.reservation_id)
-        cached = self._find_cached(sequence)
+            grant, held = await self._with_others(
+                self._reserve(sequence), lambda: Hold(sequence.number, order.request)
+            )
+        grant = msgspec.structs.replace(grant, others=tuple(rank.grant for rank in held if rank is not None))
+        cached = self._find_cached(sequence, [rank.num_cached for rank in held if rank is not None])
         if self._double_check.inlines(sequence, order.tbt_slo_s, self._those_that_have_begun):
             self.meter.inlined(sequence, [block.tier for block in cached], self._executor.kv.page_size)
             self._batch.enter(sequence)
@@ -184,7 +200,7 @@ class DecodeRunner:
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs
         await self._emit([output_of(sequence)])
-        await self._wait_arrived(reservation)
+        await self._wait_arrived(sequence)
         sequence.arrived_s = self._now_s()
         if sequence.finish_reason is None:
             self._batch.enter(sequence)
@@ -193,19 +209,35 @@ class DecodeRunner:
     def _those_that_have_begun(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences.values() if sequence.has_begun]
 
-    def _find_cached(self, sequence: Sequence) -> list[ReservedBlock]:
-        """The longest prefix that the own pool holds. At least one token is computed."""
+    async def _reserve(self, sequence: Sequence) -> Grant:
+        page_size = self._executor.kv.page_size
+        sequence.reservation = await reserve_prompt(self._pool, sequence.request, page_size)
+        return await self._pool.grant(sequence.reservation.reservation_id)
+
+    async def _with_others(
+        self, own: Coroutine[Any, Any, T], work: Callable[[], Work]
+    ) -> tuple[T, list[Held | None]]:
+        """`own`, and beside it `work` in all other ranks. When this is left, all have ended."""
+        if self._followers is None:
+            return await own, []
+        return await together(own, self._followers.call(work()))
+
+    def _find_cached(self, sequence: Sequence, num_elsewhere: list[int]) -> list[ReservedBlock]:
+        """The longest prefix that the pools of all ranks hold. At least one token is computed."""
         assert sequence.reservation is not None
         found = list(itertools.takewhile(lambda block: block.sealed, sequence.reservation.blocks))
+        found = found[: min(num_elsewhere, default=len(found))]
         num_tokens = len(found) * self._executor.kv.page_size
         sequence.num_cached_tokens = min(num_tokens, len(sequence.tokens) - 1)
         return found
 
-    async def _wait_arrived(self, reservation: Reservation) -> None:
+    async def _wait_arrived(self, sequence: Sequence) -> None:
         """Prefill has ended, so the KVCache is on its way, unless its sender was lost before it connected."""
+        assert sequence.reservation is not None
+        arrives = self._pool.wait_arrived(sequence.reservation.reservation_id)
         try:
             async with asyncio.timeout(self._arrival_timeout_s):
-                await self._pool.wait_arrived(reservation.reservation_id)
+                await self._with_others(arrives, lambda: AwaitArrival(sequence.number))
         except TimeoutError:
             raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
@@ -230,11 +262,21 @@ class DecodeRunner:
     async def _load(self, sequence: Sequence) -> None:
         """Its KVCache comes to its pages of the device, beside the batch."""
         if sequence.reservation is None:
-            await self._transfers.restore(sequence.pages[: len(sequence.saved[0])], sequence.saved)
+            pages = sequence.pages[: len(sequence.saved[0])]
+            restoring = self._transfers.restore(pages, sequence.saved)
+            await self._with_others(restoring, lambda: Restore(sequence.number, pages))
             sequence.saved = []
             return
-        blocks = sequence.reservation.blocks[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
-        pairs = [BlockPair(page, block.page) for page, block in zip(sequence.pages, blocks, strict=False)]
+        pages = self._filled_pages(sequence)
+        await self._with_others(self._load_own(sequence, pages), lambda: Load(sequence.number, pages))
+
+    def _filled_pages(self, sequence: Sequence) -> list[int]:
+        return sequence.pages[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
+
+    async def _load_own(self, sequence: Sequence, pages: list[int]) -> None:
+        assert sequence.reservation is not None
+        blocks = sequence.reservation.blocks[: len(pages)]
+        pairs = [BlockPair(page, block.page) for page, block in zip(pages, blocks, strict=True)]
         damaged = await self._transfers.load(pairs)
         if damaged:
             keyed = zip(self._sealer.keys_of(sequence), blocks, strict=False)
@@ -244,22 +286,38 @@ class DecodeRunner:
     async def _park(self, sequence: Sequence) -> None:
         """It is preempted: its KVCache goes to the pool, or to host memory if that has no room."""
         try:
-            sequence.reservation = await self._sealer.park(sequence)
+            await self._with_others(self._park_own(sequence), lambda: self._keep(sequence, is_parked=True))
             self.meter.num_preemptions[TO_POOL] += 1
         except PoolError:
             if self._pool.closed.is_set():
                 raise
-            pages = sequence.pages[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
-            sequence.saved = await self._transfers.save(pages)
+            await self._release(sequence)  # another rank may have had room
+            pages = self._filled_pages(sequence)
+            saving = self._transfers.save(pages)
+            sequence.saved, _ = await self._with_others(saving, lambda: Save(sequence.number, pages))
             self.meter.num_preemptions[TO_HOST] += 1
         self._batch.free(sequence)
         self._changed.set()
+
+    async def _park_own(self, sequence: Sequence) -> None:
+        sequence.reservation = await self._sealer.park(sequence)
+
+    def _keep(self, sequence: Sequence, *, is_parked: bool) -> Keep:
+        """What the other ranks do when this one parks or seals."""
+        keys, pages = self._sealer.keys_of(sequence), self._filled_pages(sequence)
+        num_private = len(pages) - len(keys) if is_parked else 0
+        tokens = self._sealer.tokens_of(sequence, keys)
+        return Keep(sequence.number, keys, num_private, pages, tokens, is_parked)
 
     async def _seal(self, sequence: Sequence) -> None:
         """The answer can be found from now on, if there is room for it."""
         if sequence.pages:
             try:
-                self.meter.num_sealed_blocks += await self._sealer.seal(sequence)
+                sealing = self._sealer.seal(sequence)
+                num_sealed, _ = await self._with_others(
+                    sealing, lambda: self._keep(sequence, is_parked=False)
+                )
+                self.meter.num_sealed_blocks += num_sealed
             except PoolError as error:
                 self.meter.num_unsealed += 1
                 log.info("the answer of %s is not kept: %s", sequence.ref.request_id, error)
@@ -279,6 +337,8 @@ class DecodeRunner:
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
             await self._pool.release(reservation.reservation_id)
+        if self._followers is not None:
+            await self._followers.call(LetGo(sequence.number))
 
     # -- the batch ----------------------------------------------------------------------------------
 

@@ -71,7 +71,8 @@ class Executor:
         first stage.
 
         Loads run one layer ahead, stores behind. Stores may be under way when it returns (`Part.storing`),
-        loads are not. Raises `CancelledOnDevice` between two layers once all parts are dropped.
+        loads are not. Raises `CancelledOnDevice` between two layers once all parts are dropped; all ranks of
+        a tensor-parallel group stop at the same one.
         """
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)
@@ -79,12 +80,21 @@ class Executor:
         hidden = self.model.embed(batch) if hidden is None else hidden.to(self.kv.device)
         for layer in layers:
             transfers.wait_loaded(loading)
-            if all(part.is_dropped for part in parts):
+            if all(self.dropped(parts)):
                 raise CancelledOnDevice
             loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
             hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
             transfers.launch_store(layer, parts)
         return hidden
+
+    def dropped(self, parts: Sequence[Part]) -> list[bool]:
+        """Which parts of a pass have been dropped by now, by any rank: a decision that all ranks share."""
+        are_dropped = [part.is_dropped for part in parts]
+        if self.model.shard is not None:
+            are_dropped = self.model.shard.any(are_dropped)
+        for part, is_dropped in zip(parts, are_dropped, strict=True):
+            part.is_dropped |= is_dropped
+        return are_dropped
 
     def prepare(self, chunks: Sequence[Chunk]) -> Batch:
         """What the layers of a pass share; on the caller's thread, without the device."""

@@ -14,18 +14,28 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import numpy as np
+
 from mooncake.messages import TokenLogprobs
 from workers.draws import Draws, Row
-from workers.engine.batch import Chunk
+from workers.engine.batch import Batch, Chunk
 from workers.executor import Executor
+from workers.followers import Followers
 from workers.jobs import see_out
+from workers.rank_messages import DecodePass, PassChunk
 from workers.sequence import Sequence
 
 
 class Iteration:
     """The next token of each of `sequences`. `before` is in flight: its tokens are not known yet."""
 
-    def __init__(self, sequences: list[Sequence], before: "Iteration | None", executor: Executor) -> None:
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        before: "Iteration | None",
+        executor: Executor,
+        followers: Followers | None = None,
+    ) -> None:
         self.sequences = sequences
         self.tokens: list[int] = []
         """drawn, when it has ended"""
@@ -33,7 +43,7 @@ class Iteration:
         """then, by row"""
         self.began_s = self.forward_began_s = self.ended_s = 0.0
         self._before = before
-        self._executor = executor
+        self._executor, self._followers = executor, followers
         row_before = {sequence: row for row, sequence in enumerate(before.sequences)} if before else {}
         self._rows = [row for row, sequence in enumerate(sequences) if sequence in row_before]
         self._rows_before = [row_before[sequences[row]] for row in self._rows]
@@ -57,7 +67,9 @@ class Iteration:
         self.forward_began_s = time.perf_counter()
 
     def run(self) -> None:
-        """On the device thread, then."""
+        """On the device thread, then. The other ranks begin it when they hear of it."""
+        if self._followers is not None:
+            self._followers.announce(_announced(self._batch))
         self.tokens, self.logprobs = self._executor.decode(self._batch, self._draws)
         self.ended_s = time.perf_counter()
 
@@ -65,10 +77,12 @@ class Iteration:
 class Iterations:
     """At most one is in flight: it runs, or has ended and not been received. One more may be behind it."""
 
-    def __init__(self, executor: Executor, on_turn: Callable[[], None]) -> None:
+    def __init__(
+        self, executor: Executor, on_turn: Callable[[], None], followers: Followers | None = None
+    ) -> None:
         """`on_turn` is called in the event loop when an iteration has begun, so that the next one can be
         planned, and when one has ended and none is behind it."""
-        self._executor = executor
+        self._executor, self._followers = executor, followers
         self._on_turn = on_turn
         self._lock = threading.Lock()
         self._planned: Iteration | None = None
@@ -97,7 +111,7 @@ class Iterations:
 
     def plan(self, sequences: list[Sequence]) -> None:
         """What comes next; after `receive`, which says what is known."""
-        planned = Iteration(sequences, self._in_flight, self._executor)
+        planned = Iteration(sequences, self._in_flight, self._executor, self._followers)
         _set_in_flight(planned, True)
         with self._lock:
             self._planned = planned
@@ -138,6 +152,15 @@ def _next_chunk(sequence: Sequence) -> Chunk:
     """What has no KVCache yet: the newest token, or one in its place that is in flight."""
     start = sequence.num_planned_tokens - 1 if sequence.is_in_flight else sequence.num_kv_tokens
     return Chunk(sequence.tokens[min(start, len(sequence.tokens) - 1) :], start, sequence.pages)
+
+
+def _announced(batch: Batch) -> DecodePass:
+    tokens = np.split(batch.host.token_ids, batch.host.last_rows[:-1] + 1)
+    chunks = []
+    for token_ids, kv_len, pages in zip(tokens, batch.kv_lens, batch.page_tables, strict=True):
+        num_pages = -(-kv_len // batch.page_size)
+        chunks.append(PassChunk(token_ids.tolist(), kv_len - len(token_ids), pages[:num_pages].tolist()))
+    return DecodePass(chunks)
 
 
 def _row(sequence: Sequence, position: int) -> Row:

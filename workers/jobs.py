@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from mooncake.messages import Ref
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Jobs:
@@ -35,7 +36,38 @@ class Jobs:
             task.cancel()
 
 
-async def see_out(ended: "asyncio.Future[T]", on_cancel: Callable[[], None] | None = None) -> T:
+def is_cancelled() -> bool:
+    """Whether somebody wants the current task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
+    """Both, side by side. When one fails, or the caller is cancelled, the other is cancelled; this is left
+    when both have ended. Raises what failed first."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(own), asyncio.ensure_future(others)]
+
+    def stop() -> None:
+        for task in tasks:
+            task.cancel()
+
+    async def settled() -> None:
+        _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if late:
+            stop()
+            await asyncio.wait(late)
+
+    try:
+        await see_out(asyncio.ensure_future(settled()), on_cancel=stop)
+    finally:
+        errors = [task.exception() for task in tasks if not task.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
+    return tasks[0].result(), tasks[1].result()
+
+
+async def see_out(ended: "asyncio.Future[T]", on_cancel: Callable[[], object] | None = None) -> T:
     """The result of what another thread does.
 
     A cancelled caller calls `on_cancel`, and leaves when it has ended: only then may the memory that it uses

@@ -9,7 +9,7 @@ import torch
 
 from mooncake.blocks import KVLayout
 from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
-from mooncake.config import KVCacheConfig, StageProcess, WorkerProcess
+from mooncake.config import KVCacheConfig, RankProcess, StageProcess, WorkerProcess
 from mooncake.errors import ConfigError, ModelError
 from mooncake.grammar import Grammars
 from mooncake.process import Progress, report
@@ -17,7 +17,9 @@ from mooncake.tokenizer import load_vocabulary
 from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
+from workers.engine.process_group import shard_of
 from workers.engine.spec import ModelSpec, UnsupportedModel
+from workers.engine.tensor_parallel import kv_heads_of
 from workers.engine.weights import WeightsError
 from workers.executor import Executor
 from workers.weights import iter_weights
@@ -35,29 +37,43 @@ def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
     )
 
 
+def heads_of(spec: ModelSpec, rank: RankProcess) -> list[range]:
+    """The KV heads of each rank; the first has as many as any other, so its pages are the largest."""
+    if rank.size > spec.num_kv_heads:
+        raise ConfigError(
+            f"worker.tensor_parallel: {rank.size} ranks for a model of {spec.num_kv_heads} KV heads;"
+            " each needs one or more"
+        )
+    return [kv_heads_of(spec, number, rank.size) for number in range(rank.size)]
+
+
 def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess) -> Executor:
-    """Load the layers of this stage and allocate the device's KVCache. `layout` is the whole model's.
+    """Load the layers of this stage, this rank's part of them, and allocate the device's KVCache. `layout` is
+    the whole model's.
 
     Blocks for seconds to minutes, reports progress.
     """
-    config = process.config
-    device = pick_device(config.worker.device)
+    config, rank = process.config, process.rank
+    device = pick_device(config.worker.device, rank)
     torch.set_num_threads(pick_num_threads(config.worker.num_threads, process.num_local_workers))
     dtype = TORCH_DTYPES[layout.dtype]
     try:
         spec = ModelSpec.from_hf_config(checkpoint.config)
         _check_layout(spec, layout)
         layers = layers_of_stage(spec.num_layers, process.stage)
-        num_pages = _num_device_pages(config.kvcache, layout.of_layers(layers))
-        model = DecoderModel(spec, layers, dtype, device)
+        num_pages = _num_device_pages(
+            config.kvcache, layout.of_layers(layers).of_heads(heads_of(spec, rank)[0])
+        )
+        shard = shard_of(rank.number, rank.size, device) if rank.size > 1 else None
+        model = DecoderModel(spec, layers, dtype, device, shard=shard)
         if checkpoint.kind is CheckpointKind.DUMMY:
             model.init_dummy_weights(DUMMY_SEED)
         else:
             model.load_weights(iter_weights(checkpoint, layers, _report_weights))
     except (UnsupportedModel, WeightsError) as error:
         raise ModelError(f"{checkpoint.name}: {error}") from None
-    kv = DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device)
-    if device.type == "cuda":
+    kv = DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device, kv_heads=model.kv_heads)
+    if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
         warm_up(model, kv)
     return Executor(model, kv, Grammars(lambda: load_vocabulary(checkpoint)))
 
@@ -81,13 +97,19 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout) -> int:
     return num_pages
 
 
-def pick_device(name: str) -> torch.device:
-    """The configured device, or for `auto` the first GPU if there is one."""
+def pick_device(name: str, rank: RankProcess) -> torch.device:
+    """The configured device, or for `auto` the first GPU if there is one; of rank r, the r-th behind it."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"worker.device: {name} was asked for, but torch sees no CUDA device")
+    if device.type != "cuda":
+        return device
+    if rank.size > 1:
+        device = torch.device("cuda", (device.index or 0) + rank.number)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker.device: {device} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices"
+        )
     return device
 
 

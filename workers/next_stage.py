@@ -1,10 +1,11 @@
-"""The stage behind this one, as this one sees it.
+"""The stage behind this one, as this one sees it; or another rank, as the first one does.
 
 Owns: the link to it (this side listens), room for passes that it has not begun. Does not know: prompts.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
@@ -16,9 +17,9 @@ from mooncake.keys import ClusterKey
 from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, report
 from workers.errors import SessionLostError
+from workers.rank_messages import Answer, Done, Failed, FromFollower
 from workers.stage_messages import (
     AboutJob,
-    FromBehind,
     HiddenStates,
     Pass,
     PassShare,
@@ -64,11 +65,16 @@ class NextStage:
         num_stages: int,
         fingerprint: str,
         timeout_s: float,
+        kind: str = "stage",
     ) -> None:
-        """`stage` is the number of the one behind. Without a word for `timeout_s` it counts as gone."""
-        self._router: Router[FromBehind] = Router(endpoint, FromBehind, key)
+        """`stage` is the number of the one behind. Without a word for `timeout_s` it counts as gone.
+
+        `kind`: what is numbered, for people.
+        """
+        self._router: Router[FromFollower] = Router(endpoint, FromFollower, key)
         self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
-        self._pulse = Pulse(f"stage {stage}", timeout_s)
+        self._kind, self._name = kind, f"{kind} {stage}"
+        self._pulse = Pulse(self._name, timeout_s)
         self._peer: bytes | None = None
         self._num_ahead = 0
         self._taken = asyncio.Event()
@@ -92,7 +98,7 @@ class NextStage:
 
     async def join(self) -> None:
         """Returns when it is there and fits. Whoever does not is told so and keeps this instance waiting."""
-        report(Progress(f"waiting for stage {self.stage} at {self.endpoint}", 0, 0))
+        report(Progress(f"waiting for {self._name} at {self.endpoint}", 0, 0))
         while self._peer is None:
             sender, message = await self._router.recv()
             if not isinstance(message, StageHello):
@@ -104,15 +110,20 @@ class NextStage:
             self._peer = sender
             self.capacity, self.engine, self.shards = message.capacity, message.engine, message.shards
 
-    async def run(self, hear: Callable[[AboutJob], Awaitable[None]]) -> None:
-        """The loop: receive, act. Raises `SessionLostError` when it is gone or has begun anew."""
+    async def run(
+        self, hear: Callable[[AboutJob], Awaitable[None]], on_answer: Callable[[Answer], None] | None = None
+    ) -> None:
+        """The loop: receive, act. `on_answer`: of a rank.
+
+        Raises `SessionLostError` when it is gone or has begun anew.
+        """
         while True:
             sender, message = await self._router.recv()
             if sender != self._peer:
                 if not isinstance(message, StageHello):
                     await self._answer(sender, StageAlive(known=False))
                 elif not await self._refuses(sender, message):
-                    raise SessionLostError(f"stage {self.stage} has begun anew")
+                    raise SessionLostError(f"{self._name} has begun anew")
                 continue
             self._pulse.heard()
             match message:
@@ -123,6 +134,10 @@ class NextStage:
                 case PassTaken():
                     self._num_ahead -= 1
                     self._taken.set()
+                case Done() | Failed():
+                    if on_answer is None:
+                        raise SessionLostError(f"{self._name} answers what nobody has asked")
+                    on_answer(message)
                 case _:
                     await hear(message)
 
@@ -136,7 +151,7 @@ class NextStage:
         try:
             await self._router.send(self._peer, message)
         except PeerGoneError as error:
-            raise SessionLostError(f"stage {self.stage} is gone: {error}") from None
+            raise SessionLostError(f"{self._name} is gone: {error}") from None
 
     async def compute(self, shares: Sequence[PassShare], hidden: torch.Tensor) -> None:
         """Hand a pass on, `hidden` [T, hidden_size] on the CPU. Returns when there is room for another."""
@@ -161,12 +176,14 @@ class NextStage:
     def _check(self, hello: StageHello) -> None:
         for what, ours, theirs in (
             ("protocol version", PROTOCOL_VERSION, hello.protocol_version),
-            ("number of stages", self._num_stages, hello.num_stages),
-            ("stage", self.stage, hello.stage),
+            (f"number of {self._kind}s", self._num_stages, hello.num_stages),
+            (self._kind, self.stage, hello.stage),
             ("model fingerprint", self._fingerprint, hello.fingerprint),
         ):
             if ours != theirs:
-                raise MismatchError(what, ours, theirs, "start all stages with the same configuration")
+                raise MismatchError(
+                    what, ours, theirs, f"start all {self._kind}s with the same configuration"
+                )
 
     async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:
         """To whom may have gone."""
@@ -176,8 +193,19 @@ class NextStage:
             return
 
 
-def least_capacity(capacity: Capacity, behind: NextStage | None) -> Capacity:
-    """What all stages from one on can hold: a prompt has as many pages in each."""
+class Behind(Protocol):
+    """The next stage, with those behind it, or the other ranks."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def shards(self) -> tuple[PoolShard, ...]: ...
+
+
+def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
+    """What all stages from one on can hold, or all ranks: a prompt has as many pages in each."""
     if behind is None:
         return capacity
     return Capacity(
@@ -186,11 +214,11 @@ def least_capacity(capacity: Capacity, behind: NextStage | None) -> Capacity:
     )
 
 
-def shards_of(shard: PoolShard, behind: NextStage | None) -> tuple[PoolShard, ...]:
+def shards_of(shard: PoolShard, behind: Behind | None) -> tuple[PoolShard, ...]:
     """The parts of the pool of all stages from one on."""
     return (shard,) if behind is None else (shard, *behind.shards)
 
 
-def engines_of(engine: str, behind: NextStage | None) -> str:
+def engines_of(engine: str, behind: Behind | None) -> str:
     """What computes in all stages from one on."""
     return engine if behind is None else f"{engine} + {behind.engine}"

@@ -42,6 +42,8 @@ class PrefillJob:
         """set when it has been computed in all stages, and stored by those behind this one"""
         self.sent_behind = asyncio.Event()
         """set when the decode side has what the stages behind this one had to send"""
+        self.left_behind = asyncio.Event()
+        """set when no other rank uses its device pages any more"""
         self.is_dropped = False
         """it is on its way out"""
         self.num_cached_tokens = 0
@@ -86,9 +88,10 @@ class PrefillJob:
 
     # -- memory -------------------------------------------------------------------------------------
 
-    def begin(self, reservation: Reservation, device_pages: list[int]) -> None:
+    def begin(self, device_pages: list[int]) -> None:
         """Its pages are there: one of each kind for each block."""
-        self.reservation, self.device_pages = reservation, device_pages
+        reservation, self.device_pages = self.reservation, device_pages
+        assert reservation is not None
         first, end = self._layers.start, self._layers.stop
         self._blocks = [
             PromptBlock(device_page, block.page, end if block.sealed else first)

@@ -1,4 +1,4 @@
-"""The stage before this one, as this one sees it.
+"""The stage before this one, as this one sees it; or the first rank, as another one does.
 
 Owns: the link to it (this side connects), the passes that it sends. Does not know: prompts.
 """
@@ -13,10 +13,10 @@ from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
 from mooncake.messages import PoolStats
 from workers.errors import SessionLostError
+from workers.rank_messages import FromLeader, ToFollower
 from workers.stage_messages import (
     Begin,
     End,
-    FromBefore,
     HiddenStates,
     Pass,
     PassShare,
@@ -64,11 +64,16 @@ class PreviousStage:
         hello: StageHello,
         pools: Callable[[], Awaitable[dict[str, PoolStats]]],
         timeout_s: float,
+        name: str = "the stage before",
     ) -> None:
-        """Without a word for `timeout_s` it counts as gone. It is told of `pools` with every beat."""
-        self._dealer: Dealer[FromBefore] = Dealer(endpoint, identity, FromBefore, key)
+        """Without a word for `timeout_s` it counts as gone. It is told of `pools` with every beat.
+
+        `name`: who it is, for people.
+        """
+        self._dealer: Dealer[FromLeader] = Dealer(endpoint, identity, FromLeader, key)
         self._hello, self._pools = hello, pools
-        self._pulse = Pulse("the stage before", timeout_s)
+        self._name = name
+        self._pulse = Pulse(name, timeout_s)
         self._has_joined = False
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
         """whole ones that have not begun; as many as `NextStage` lets come"""
@@ -98,17 +103,21 @@ class PreviousStage:
                     self._has_joined = True
                     self._pulse.heard()
                 case StageRefused(message=reason):
-                    raise ConfigError(f"the stage before refused this one: {reason}")
+                    raise ConfigError(f"{self._name} refused this one: {reason}")
 
-    async def run(self, obey: Callable[[Begin | Recount | End], None]) -> None:
-        """The loop: receive, act. Raises `SessionLostError` when it has begun anew."""
+    async def run(
+        self,
+        obey: Callable[[Begin | Recount | End], None],
+        follow: Callable[[ToFollower], None] | None = None,
+    ) -> None:
+        """The loop: receive, act. A rank follows. Raises `SessionLostError` when it has begun anew."""
         while True:
             message = await self._dealer.recv()
             self._pulse.heard()
             match message:
                 case StageAlive(known=known):
                     if not known:
-                        raise SessionLostError("the stage before has begun anew")
+                        raise SessionLostError(f"{self._name} has begun anew")
                 case Pass(data=data):
                     self._coming = IncomingPass(message)
                     self._take(data)
@@ -116,6 +125,12 @@ class PreviousStage:
                     self._take(data)
                 case Begin() | Recount() | End():
                     obey(message)
+                case StageWelcome() | StageRefused():
+                    pass  # said again, in answer to a hello that was late
+                case _:
+                    if follow is None:
+                        raise SessionLostError(f"{self._name} sent {type(message).__name__} to no rank")
+                    follow(message)
 
     async def taken(self) -> None:
         """The oldest of `passes` is being computed."""

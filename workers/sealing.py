@@ -31,7 +31,7 @@ class Sealer:
         keys = self.keys_of(sequence)
         if not keys:
             return 0
-        reservation = await self._store(sequence, keys, num_private=0)
+        reservation = await self.store(keys, 0, sequence.pages, self.tokens_of(sequence, keys))
         await self._pool.release(reservation.reservation_id)
         return sum(not block.sealed for block in reservation.blocks)
 
@@ -39,7 +39,8 @@ class Sealer:
         """All of its KVCache; it stays until the reservation is released. PoolFullError without room."""
         keys = self.keys_of(sequence)
         num_blocks = -(-sequence.num_kv_tokens // self._block_size)
-        return await self._store(sequence, keys, num_blocks - len(keys))
+        num_private = num_blocks - len(keys)
+        return await self.store(keys, num_private, sequence.pages, self.tokens_of(sequence, keys))
 
     def keys_of(self, sequence: Sequence) -> list[BlockKey]:
         """Of its full blocks."""
@@ -48,15 +49,21 @@ class Sealer:
         known = request.block_keys[:num_blocks]
         return extended_keys(known, sequence.tokens[: num_blocks * size], size, request.root_key)
 
-    async def _store(self, sequence: Sequence, keys: list[BlockKey], num_private: int) -> Reservation:
+    def tokens_of(self, sequence: Sequence, keys: list[BlockKey]) -> list[int] | None:
+        """What the keys stand for, if those who follow the pool may know."""
+        return None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._block_size]
+
+    async def store(
+        self, keys: list[BlockKey], num_private: int, device_pages: list[int], tokens: list[int] | None
+    ) -> Reservation:
+        """These pages of the device, in the pool. PoolFullError without room."""
         reservation = await self._reserve(keys, num_private)
         try:
-            if self._pool.wants_token_ids and not sequence.request.is_salted:
-                tokens = sequence.tokens[: len(keys) * self._block_size]
+            if self._pool.wants_token_ids and tokens is not None:
                 await self._pool.describe_tokens(reservation.reservation_id, tokens)
             missing = [
                 BlockPair(device_page, block.page)
-                for device_page, block in zip(sequence.pages, reservation.blocks, strict=False)
+                for device_page, block in zip(device_pages, reservation.blocks, strict=False)
                 if not block.sealed
             ]
             checksums = await self._transfers.store(missing)

@@ -1,8 +1,8 @@
 """A worker process: `python -m workers.service`, started by the supervisor.
 
 It loads the model once, then lives in *sessions*. A session is the time with one messenger, with one
-Conductor or the stage before, and with the stage behind if there is one: when any of them is lost, all work
-of the session ends and the next one registers anew.
+Conductor or the stage before, and with the stage behind or the other ranks if there are any: when one of them
+is lost, all work of the session ends and the next one registers anew.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.loading import load_executor
 from workers.metrics_listener import InstanceStatus, listening
+from workers.rank_session import RankSession
 from workers.session import Session
 from workers.stage_session import StageSession
 
@@ -37,7 +38,8 @@ async def serve(process: WorkerProcess) -> None:
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status = InstanceStatus()
     with contextlib.ExitStack() as stack:
-        if config.worker.metrics_listen is not None and process.stage.number == 0:
+        leads = process.stage.number == 0 and process.rank.number == 0
+        if config.worker.metrics_listen is not None and leads:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
         await _serve_sessions(process, executor, layout, fingerprint, status)
@@ -49,10 +51,12 @@ async def _serve_sessions(
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
         session: Session | StageSession
-        if process.stage.number == 0:
-            session = Session(process, incarnation, executor, layout, fingerprint, status)
-        else:
+        if process.rank.number:
+            session = RankSession(process, incarnation, executor, layout, fingerprint)
+        elif process.stage.number:
             session = StageSession(process, incarnation, executor, layout, fingerprint)
+        else:
+            session = Session(process, incarnation, executor, layout, fingerprint, status)
         try:
             await session.run()
         except (SessionLostError, PoolError) as error:

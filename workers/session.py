@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator
 
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
@@ -41,15 +42,19 @@ from workers.block_transfers import BlockTransfers
 from workers.chunks import ChunkPlan, Costs
 from workers.copies import copies_for
 from workers.decode import DecodeRunner
+from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
 from workers.executor import Executor
+from workers.followers import Followers, followers_of
 from workers.jobs import Jobs
 from workers.latest_stats import LatestStats
 from workers.loading import pick_prefill_chunk
+from workers.meeting import meeting
 from workers.metrics_listener import InstanceStatus
-from workers.next_stage import engines_of, least_capacity, next_stage_of, shards_of
+from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
+from workers.rank_messages import Meet
 from workers.stage import stage_of
 
 HEARTBEATS_PER_TIMEOUT = 5
@@ -61,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """Runs until messenger, Conductor or the stage behind are lost. `layout` is the whole model's."""
+    """Runs until messenger, Conductor, a stage or a rank are lost. `layout` is the whole model's."""
 
     def __init__(
         self,
@@ -87,10 +92,12 @@ class Session:
         """Serve; raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
-            instance=self._process.stage.part_of(self._process.instance),
+            instance=self._process.part,
             incarnation=self._incarnation,
             fingerprint=self._fingerprint,
-            layout=self._layout.of_layers(self._executor.model.layers),
+            layout=self._layout.of_layers(self._executor.model.layers).of_heads(
+                self._executor.model.kv_heads
+            ),
         )
         try:
             await self._run_with(pool)
@@ -101,15 +108,22 @@ class Session:
     async def _run_with(self, pool: WorkerClient) -> None:
         self._stats = await LatestStats.of(pool)
         self._next = next_stage_of(self._process, self._fingerprint)
+        self._followers = followers_of(self._process, self._fingerprint)
         self._conductor: Dealer[ToWorker] = Dealer(
             self._process.config.conductor.endpoint, self._identity, ToWorker, self._process.cluster_key
         )
+        leaving = asyncio.create_task(self._leave_when_a_rank_is_lost())
         try:
-            async with asyncio.TaskGroup() as group:
+            async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
                 group.create_task(self._watch(pool))
                 if self._next is not None:
                     await self._next.join()
+                if self._followers is not None:
+                    await self._followers.join()
                 self._start_runners(group, pool)
+                if self._followers is not None:
+                    self._followers.start(group, self._prefill.hear)
+                    await stack.enter_async_context(self._meet(self._followers))
                 group.create_task(self._beat(pool))
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
@@ -118,25 +132,42 @@ class Session:
                     group.create_task(self._next.beat())
                 report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
                 await self._obey()
-        except* (SessionLostError, PoolError) as errors:
+        except* (SessionLostError, PoolError, RankLost) as errors:
             raise SessionLostError(str(errors.exceptions[0])) from None
         except* ConfigError as errors:
             raise errors.exceptions[0] from None
         finally:
+            leaving.cancel()
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(Leave())
             self._conductor.close(linger_s=LEAVE_S)
             for front in self._fronts.values():
                 front.close(linger_s=LEAVE_S)
-            if self._next is not None:
-                self._next.close()
+            for link in (self._next, self._followers):
+                if link is not None:
+                    link.close()
+
+    @contextlib.asynccontextmanager
+    async def _meet(self, followers: Followers) -> AsyncIterator[None]:
+        """All ranks are in one process group."""
+        path = f"{self._process.rank.meeting}-{self._incarnation}"
+        await followers.send(Meet(path))
+        async with meeting(path, self._process, self._executor.kv.device):
+            yield
+
+    async def _leave_when_a_rank_is_lost(self) -> None:
+        """At once: the end of this session may have to wait for a pass in which that rank is missed."""
+        if self._followers is not None:
+            await self._followers.lost.wait()
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(Leave())
 
     def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
         config = self._process.config
         prefill_chunk = pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device)
         self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
         self._prefill = PrefillRunner(
-            stage_of(self._executor, pool, config.worker, self._next),
+            stage_of(self._executor, pool, config.worker, self._next, self._followers),
             self._prefill_queue(prefill_chunk),
             self._tell,
             self._prefill_jobs,
@@ -151,6 +182,7 @@ class Session:
             self._tell,
             self._emit,
             self._decode_jobs,
+            self._followers,
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
@@ -185,8 +217,7 @@ class Session:
                 case Registered():
                     if not self.is_registered:
                         self.is_registered = self._status.is_registered = True
-                        engine = engines_of(self._executor.engine, self._next)
-                        report(Ready(f"{self._process.role.value} on {engine}"))
+                        report(Ready(f"{self._process.role.value} on {self._engines}"))
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
@@ -215,19 +246,26 @@ class Session:
             self._process.role,
             self._fingerprint,
             self._layout,
-            shards_of(PoolShard(pool.address, pool.segment.layout), self._next),
-            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._next),
-            engines_of(self._executor.engine, self._next),
+            shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
+            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._behind),
+            self._engines,
         )
 
+    @property
+    def _behind(self) -> NextStage | Followers | None:
+        return self._next or self._followers
+
+    @property
+    def _engines(self) -> str:
+        return engines_of(self._executor.engine, self._behind)
+
     async def _heartbeat(self) -> Heartbeat:
-        part = self._process.stage.part_of(self._process.instance)
-        pools = {part: await self._stats.get(self._heartbeat_s)}
+        pools = {self._process.part: await self._stats.get(self._heartbeat_s)}
         heartbeat = Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
-            pools=pools | (self._next.pools if self._next else {}),
+            pools=pools | (self._behind.pools if self._behind else {}),
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
             decode=self._decode.meter.stats,
         )

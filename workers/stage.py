@@ -1,7 +1,8 @@
 """One stage of a prefill instance: what it does for a prompt, whichever its layers (Mooncake, sections 3, 5).
 
 An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
-the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`).
+the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`). In a tensor-parallel
+group each rank does so with its own KV heads, and computes each pass with the others (`followers`).
 
 Owns: the prompts that are in it, their pages. Does not know: which prompt goes first, who leads.
 """
@@ -20,12 +21,24 @@ from workers.copies import copies_for
 from workers.draws import Draws, FirstToken, Row, rules_of
 from workers.errors import SessionLostError
 from workers.executor import CancelledOnDevice, Executor
+from workers.followers import Followers
 from workers.layerwise import LayerTransfers, Part
 from workers.next_stage import NextStage
 from workers.prefill_job import PrefillJob
 from workers.prefix_fetch import PrefixFetch
+from workers.rank_messages import PassChunk, PrefillPass
 from workers.reserving import reserve_prompt
-from workers.stage_messages import AboutJob, Begin, End, PassShare, Recount, Sent, Stored, Usable
+from workers.stage_messages import (
+    AboutJob,
+    Begin,
+    End,
+    PassShare,
+    PromptLeft,
+    Recount,
+    Sent,
+    Stored,
+    Usable,
+)
 
 
 class Outcome(NamedTuple):
@@ -50,11 +63,16 @@ class Computed(NamedTuple):
 
 
 def stage_of(
-    executor: Executor, pool: WorkerClient, config: WorkerConfig, next_stage: NextStage | None
+    executor: Executor,
+    pool: WorkerClient,
+    config: WorkerConfig,
+    next_stage: NextStage | None = None,
+    followers: Followers | None = None,
 ) -> "Stage":
     """A stage as it is configured."""
     copies = copies_for(executor.kv, pool.segment)
-    return Stage(executor, pool, LayerTransfers(copies, overlap=config.layerwise_overlap), next_stage)
+    transfers = LayerTransfers(copies, overlap=config.layerwise_overlap)
+    return Stage(executor, pool, transfers, next_stage, followers)
 
 
 class Stage:
@@ -66,10 +84,15 @@ class Stage:
         pool: WorkerClient,
         transfers: LayerTransfers,
         next_stage: NextStage | None = None,
+        followers: Followers | None = None,
     ) -> None:
+        """`followers`: of a first rank; it has no next stage then."""
         self.pool = pool
         self.jobs: dict[int, PrefillJob] = {}
         self._executor, self._transfers, self._next = executor, transfers, next_stage
+        self._followers = followers
+        self._behind = next_stage or followers
+        """who is told of each prompt, and has its part of it"""
         self._pages_freed = asyncio.Event()
 
     @property
@@ -102,6 +125,8 @@ class Stage:
         finally:
             job.usable_behind.cancel()  # who counts anew for this prompt need not go on
             await job.untouched()
+            if self._followers is not None and job.device_pages:
+                await self._left_by(self._followers, job)
             self._free_device_pages(job)
             del self.jobs[job.job_id]
             if job.reservation is not None:
@@ -115,14 +140,16 @@ class Stage:
         Prompts are admitted one after the other, in all stages in the same order: so none waits for another
         that waits for it.
         """
-        if self._next is not None:
-            await self._next.send(Begin(job.job_id, job.order))
         order = job.order
         if self._next is None:  # the first token is drawn here
             job.grammar = await self._executor.follow(order.request.sampling.grammar)
+        if self._followers is not None:  # their pages are those that this rank has
+            job.device_pages = await self._allocate(-(-len(order.request.token_ids) // self.page_size))
+        if self._behind is not None:
+            await self._behind.send(Begin(job.job_id, order, job.device_pages or None))
         reservation = job.reservation = await reserve_prompt(self.pool, order.request, self.page_size)
         await self.pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
-        job.begin(reservation, await self._allocate(len(reservation.blocks)))
+        job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
 
     async def fetch(self, job: PrefillJob) -> None:
         """Begin to fetch what the order's `prefix_source` is believed to have and the own pool lacks."""
@@ -137,7 +164,7 @@ class Stage:
     async def num_usable_blocks(self, job: PrefillJob) -> int:
         """How many blocks need not be computed in this round, neither here nor behind."""
         num_blocks = job.num_usable_blocks()
-        return num_blocks if self._next is None else min(num_blocks, await job.usable_behind)
+        return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
 
     async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
         """Begin to compute behind so many blocks, unless they have turned out not to be usable here."""
@@ -151,8 +178,8 @@ class Stage:
     async def recount(self, job: PrefillJob, round_: int) -> None:
         """Begin another round: reuse has failed, here or elsewhere."""
         job.begin_round(round_)
-        if self._next is not None:
-            await self._next.send(Recount(job.job_id, round_))
+        if self._behind is not None:
+            await self._behind.send(Recount(job.job_id, round_))
         await job.left_pass()
         await self._drop_damaged(job)
         if job.fetch is not None:
@@ -171,7 +198,7 @@ class Stage:
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
-        if self._next is not None:
+        if self._behind is not None:
             await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
@@ -187,6 +214,9 @@ class Stage:
             case Sent():
                 if job is not None:
                     job.sent_behind.set()
+            case PromptLeft():
+                if job is not None:
+                    job.left_behind.set()
 
     # -- memory -------------------------------------------------------------------------------------
 
@@ -211,6 +241,15 @@ class Stage:
         self._executor.kv.free(pages)
         self._pages_freed.set()
 
+    async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
+        """Returns when they do not use its device pages any more, however often it is cancelled."""
+        ends = [asyncio.ensure_future(event.wait()) for event in (job.left_behind, followers.lost)]
+        while not any(end.done() for end in ends):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+
     # -- passes -------------------------------------------------------------------------------------
 
     async def compute(
@@ -222,8 +261,10 @@ class Stage:
         """
         jobs = [job for job, _ in shares]
         told = [job.share(num_tokens) for job, num_tokens in shares]
+        are_last = [job.progress.num_left == num_tokens for job, num_tokens in shares]
         parts = [job.join_pass(num_tokens, self.page_size) for job, num_tokens in shares]
         done = Computed([Outcome(is_computed=False)] * len(jobs), [], None)
+        announced = self._announced(told, parts, are_last)
 
         def drop_all() -> None:
             for job in jobs:
@@ -231,14 +272,15 @@ class Stage:
 
         try:
             done = await self._executor.run(
-                lambda: self._pass_on_device(jobs, parts, told, hidden), on_cancel=drop_all
+                lambda: self._pass_on_device(jobs, parts, told, are_last, hidden, announced),
+                on_cancel=drop_all,
             )
         except CancelledOnDevice:
             pass
         finally:
             for job, outcome in zip(jobs, done.outcomes, strict=True):
                 job.leave_pass(is_computed=outcome.is_computed)
-                if outcome.first_token is not None:
+                if outcome.first_token is not None and self._behind is None:
                     job.stored_behind.set()
         return done
 
@@ -257,12 +299,17 @@ class Stage:
         jobs: Sequence[PrefillJob],
         parts: Sequence[Part],
         told: Sequence[PassShare],
+        are_last: Sequence[bool],
         hidden: torch.Tensor | None,
+        announced: PrefillPass | None,
     ) -> Computed:
+        if self._followers is not None:
+            assert announced is not None
+            self._followers.announce(announced)
         hidden = self._executor.prefill(parts, self._transfers, hidden)
-        are_computed = [not part.is_dropped for part in parts]
+        are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         if self._next is None:
-            tokens = self._first_tokens(jobs, parts, are_computed, hidden)
+            tokens = self._first_tokens(jobs, self._ends(parts, are_computed, are_last), hidden)
             return Computed([Outcome(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
         rows = torch.split(hidden, [share.num_tokens for share in told])
         wanted = [of_share for of_share, is_computed in zip(rows, are_computed, strict=True) if is_computed]
@@ -270,20 +317,22 @@ class Stage:
         outcomes = [Outcome(is_computed) for is_computed in are_computed]
         return Computed(outcomes, shares, torch.cat(wanted).cpu() if wanted else None)
 
+    def _ends(
+        self, parts: Sequence[Part], are_computed: Sequence[bool], are_last: Sequence[bool]
+    ) -> dict[int, int]:
+        """The rows of hidden states from which first tokens are drawn, by part."""
+        ends, row = {}, -1
+        for index, part in enumerate(parts):
+            row += len(part.chunk.token_ids)
+            if are_computed[index] and are_last[index]:
+                ends[index] = row
+        return ends
+
     def _first_tokens(
-        self,
-        jobs: Sequence[PrefillJob],
-        parts: Sequence[Part],
-        are_computed: Sequence[bool],
-        hidden: torch.Tensor,
+        self, jobs: Sequence[PrefillJob], ends: dict[int, int], hidden: torch.Tensor
     ) -> list[FirstToken | None]:
         """Of each prompt that ends with this pass."""
         tokens: list[FirstToken | None] = [None] * len(jobs)
-        ends, row = {}, -1
-        for index, (job, part) in enumerate(zip(jobs, parts, strict=True)):
-            row += len(part.chunk.token_ids)
-            if are_computed[index] and job.progress.num_left == len(part.chunk.token_ids):
-                ends[index] = row
         if ends:
             requests = [jobs[index].order.request for index in ends]
             logits = self._executor.model.logits(hidden[list(ends.values())])
@@ -297,7 +346,22 @@ class Stage:
                 tokens[index] = FirstToken(token, drawn.logprobs.get(of_drawn))
         return tokens
 
+    # -- passes of a group --------------------------------------------------------------------------
+
+    def _announced(
+        self, told: Sequence[PassShare], parts: Sequence[Part], are_last: Sequence[bool]
+    ) -> PrefillPass | None:
+        """A pass as the followers are told of it, if there are any."""
+        if self._followers is None:
+            return None
+        chunks = []
+        for part in parts:
+            token_ids, start, pages = part.chunk.token_ids, part.chunk.start, part.chunk.pages
+            num_pages = -(-(start + len(token_ids)) // self.page_size)
+            chunks.append(PassChunk(list(token_ids), start, list(pages[:num_pages])))
+        return PrefillPass(list(told), chunks, list(are_last))
+
     async def _tell_behind(self, message: End) -> None:
-        if self._next is not None:
+        if self._behind is not None:
             with contextlib.suppress(SessionLostError):  # then all of it has ended there
-                await self._next.send(message)
+                await self._behind.send(message)

@@ -91,6 +91,12 @@ class Sent(msgspec.Struct, tag=True, frozen=True):
     job_id: int
 
 
+class PromptLeft(msgspec.Struct, tag=True, frozen=True):
+    """Of a rank: nothing here reads or writes the prompt's pages any more. The last word about it."""
+
+    job_id: int
+
+
 class StageFailed(msgspec.Struct, tag=True, frozen=True):
     """This prompt cannot go on in this stage or one behind it."""
 
@@ -115,10 +121,14 @@ class StageAlive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """Get memory for a prompt. Stages serve these in order."""
+    """Get memory for a prompt. Stages serve these in order.
+
+    `device_pages`: to a rank, which has those of the first one.
+    """
 
     job_id: int
     order: Prefill
+    device_pages: list[int] | None = None
 
 
 class Recount(msgspec.Struct, tag=True, frozen=True):
@@ -162,7 +172,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
     job_id: int
 
 
-FromBehind = StageHello | StageBeat | Usable | Unusable | PassTaken | FirstDrawn | Stored | Sent | StageFailed
-FromBefore = StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End
-AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed
+AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed | PromptLeft
 """what goes up the chain to whoever works on the prompt"""
+FromBehind = StageHello | StageBeat | PassTaken | AboutJob
+FromBefore = StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End

@@ -88,6 +88,7 @@ class StageRunner:
         stage, order = self._stage, begin.order
         progress = Progress(len(order.request.token_ids))
         job = PrefillJob(begin.job_id, order, progress, stage.pool, stage.layers)
+        job.device_pages = begin.device_pages or []
         async with stage.serving(job):
             async with self._admitting:
                 await stage.admit(job)
@@ -116,15 +117,17 @@ class StageRunner:
         """One pass, without the shares of prompts that have gone or have begun another round."""
         rows = self._stage.hidden_of(incoming.hidden)
         of_shares = torch.split(rows, [share.num_tokens for share in incoming.shares])
-        in_pass, shares, hidden = [], [], []
+        begun = []
         for share, of_share in zip(incoming.shares, of_shares, strict=True):
             job = self._stage.jobs.get(share.job_id)
             if job is not None and job.round == share.round and await self._begins(job, share):
-                in_pass.append((job, share.num_tokens))
-                shares.append(share)
-                hidden.append(of_share)
-        if not in_pass:
+                begun.append((job, share, of_share))
+        # One may have gone while another was waited for.
+        begun = [(job, share, of_share) for job, share, of_share in begun if self._wants(job, share)]
+        if not begun:
             return
+        in_pass = [(job, share.num_tokens) for job, share, _ in begun]
+        shares, hidden = [share for _, share, _ in begun], [of_share for _, _, of_share in begun]
         computed = await self._stage.compute(in_pass, torch.cat(hidden))
         for (job, _), share, outcome in zip(in_pass, shares, computed.outcomes, strict=True):
             if job.round != share.round:
@@ -137,7 +140,7 @@ class StageRunner:
 
     async def _begins(self, job: PrefillJob, share: PassShare) -> bool:
         """Whether this share can be computed here."""
-        if job.is_dropped or job.outcome.done():
+        if not self._wants(job, share):
             return False  # nor could those behind it in this round
         try:
             if not job.is_settled and not await self._stage.reuse(job, share.num_cached_blocks):
@@ -151,6 +154,9 @@ class StageRunner:
                 f"the stage before computes a prompt from token {share.start} on, not {job.progress.num_done}"
             )
         return True
+
+    def _wants(self, job: PrefillJob, share: PassShare) -> bool:
+        return not (job.is_dropped or job.outcome.done() or job.round != share.round)
 
     async def _say_unusable(self, job: PrefillJob) -> None:
         job.end_round(None)

@@ -13,6 +13,7 @@ from mooncake.config import WorkerProcess
 from mooncake.errors import ConfigError, PoolError
 from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, Ready, report
+from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.latest_stats import LatestStats
@@ -22,9 +23,9 @@ from workers.stage import stage_of
 from workers.stage_messages import StageHello
 from workers.stage_runner import StageRunner
 
-_STATS_PATIENCE_S = 0.5
+STATS_PATIENCE_S = 0.5
 """of a beat, for the counters of the pool"""
-_LINGER_S = 0.5
+LINGER_S = 0.5
 """how long the last messages may take to leave"""
 
 
@@ -40,7 +41,7 @@ class StageSession:
         fingerprint: str,
     ) -> None:
         self._process, self._stage = process, process.stage
-        self._part = process.stage.part_of(process.instance)
+        self._part = process.part
         self._incarnation = incarnation
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
@@ -53,7 +54,9 @@ class StageSession:
             instance=self._part,
             incarnation=self._incarnation,
             fingerprint=self._fingerprint,
-            layout=self._layout.of_layers(self._executor.model.layers),
+            layout=self._layout.of_layers(self._executor.model.layers).of_heads(
+                self._executor.model.kv_heads
+            ),
         )
         behind = next_stage_of(self._process, self._fingerprint)
         try:
@@ -62,7 +65,7 @@ class StageSession:
                 if behind is not None:
                     await behind.join()
                 await self._serve(group, pool, behind)
-        except* (SessionLostError, PoolError) as errors:
+        except* (SessionLostError, PoolError, RankLost) as errors:
             raise SessionLostError(str(errors.exceptions[0])) from None
         except* ConfigError as errors:
             raise errors.exceptions[0] from None
@@ -78,7 +81,7 @@ class StageSession:
         stats = await LatestStats.of(pool)
 
         async def pools() -> dict[str, PoolStats]:
-            own = {self._part: await stats.get(_STATS_PATIENCE_S)}
+            own = {self._part: await stats.get(STATS_PATIENCE_S)}
             return own | (behind.pools if behind else {})
 
         hello = self._hello(pool, behind)
@@ -97,7 +100,7 @@ class StageSession:
             report(Ready(f"stage {self._stage.number} on {self._executor.engine}"))
             await before.run(runner.obey)
         finally:
-            before.close(_LINGER_S)
+            before.close(LINGER_S)
 
     def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:
         return StageHello(

@@ -102,6 +102,14 @@ def test_stages_must_be_able_to_find_each_other(endpoints: str, message: str) ->
     load_config(None, {}, {**flags, ("pipeline", "endpoints"): "tcp://10.0.0.1:1,ipc:///run/stage"})
 
 
+def test_stages_of_ranks_are_refused() -> None:
+    flags = {("pipeline", "stages"): "2", ("worker", "tensor_parallel"): "2"}
+    with pytest.raises(
+        ConfigError, match=r"pipeline.stages 2 and worker.tensor_parallel 2 do not go together"
+    ):
+        load_config(None, {}, flags)
+
+
 def test_bad_sources_are_named() -> None:
     with pytest.raises(ConfigError, match=r"MOONCAKE_HTTP_PROT: unknown variable.*MOONCAKE_HTTP_PORT"):
         load_config(None, {"MOONCAKE_HTTP_PROT": "1"}, {})

@@ -15,6 +15,7 @@ from mooncake.config import (
     MessengerConfig,
     SecurityConfig,
     WorkerConfig,
+    WorkerProcess,
     load_config,
 )
 from mooncake.errors import ConfigError
@@ -98,6 +99,24 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
     told_workers = [w["config"]["worker"]["metrics_listen"] for w in workers]
     assert told_workers == ["0.0.0.0:9100", "0.0.0.0:9101", "0.0.0.0:9102"]
     assert len({endpoint for m in messengers for endpoint in m["event_endpoints"]}) == 6
+
+
+def test_each_rank_has_a_messenger_and_knows_where_to_find_the_first(run_directory: RunDirectory) -> None:
+    config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE), worker=WorkerConfig(tensor_parallel=3))
+    specs = plan_node(config, run_directory)
+    names = [f"{role}-0.{rank}" for role in ("prefill", "decode") for rank in range(3)]
+    assert [spec.name for spec in specs] == [
+        "conductor",
+        *(process for name in names for process in (f"{name}/messenger", name)),
+    ]
+    workers = [WorkerProcess.model_validate_json(spec.config(1)) for spec in specs if spec.name in names]
+    assert [worker.part for worker in workers] == names
+    assert [worker.rank.number for worker in workers] == [0, 1, 2] * 2
+    for group in (workers[:3], workers[3:]):
+        assert len({worker.rank.meeting for worker in group}) == 1
+        assert len({tuple(worker.rank.endpoints) for worker in group}) == 1
+    assert len({endpoint for worker in workers for endpoint in worker.rank.endpoints}) == 4
+    assert len({worker.messenger_socket for worker in workers}) == 6
 
 
 def test_door_for_clients_of_other_hosts_needs_a_key_that_they_can_have(run_directory: RunDirectory) -> None:

@@ -42,12 +42,15 @@ from mooncake.messages import (
 )
 from tests.kvstore.nodes import DEADLINE_S, Node
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
+from tests.workers.engine.ranks import ThreadGroup
+from tests.workers.followed import FollowedGroup, FollowingRank
 from workers.block_transfers import BlockTransfers
 from workers.copies import Copies, copies_for
 from workers.decode import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
+from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
@@ -76,6 +79,8 @@ class Sizes:
     tbt_slo_s: float | None = None
     lost_after: tuple[int, ...] = ()
     """numbers of tokens after which a request loses its decode instance"""
+    num_ranks: int = 1
+    """of every instance"""
 
 
 @dataclass(slots=True)
@@ -91,23 +96,28 @@ class Answer:
 
 
 class InstanceUnderTest:
-    """A worker without its connections."""
+    """A worker without its connections, and the other ranks if it has some: one pool for each."""
 
-    def __init__(self, cluster: "MiniCluster", name: str, role: Role, pool: WorkerClient) -> None:
+    def __init__(self, cluster: "MiniCluster", name: str, role: Role, pools: list[WorkerClient]) -> None:
         sizes = cluster.sizes
         self.identity = peer_identity(name, 1)
-        self.pool = pool
-        kv = DeviceKVCache(
-            cluster.spec, cluster.model.layers, sizes.num_device_pages, sizes.block_size, torch.float32
-        )
-        self.executor = Executor(cluster.model, kv, cluster.grammars)
+        self.pools = pools
+        executors = cluster.executors()
+        self.executor, pool, kv = executors[0], pools[0], executors[0].kv
+        self.ranks: FollowedGroup | None = None
+        if len(pools) > 1:
+            others = zip(executors[1:], pools[1:], strict=True)
+            self.ranks = FollowedGroup(
+                cluster.folder, FINGERPRINT, [FollowingRank(*other) for other in others]
+            )
+        followers = self.ranks.followers if self.ranks else None
         self.prefill_jobs, self.decode_jobs = Jobs(cluster.group), Jobs(cluster.group)
 
         async def send(message: object) -> None:
             cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
 
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
-        stage = Stage(self.executor, pool, transfers)
+        stage = Stage(self.executor, pool, transfers, followers=followers)
         self.prefill = PrefillRunner(stage, PrefillQueue(sizes.prefill_chunk), send, self.prefill_jobs)
         self.decode = DecodeRunner(
             self.executor,
@@ -119,6 +129,7 @@ class InstanceUnderTest:
             send,
             cluster.receive,
             self.decode_jobs,
+            followers,
         )
         self.registration = Register(
             PROTOCOL_VERSION,
@@ -127,8 +138,8 @@ class InstanceUnderTest:
             role,
             FINGERPRINT,
             cluster.layout,
-            (PoolShard(pool.address, cluster.layout),),
-            Capacity(pool.num_pages, kv.num_pages),
+            tuple(PoolShard(pool.address, pool.segment.layout) for pool in pools),
+            Capacity(min(pool.num_pages for pool in pools), kv.num_pages),
             self.executor.engine,
         )
 
@@ -145,6 +156,11 @@ class InstanceUnderTest:
                 self.decode_jobs.cancel(ref)
 
     @property
+    def pool(self) -> WorkerClient:
+        """Of the first rank."""
+        return self.pools[0]
+
+    @property
     def is_busy(self) -> bool:
         return bool(self.prefill_jobs.refs or self.decode_jobs.refs)
 
@@ -156,14 +172,15 @@ class MiniCluster:
         self,
         model: transformers.PreTrainedModel,
         sizes: Sizes,
+        folder: Path,
         group: asyncio.TaskGroup,
         decode_copies: MakeCopies,
     ) -> None:
-        self.sizes, self.group = sizes, group
+        self.sizes, self.folder, self.group = sizes, folder, group
         self.copies, self.decode_copies = copies_for, decode_copies
         self.spec = ModelSpec.from_hf_config(model.config.to_dict())
-        self.model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32)
-        self.model.load_weights(model.state_dict().items())
+        self._weights = model.state_dict()
+        self.model = self._loaded(None)
         self.layout = KVLayout(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, sizes.block_size, "float32"
         )
@@ -174,6 +191,37 @@ class MiniCluster:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
+
+    def _loaded(self, shard: TensorShard | None) -> DecoderModel:
+        model = DecoderModel(self.spec, range(self.spec.num_layers), torch.float32, shard=shard)
+        model.load_weights(self._weights.items())
+        return model
+
+    def executors(self) -> list[Executor]:
+        """Those of an instance, one a rank."""
+        sizes, models = self.sizes, [self.model]
+        if sizes.num_ranks > 1:
+            models = [self._loaded(shard) for shard in ThreadGroup(sizes.num_ranks).shards]
+        return [
+            Executor(
+                model,
+                DeviceKVCache(
+                    self.spec,
+                    model.layers,
+                    sizes.num_device_pages,
+                    sizes.block_size,
+                    torch.float32,
+                    kv_heads=model.kv_heads,
+                ),
+                self.grammars,
+            )
+            for model in models
+        ]
+
+    def layouts(self) -> list[KVLayout]:
+        """As `executors`."""
+        num_ranks = self.sizes.num_ranks
+        return [self.layout.of_heads(kv_heads_of(self.spec, rank, num_ranks)) for rank in range(num_ranks)]
 
     def take(self, effects: list[Effect]) -> None:
         """Deliver messages at once."""
@@ -234,14 +282,18 @@ class MiniCluster:
         await self.idle()
         for instance in self.instances:
             kv = instance.executor.kv
-            stats = await instance.pool.stats(check_integrity=True)
-            async with asyncio.timeout(DEADLINE_S):
-                # The batch lets go of aborted sequences in its next round.
-                while kv.num_free_pages < kv.num_pages or stats.num_used:
-                    await asyncio.sleep(0.002)
-                    stats = await instance.pool.stats(check_integrity=True)
-            assert stats.num_reservations == 0
-            assert stats.integrity is None
+            for pool in instance.pools:
+                stats = await pool.stats(check_integrity=True)
+                async with asyncio.timeout(DEADLINE_S):
+                    # The batch lets go of aborted sequences in its next round.
+                    while kv.num_free_pages < kv.num_pages or stats.num_used:
+                        await asyncio.sleep(0.002)
+                        stats = await pool.stats(check_integrity=True)
+                assert stats.num_reservations == 0
+                assert stats.integrity is None
+            if instance.ranks is not None:
+                assert not any(stage.jobs for stage in instance.ranks.stages)
+                assert not any(held.is_busy for held in instance.ranks.held)
 
 
 @contextlib.asynccontextmanager
@@ -256,17 +308,21 @@ async def mini_cluster(
     sizes = sizes or Sizes()
     with contextlib.ExitStack() as nodes:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-            cluster = MiniCluster(model, sizes, group, decode_copies)
-            stride = -(-cluster.layout.block_bytes // 4096) * 4096
-            segment_bytes = sizes.num_pool_pages * (stride + 256) + 16384
+            cluster = MiniCluster(model, sizes, folder, group, decode_copies)
             loops = []
             decodes = [(f"d{number}", Role.DECODE) for number in range(sizes.num_decode)]
             for name, role in (("p0", Role.PREFILL), *decodes):
-                node = Node(folder, name, segment_bytes, "auto")
-                nodes.callback(node.close)
-                node.start()
-                pool = await node.connect(fingerprint=FINGERPRINT, layout=cluster.layout)
-                instance = InstanceUnderTest(cluster, name, role, pool)
+                pools = []
+                for rank, layout in enumerate(cluster.layouts()):
+                    stride = -(-layout.block_bytes // 4096) * 4096
+                    segment_bytes = sizes.num_pool_pages * (stride + 256) + 16384
+                    node = Node(folder, f"{name}.{rank}" if rank else name, segment_bytes, "auto")
+                    nodes.callback(node.close)
+                    node.start()
+                    pools.append(await node.connect(fingerprint=FINGERPRINT, layout=layout))
+                instance = InstanceUnderTest(cluster, name, role, pools)
+                if instance.ranks is not None:
+                    await instance.ranks.start(group, instance.prefill.hear)
                 cluster.instances.append(instance)
                 cluster.conductor.handle(instance.identity, instance.registration, time.monotonic())
                 loops += [
@@ -277,4 +333,10 @@ async def mini_cluster(
             for loop in loops:
                 loop.cancel()
             for instance in cluster.instances:
-                await instance.pool.close()
+                if instance.ranks is not None:
+                    instance.ranks.stop()
+                for pool in instance.pools:
+                    await pool.close()
+        for instance in cluster.instances:
+            if instance.ranks is not None:
+                instance.ranks.close()

@@ -32,6 +32,8 @@ from mooncake.messages import (
     WorkFailed,
 )
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
+from tests.workers.engine.ranks import ThreadGroup
+from tests.workers.followed import FollowedGroup, FollowingRank
 from workers.block_transfers import BlockPair
 from workers.copies import Copies, copies_for
 from workers.draws import Draws, Row
@@ -39,6 +41,7 @@ from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
+from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
@@ -71,7 +74,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the runner works. `make_copies` is of `stage`, others have ordinary ones."""
+    """How the runner works. `make_copies` is of `stage`, or that rank; others have ordinary ones."""
 
     prefill_chunk: int = 1000
     overlap: bool = True
@@ -81,7 +84,7 @@ class Setting:
 
 @dataclass(slots=True)
 class PrefillPart:
-    """One stage of the prefill instance: its layers, pool and device."""
+    """One stage or rank of the prefill instance: its layers and heads, pool and device."""
 
     layout: KVLayout
     executor: Executor
@@ -130,14 +133,18 @@ class Lab:
     """Made by `prefill_lab`."""
 
     def __init__(
-        self, model: transformers.PreTrainedModel, folder: Path, nodes: contextlib.ExitStack
+        self,
+        model: transformers.PreTrainedModel,
+        folder: Path,
+        nodes: contextlib.ExitStack,
+        num_device_pages: int,
     ) -> None:
         self.spec = ModelSpec.from_hf_config(model.config.to_dict())
         self._hf_model = model
         self.layout = KVLayout(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, BLOCK_SIZE, "float32"
         )
-        self._folder, self._nodes = folder, nodes
+        self._folder, self._nodes, self._num_device_pages = folder, nodes, num_device_pages
         self._decoder = self._executor(self.layout)
         self._layout_of: dict[Node, KVLayout] = {}
         self.parts: list[PrefillPart] = []
@@ -167,17 +174,37 @@ class Lab:
         """Of the first stage."""
         return self.parts[0].executor
 
-    def _executor(self, layout: KVLayout) -> Executor:
-        model = DecoderModel(self.spec, layout.layers, torch.float32)
+    def _executor(self, layout: KVLayout, shard: TensorShard | None = None) -> Executor:
+        model = DecoderModel(self.spec, layout.layers, torch.float32, shard=shard)
         model.load_weights(self._hf_model.state_dict().items())
-        kv = DeviceKVCache(self.spec, layout.layers, NUM_PAGES, BLOCK_SIZE, torch.float32)
+        kv = DeviceKVCache(
+            self.spec,
+            layout.layers,
+            self._num_device_pages,
+            BLOCK_SIZE,
+            torch.float32,
+            kv_heads=model.kv_heads,
+        )
         return Executor(model, kv)
 
     async def start(
-        self, transport: TransportChoice, kvcache: KVCacheConfig, num_pages: int, num_stages: int
+        self,
+        transport: TransportChoice,
+        kvcache: KVCacheConfig,
+        num_pages: int,
+        num_stages: int,
+        num_ranks: int,
     ) -> None:
-        self.decode_node = self._node("d", transport, KVCacheConfig(), NUM_PAGES, self.layout)
+        self.decode_node = self._node("d", transport, KVCacheConfig(), self._num_device_pages, self.layout)
         self.decode = await self.connect(self.decode_node)
+        self._num_ranks = num_ranks
+        if num_ranks > 1:
+            for number, shard in enumerate(ThreadGroup(num_ranks).shards):
+                layout = self.layout.of_heads(kv_heads_of(self.spec, number, num_ranks))
+                node = self._node(f"p.{number}", transport, kvcache, num_pages, layout)
+                executor = self._executor(layout, shard)
+                self.parts.append(PrefillPart(layout, executor, node, await self.connect(node)))
+            return
         for number in range(num_stages):
             stage = StageProcess(number=number, num_stages=num_stages)
             layout = self.layout.of_layers(layers_of_stage(self.spec.num_layers, stage))
@@ -218,14 +245,19 @@ class Lab:
             yield pool
 
     def put(self, node: Node, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
-        """Its layers of these blocks."""
-        layout = self._layout_of[node]
-        start, end = (layer * layout.layer_bytes for layer in (layout.layers.start, layout.layers.stop))
+        """Its layers and heads of these blocks."""
         with self.client(node) as pool:
-            pool.put(keys, [block[start:end] for block in blocks])
+            pool.put(keys, [self.part_of(block, self._layout_of[node]) for block in blocks])
+
+    def part_of(self, block: bytes, layout: KVLayout) -> bytes:
+        """Of a whole one."""
+        shape = self.layout.num_layers, self.layout.num_kv_heads, self.layout.head_bytes
+        whole = np.frombuffer(block, np.uint8).reshape(shape)
+        layers, heads = layout.layers, layout.heads
+        return whole[layers.start : layers.stop, heads.start : heads.stop].tobytes()
 
     def put_local(self, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
-        """Into all stages of the prefill instance."""
+        """Into all stages or ranks of the prefill instance."""
         for node in self.prefill_nodes:
             self.put(node, keys, blocks)
 
@@ -247,12 +279,13 @@ class Lab:
 
         async with asyncio.TaskGroup() as group:
             self.jobs = Jobs(group)
-            stages, links = [], [self._next_stage(number) for number in range(len(self.parts) - 1)]
-            for number, (part, link) in enumerate(zip(self.parts, [*links, None], strict=True)):
-                make_copies = setting.make_copies if number == setting.stage else copies_for
-                copies = make_copies(part.executor.kv, part.client.segment)
-                transfers = LayerTransfers(copies, overlap=setting.overlap)
-                stages.append(Stage(part.executor, part.client, transfers, link))
+            ranks = self._ranks(setting) if self._num_ranks > 1 else None
+            links = [self._next_stage(number) for number in range(len(self.parts) - 1)] if not ranks else []
+            stages = []
+            for number, link in enumerate([*links, None]):
+                part, transfers = self.parts[number], self._transfers(setting, number)
+                followers = ranks.followers if ranks else None
+                stages.append(Stage(part.executor, part.client, transfers, link, followers))
             self.runner = PrefillRunner(stages[0], PrefillQueue(setting.prefill_chunk), send, self.jobs)
             running = [group.create_task(self.runner.run())]
             hear, befores = self.runner.hear, []
@@ -265,19 +298,40 @@ class Lab:
                 running += [group.create_task(work) for work in (follower.run(), before.run(follower.obey))]
                 running += [group.create_task(work) for work in (link.run(hear), link.beat())]
                 hear = follower.hear
+            if ranks:
+                await ranks.start(group, hear)
+                stages += ranks.stages
             yield self.runner
             async with asyncio.timeout(DEADLINE_S):
                 while any(stage.jobs for stage in stages) or self.jobs.refs:
                     await asyncio.sleep(0.001)
             for task in running:
                 task.cancel()
+            if ranks:
+                ranks.stop()
+        if ranks:
+            ranks.close()
         for before in befores:
             before.close(linger_s=0)
         for link in links:
             link.close()
         for part in self.parts:
-            assert part.executor.kv.num_free_pages == NUM_PAGES - self.num_taken_pages
+            assert part.executor.kv.num_free_pages == part.executor.kv.num_pages - self.num_taken_pages
             await self.assert_nothing_is_held(part.client)
+
+    def _copies(self, setting: Setting, number: int) -> Copies:
+        make_copies = setting.make_copies if number == setting.stage else copies_for
+        return make_copies(self.parts[number].executor.kv, self.parts[number].client.segment)
+
+    def _transfers(self, setting: Setting, number: int) -> LayerTransfers:
+        return LayerTransfers(self._copies(setting, number), overlap=setting.overlap)
+
+    def _ranks(self, setting: Setting) -> FollowedGroup:
+        ranks = [
+            FollowingRank(part.executor, part.client, self._copies(setting, number), setting.overlap)
+            for number, part in enumerate(self.parts[1:], start=1)
+        ]
+        return FollowedGroup(self._folder, FINGERPRINT, ranks)
 
     def _next_stage(self, number: int) -> NextStage:
         self._num_links += 1
@@ -366,11 +420,13 @@ async def prefill_lab(
     kvcache: KVCacheConfig | None = None,
     num_pages: int = NUM_PAGES,
     num_stages: int = 1,
+    num_ranks: int = 1,
+    num_device_pages: int = NUM_PAGES,
 ) -> AsyncIterator[Lab]:
     """Starts the messengers of both sides; ends them, and all others that the test has started."""
     with contextlib.ExitStack() as nodes:
-        lab = Lab(model, folder, nodes)
-        await lab.start(transport, kvcache or KVCacheConfig(), num_pages, num_stages)
+        lab = Lab(model, folder, nodes, num_device_pages)
+        await lab.start(transport, kvcache or KVCacheConfig(), num_pages, num_stages, num_ranks)
         yield lab
         for client in (*(part.client for part in lab.parts), lab.decode):
             await client.close()

@@ -18,6 +18,7 @@ class FakeModel:
     """The second stage of two; notes where its layers find their input."""
 
     layers = range(1, 2)
+    shard = None
 
     def __init__(self) -> None:
         self.devices: list[str] = []

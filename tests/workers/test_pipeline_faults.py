@@ -13,7 +13,7 @@ from mooncake.messages import Prefilled, WorkFailed
 from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
-from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
+from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Setting, prefill_lab
 from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
 from tests.workers.test_prefill_faults import answers_of, gone
 
@@ -50,6 +50,52 @@ def test_aborted_prompt_leaves_every_stage_at_once(
             assert time.monotonic() - opened_s < 0.5  # the machine may be busy; each stage stops at a layer
             assert not receiving.answered.done()
             await receiving.release()
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2], ids=["one worker", "a pipeline"])
+def test_aborted_prompt_of_8k_tokens_is_gone_within_100_ms_of_the_next_layer(
+    tmp_path: Path, num_stages: int
+) -> None:
+    """With all pages of devices and pools. The machine may be busy: one of a few abortions must be quick."""
+    model = tiny_model("smollm2", max_position_embeddings=8192)
+    num_pages, gate = 8192 // BLOCK_SIZE, Gate(store=0 if num_stages == 1 else 2)
+
+    async def abort(lab: Lab, prompt: list[int]) -> float:
+        gate.close()
+        receiving = await lab.order(prompt)
+        await gate.reached()  # in the middle of a pass, behind a layer
+        held = [part.executor.kv.num_pages - part.executor.kv.num_free_pages for part in lab.parts]
+        assert held == [num_pages] * num_stages
+        lab.jobs.cancel(receiving.ref)
+        await asyncio.sleep(0)
+        gate.open()
+        opened_s = time.monotonic()
+        await gone(lab, receiving)
+        for part in lab.parts:
+            while part.executor.kv.num_free_pages < num_pages or (await part.client.stats()).num_used:
+                await asyncio.sleep(0)
+        gone_s = time.monotonic() - opened_s
+        await receiving.release()
+        return gone_s
+
+    async def test() -> None:
+        async with (
+            prefill_lab(
+                model,
+                tmp_path,
+                num_pages=num_pages,
+                num_stages=num_stages,
+                num_device_pages=num_pages,
+            ) as lab,
+            lab.running(Setting(128, overlap=False, make_copies=gate.make, stage=num_stages - 1)),
+        ):
+            prompt = prompt_of(1, 8192)
+            times_s = [await abort(lab, prompt)]
+            while min(times_s) >= 0.1:
+                assert len(times_s) < 5, times_s
+                times_s.append(await abort(lab, prompt))
 
     run(test())
 

@@ -39,6 +39,12 @@ def model() -> transformers.PreTrainedModel:
     return tiny_model("smollm2")
 
 
+@pytest.fixture(scope="module")
+def models(model: transformers.PreTrainedModel) -> dict[int, transformers.PreTrainedModel]:
+    """By the number of ranks: two cannot share three KV heads out evenly."""
+    return {1: model, 2: tiny_model("smollm2", num_key_value_heads=3, num_hidden_layers=2)}
+
+
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(1, 512) for _ in range(num_tokens)]
@@ -62,13 +68,23 @@ async def plain_run(lab: Lab, prompt: list[int]) -> Result:
     return plain
 
 
-@pytest.mark.parametrize("length", [5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE])
+@pytest.mark.parametrize(
+    ("length", "num_stages", "num_ranks"),
+    [
+        *((length, stages, 1) for stages in (1, 2, 3) for length in (5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE)),
+        (5 * BLOCK_SIZE + 3, 1, 2),
+    ],
+)
 @pytest.mark.parametrize("tier", ["dram", "ssd", "shm", "tcp"])
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_any_prefix_from_any_tier_in_any_chunks_and_stages(
-    model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int, tier: str, length: int
+def test_any_prefix_from_any_tier_in_any_chunks_stages_and_ranks(
+    models: dict[int, transformers.PreTrainedModel],
+    tmp_path: Path,
+    num_stages: int,
+    num_ranks: int,
+    tier: str,
+    length: int,
 ) -> None:
-    prompt = prompt_of(length, length)
+    prompt, model = prompt_of(length, length), models[num_ranks]
     transport: TransportChoice = "tcp" if tier == "tcp" else "auto"
     ssd = KVCacheConfig(ssd_dirs=[tmp_path], ssd_bytes=4 << 20)  # type: ignore[arg-type]
 
@@ -82,13 +98,14 @@ def test_any_prefix_from_any_tier_in_any_chunks_and_stages(
                     ssd if tier == "ssd" else None,
                     num_pages=16 if tier == "ssd" else 96,
                     num_stages=num_stages,
+                    num_ranks=num_ranks,
                 )
             )
             plain = await plain_run(lab, prompt)
             keys = lab.keys_of(prompt)
             holder = await lab.holder(transport) if tier in ("shm", "tcp") else None
             # Disks are slow: two settings are enough for what they change.
-            settings = SETTINGS[2:4] if tier == "ssd" or num_stages > 1 else SETTINGS
+            settings = SETTINGS[2:4] if tier == "ssd" or num_stages * num_ranks > 1 else SETTINGS
             for num_blocks, setting in itertools.product(range(1, len(keys) + 1), settings):
                 lab.clear(*lab.prefill_nodes)
                 source = None

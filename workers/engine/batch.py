@@ -65,6 +65,7 @@ class Batch:
                 f"expected token ids in [0, {kv.spec.vocab_size}), got {token_ids.min()} to {token_ids.max()}"
             )
         self.kv_shape = kv.layer_shape
+        self.page_size = kv.page_size
         self.dtype, self.device = kv.dtype, kv.device
         self.num_tokens = sum(query_lens)
         self.query_lens = tuple(query_lens)

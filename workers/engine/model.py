@@ -68,7 +68,7 @@ class DecoderModel:
         if not 0 <= layers.start < layers.stop <= spec.num_layers or layers.step != 1:
             raise ValueError(f"layers must be a non-empty part of [0, {spec.num_layers}), got {layers}")
         self.spec, self.layers, self.dtype, self.device = spec, layers, dtype, torch.device(device)
-        self._shard = shard
+        self.shard = shard
         self._part = part_of(spec) if shard is None else part_of(spec, shard.rank, shard.size)
         self._library, self.fallback_reason = self._choose(allow_native)
         self.computed_by = self._name()
@@ -81,7 +81,7 @@ class DecoderModel:
             return None, "torch was asked for"
         if self.device.type != "cpu":
             reason = cuda.unsupported(self.spec, self.dtype)
-            if self._shard is not None:
+            if self.shard is not None:
                 reason = reason or "its own kernels do not compute one rank of a group"
             if reason:
                 log.warning("torch computes this model, more slowly: %s", reason)
@@ -140,7 +140,7 @@ class DecoderModel:
             if self._library is None
             else CpuLayers(self._library, self.spec, weights)
         )
-        self._computed = computed if self._shard is None else ShardedLayers(computed, self.spec, self._shard)
+        self._computed = computed if self.shard is None else ShardedLayers(computed, self.spec, self.shard)
 
     def _graphs_over(self, kv: DeviceKVCache) -> "DecodeGraphs | None":
         """Those of the cache that was used last; None where nothing is captured."""

@@ -1,6 +1,6 @@
 """A tensor-parallel group over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-The process of a rank joins when it starts, before it makes its `DecoderModel`; one group in a process's life.
+A process is in one group at a time. When that has lost a rank, those that are left can join another.
 
 Owns: the process group, its deadline, the order of sums. Does not know: models; who starts the ranks, and
 what is done when one is lost.
@@ -16,6 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from workers.engine.tensor_parallel import RankLost, TensorShard
+
+
+def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
+    """A rank's calls, whichever group it is in then: a model outlives groups. RankLost outside of any."""
+    all_reduce = _all_reduce_by_nccl if device.type == "cuda" else _all_reduce_in_order
+    return TensorShard(rank, size, all_reduce, _all_gather)
 
 
 @contextmanager
@@ -36,7 +42,7 @@ def join_group(
     is_cuda = device.type == "cuda"
     try:
         dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
             store=store,
             rank=rank,
             world_size=size,
@@ -46,15 +52,14 @@ def join_group(
     except RuntimeError as error:
         raise RankLost(f"rank {rank} of {size} has not met all others in {timeout_s} s: {error}") from error
     try:
-        all_reduce = _all_reduce_by_nccl if is_cuda else _all_reduce_in_order
-        yield TensorShard(rank, size, all_reduce, _all_gather)
+        yield shard_of(rank, size, device)
     finally:
         dist.destroy_process_group()
 
 
 def _all_gather(part: torch.Tensor) -> torch.Tensor:
-    gathered = torch.empty((dist.get_world_size(), *part.shape), dtype=part.dtype, device=part.device)
     with _losses_named():
+        gathered = torch.empty((dist.get_world_size(), *part.shape), dtype=part.dtype, device=part.device)
         dist.all_gather(list(gathered), part)
     return gathered
 
@@ -79,6 +84,8 @@ def _all_reduce_by_nccl(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def _losses_named() -> Iterator[None]:
+    if not dist.is_initialized():
+        raise RankLost("this rank is in no group")
     try:
         yield
     except RuntimeError as error:

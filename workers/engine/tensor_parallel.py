@@ -7,7 +7,7 @@ as even as whole heads and the kernels allow.
 Owns: the split, and what a rank needs of its group. Does not know: weights, arithmetic, how ranks meet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,10 @@ class TensorShard:
 
     def __post_init__(self) -> None:
         _check(self.rank, self.size)
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of them some rank has set."""
+        return self.all_gather(torch.tensor(flags, dtype=torch.uint8)).any(0).tolist()
 
 
 @dataclass(frozen=True, slots=True)

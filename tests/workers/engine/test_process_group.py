@@ -14,6 +14,8 @@ import torch
 
 from tests.workers.engine.group_rank import LOST, generate_of
 from tests.workers.engine.ranks import DEADLINE_S, ThreadGroup, on_ranks
+from workers.engine.process_group import shard_of
+from workers.engine.tensor_parallel import RankLost
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,6 +64,13 @@ def test_a_rank_that_is_gone_fails_the_others_in_time(
             assert said is not None
             assert f"rank {rank} of 3 has lost another" in said.read()
         assert time.monotonic() - begin < longest_s
+
+
+def test_a_rank_outside_of_any_group_has_lost_the_others() -> None:
+    shard = shard_of(0, 2, torch.device("cpu"))
+    for call in (shard.all_reduce, shard.all_gather):
+        with pytest.raises(RankLost, match="in no group"):
+            call(torch.ones(3))
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:

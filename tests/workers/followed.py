@@ -1,0 +1,103 @@
+"""Ranks behind a first one, in the same process: real links and runners, no process group to meet in."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.worker_client import WorkerClient
+from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolStats
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
+from workers.block_transfers import BlockTransfers
+from workers.copies import Copies, copies_for
+from workers.executor import Executor
+from workers.follower_stage import FollowerStage
+from workers.followers import Followers, Hear
+from workers.held_sequences import HeldSequences
+from workers.layerwise import LayerTransfers
+from workers.next_stage import NextStage
+from workers.previous_stage import PreviousStage
+from workers.rank_messages import Meet
+from workers.rank_runner import RankRunner
+from workers.stage_messages import StageHello
+
+_link_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class FollowingRank:
+    """What one has. `copies` are of its prefills."""
+
+    executor: Executor
+    pool: WorkerClient
+    copies: Copies | None = None
+    overlap: bool = True
+
+
+class FollowedGroup:
+    """`followers` are the leader's; made by `followed_by`."""
+
+    def __init__(self, folder: Path, fingerprint: str, ranks: Sequence[FollowingRank]) -> None:
+        size, self._ranks = len(ranks) + 1, ranks
+        self._links = [
+            NextStage(
+                f"ipc://{folder}/rank-{next(_link_numbers)}",
+                CLUSTER_KEY,
+                stage=number,
+                num_stages=size,
+                fingerprint=fingerprint,
+                timeout_s=DEADLINE_S,
+                kind="rank",
+            )
+            for number in range(1, size)
+        ]
+        self.followers = Followers(self._links)
+        self._leaders = [self._leader(link, size, fingerprint) for link in self._links]
+        self.stages: list[FollowerStage] = []
+        self.held: list[HeldSequences] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _leader(self, link: NextStage, size: int, fingerprint: str) -> PreviousStage:
+        capacity = Capacity(1000, 1000)
+        hello = StageHello(PROTOCOL_VERSION, link.stage, size, fingerprint, capacity, "cpu", ())
+
+        async def pools() -> dict[str, PoolStats]:
+            return {}
+
+        return PreviousStage(link.endpoint, b"rank#1", CLUSTER_KEY, hello, pools, DEADLINE_S)
+
+    async def start(self, group: asyncio.TaskGroup, hear: Hear) -> None:
+        @contextlib.asynccontextmanager
+        async def nowhere(_: str) -> AsyncIterator[None]:
+            yield
+
+        for leader, rank in zip(self._leaders, self._ranks, strict=True):
+            self._tasks.append(group.create_task(leader.beat()))
+            kv, segment = rank.executor.kv, rank.pool.segment
+            transfers = LayerTransfers(rank.copies or copies_for(kv, segment), overlap=rank.overlap)
+            stage = FollowerStage(rank.executor, rank.pool, transfers)
+            held = HeldSequences(rank.pool, BlockTransfers(copies_for(kv, segment), kv), leader.send, group)
+            runner = RankRunner(rank.executor, stage, held, leader, group, nowhere)
+            self.stages.append(stage)
+            self.held.append(held)
+            for work in (runner.run(), self._join_and_run(leader, runner)):
+                self._tasks.append(group.create_task(work))
+        await self.followers.join()
+        self._tasks += self.followers.start(group, hear)
+        await self.followers.send(Meet(""))
+
+    async def _join_and_run(self, leader: PreviousStage, runner: RankRunner) -> None:
+        await leader.join()
+        await leader.run(runner.obey, runner.follow)
+
+    def stop(self) -> None:
+        """Within its group of tasks; `close` comes after that."""
+        for task in self._tasks:
+            task.cancel()
+
+    def close(self) -> None:
+        for leader in self._leaders:
+            leader.close(linger_s=0)
+        self.followers.close()
