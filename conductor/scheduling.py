@@ -18,7 +18,7 @@ from conductor.estimators import Floats
 from conductor.placement import Placement, Prediction, num_tokens_held
 from conductor.prefix_index import PrefixMatch
 from conductor.rules import Rules
-from conductor.transfers import GENERIC_BYTES_PER_S
+from conductor.transfers import SSD_BYTES_PER_S
 from mooncake.blocks import KVLayout
 from mooncake.messages import Request, Role
 
@@ -143,4 +143,4 @@ class Scheduler:
         if match.num_dram_blocks is match.num_blocks:
             return None
         num_ssd_blocks = match.num_blocks - match.num_dram_blocks
-        return num_ssd_blocks * (layout.block_bytes / GENERIC_BYTES_PER_S)
+        return num_ssd_blocks * (layout.block_bytes / SSD_BYTES_PER_S)

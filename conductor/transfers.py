@@ -4,7 +4,8 @@
 
 "It is determined not only by the size of the transferred data but also by the current network status,
 especially whether the sending node is under congestion." Heartbeats say what is in flight between any two
-messengers, and how quick it lately was; what has been ordered since is added.
+messengers, and how quick it lately was. An instance whose transfers nobody has seen is taken to be like the
+others.
 
 Owns: traffic by slot. Does not know: who fetches what, prefills.
 """
@@ -16,32 +17,35 @@ from conductor.estimators import Floats
 from mooncake.messages import PoolStats
 
 LATENCY_S = 1e-3
-GENERIC_BYTES_PER_S = 1e9
-"""before the first transfers, and of SSDs"""
-_WEIGHT = 0.3
-"""of the latest report of a bandwidth, against all before"""
+GENERIC_BYTES_PER_S = 10e9
+"""before the first transfers. Quick rather than slow: from whom nothing is fetched nothing is learned"""
+SSD_BYTES_PER_S = 2e9
+_RISE, _FALL = 0.3, 0.05
+"""weight of the latest report of a bandwidth, against all before: small transfers are slow by themselves"""
 
 
 class TransferEstimator:
     """Traffic of all slots."""
 
     def __init__(self) -> None:
-        self.bytes_per_s = np.zeros(0)
-        """which others, or it itself, have lately seen from each instance"""
         self.in_flight_bytes = np.zeros(0)
         """from and to each instance, in the latest heartbeats"""
         self.ordered_bytes = np.zeros(0)
         """that fetches from each instance are about to move: ordered, and their prefills have not ended"""
+        self._bytes_per_s: dict[int, float] = {}
+        """lately seen between an instance and others, by either side"""
+        self._typical_bytes_per_s: float | None = None
+        """between any two"""
         self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
 
     def reset(self, slot: int) -> None:
         """Another instance, or none, has this slot now; slots are added as needed."""
         self._forget_report(slot)
-        missing = np.zeros(max(0, slot + 1 - len(self.bytes_per_s)))
-        for name in ("bytes_per_s", "in_flight_bytes", "ordered_bytes"):
+        missing = np.zeros(max(0, slot + 1 - len(self.in_flight_bytes)))
+        for name in ("in_flight_bytes", "ordered_bytes"):
             setattr(self, name, np.append(getattr(self, name), missing))
             getattr(self, name)[slot] = 0.0
-        self.bytes_per_s[slot] = GENERIC_BYTES_PER_S
+        self._bytes_per_s.pop(slot, None)
         for reporter, by_slot in self._reported.items():
             self.in_flight_bytes[reporter] -= by_slot.pop(slot, 0)
 
@@ -57,9 +61,14 @@ class TransferEstimator:
                 report[other] = report.get(other, 0) + peer.in_flight_bytes
                 self.in_flight_bytes[[slot, other]] += peer.in_flight_bytes
                 if peer.bandwidth_bytes_per_s:
-                    change = peer.bandwidth_bytes_per_s - self.bytes_per_s[other]
-                    self.bytes_per_s[other] += _WEIGHT * change
+                    self._seen(slot, other, peer.bandwidth_bytes_per_s)
         self._reported[slot] = report
+
+    def _seen(self, slot: int, other: int, bytes_per_s: float) -> None:
+        """So quick the way between these two is."""
+        for end in (slot, other):
+            self._bytes_per_s[end] = _followed(self._bytes_per_s.get(end), bytes_per_s)
+        self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
         """What a new fetch from each of these waits for."""
@@ -70,11 +79,18 @@ class TransferEstimator:
 
         `num_ssd_bytes`: of what is fetched, on its SSDs only.
         """
-        bytes_per_s = self.bytes_per_s.item(source)
+        typical = self._typical_bytes_per_s or GENERIC_BYTES_PER_S
+        bytes_per_s = self._bytes_per_s.get(source, typical)
         ahead_bytes = max(self.in_flight_bytes.item(source), self.ordered_bytes.item(source))
-        first_s = LATENCY_S + ahead_bytes / bytes_per_s + num_ssd_bytes / GENERIC_BYTES_PER_S
+        first_s = LATENCY_S + ahead_bytes / bytes_per_s + num_ssd_bytes / SSD_BYTES_PER_S
         return first_s, 1.0 / bytes_per_s
 
     def _forget_report(self, slot: int) -> None:
         for other, num_bytes in self._reported.pop(slot, {}).items():
             self.in_flight_bytes[[slot, other]] -= num_bytes
+
+
+def _followed(before: float | None, latest: float) -> float:
+    if before is None:
+        return latest
+    return before + (_RISE if latest > before else _FALL) * (latest - before)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conductor.transfers import GENERIC_BYTES_PER_S, LATENCY_S, TransferEstimator
+from conductor.transfers import GENERIC_BYTES_PER_S, LATENCY_S, SSD_BYTES_PER_S, TransferEstimator
 from mooncake.messages import PeerStats, PoolStats
 
 SLOT_OF = {"a": 0, "b": 1, "b.1": 1, "c": 2}
@@ -30,13 +30,14 @@ def test_size_and_tier_count() -> None:
     transfers = estimator()
     assert seconds(transfers, 0, 0) == pytest.approx(LATENCY_S)
     assert seconds(transfers, 0, 5e8) == pytest.approx(LATENCY_S + 5e8 / GENERIC_BYTES_PER_S)
-    assert seconds(transfers, 0, 5e8, 5e8) == pytest.approx(LATENCY_S + 1e9 / GENERIC_BYTES_PER_S)
+    from_ssd_s = seconds(transfers, 0, 5e8, 5e8) - seconds(transfers, 0, 5e8)
+    assert from_ssd_s == pytest.approx(5e8 / SSD_BYTES_PER_S)
 
 
 def test_a_congested_source_is_waited_for() -> None:
     transfers = estimator()
-    transfers.heard(0, [pool(b=PeerStats(int(3e9), None, 1))], SLOT_OF)
-    transfers.heard(2, [pool(b=PeerStats(int(1e9), None, 1))], SLOT_OF)
+    transfers.heard(0, [pool(b=PeerStats(int(30e9), None, 1))], SLOT_OF)
+    transfers.heard(2, [pool(b=PeerStats(int(10e9), None, 1))], SLOT_OF)
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 4.0)
     assert seconds(transfers, 0, 0) == pytest.approx(LATENCY_S + 3.0)
     transfers.heard(0, [pool()], SLOT_OF)  # the latest word counts
@@ -46,18 +47,28 @@ def test_a_congested_source_is_waited_for() -> None:
 
 def test_what_was_ordered_and_what_is_heard_are_the_same_bytes() -> None:
     transfers = estimator()
-    transfers.ordered_bytes[1] += 2e9
+    transfers.ordered_bytes[1] += 20e9
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 2.0)
-    transfers.heard(0, [pool(b=PeerStats(int(2e9), None, 1))], SLOT_OF)
+    transfers.heard(0, [pool(b=PeerStats(int(20e9), None, 1))], SLOT_OF)
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 2.0)
 
 
 def test_the_bandwidth_of_a_source_is_learned_from_whoever_saw_it() -> None:
     transfers = estimator()
+    transfers.heard(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
+    assert seconds(transfers, 1, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
+    assert seconds(transfers, 0, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
     for _ in range(30):
-        transfers.heard(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
-    assert seconds(transfers, 1, 100 * MIB) == pytest.approx(1.0 + LATENCY_S, rel=0.01)
-    assert seconds(transfers, 2, 100 * MIB) < 0.2
+        transfers.heard(0, [pool(b=PeerStats(0, 400 * MIB, 1))], SLOT_OF)
+    assert seconds(transfers, 1, 100 * MIB) == pytest.approx(0.25 + LATENCY_S, rel=0.01)
+
+
+def test_whom_nobody_has_fetched_from_is_expected_to_be_like_the_others() -> None:
+    transfers = estimator()
+    transfers.heard(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
+    assert seconds(transfers, 2, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
+    transfers.reset(2)
+    assert seconds(transfers, 2, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
 
 
 def test_stages_of_an_instance_count_together_and_strangers_not() -> None:
