@@ -70,6 +70,8 @@ class InstanceShape:
     eviction: EvictionPolicy = EvictionPolicy.LRU
     prefill_chunk: int = 2048
     max_batch: int = 256
+    checks_reservations: bool = True
+    """as in `DecodeInstance`"""
 
     @property
     def num_blocks_in_pool(self) -> int:
@@ -175,7 +177,13 @@ class DisaggregatedCluster:
     def _add_decode(self, name: str) -> DecodeInstance:
         node = self._add_node(name)
         num_tokens = self._shape.num_device_blocks * BLOCK_TOKENS
-        instance = DecodeInstance(node, self._shape.max_batch, num_tokens, self._live.__getitem__)
+        instance = DecodeInstance(
+            node,
+            self._shape.max_batch,
+            num_tokens,
+            self._live.__getitem__,
+            checks_reservations=self._shape.checks_reservations,
+        )
         self._receivers[node.identity] = instance.receive
         return instance
 

@@ -53,7 +53,8 @@ class Sequence:
 class DecodeInstance:
     """Takes `Reserve`, `Decode` and `Abort`; sends `Reserved`, `Refused` and `Finished`.
 
-    `capacity_tokens`: of KVCache on the device.
+    `capacity_tokens`: of KVCache on the device. Without `checks_reservations` the double check is made only
+    when prefill has ended.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class DecodeInstance:
         max_batch: int,
         capacity_tokens: int,
         find_request: Callable[[str], SimulatedRequest],
+        *,
+        checks_reservations: bool = True,
     ) -> None:
         self.node = node
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
-        self._find_request = find_request
+        self._find_request, self._checks_reservations = find_request, checks_reservations
         self.batch = Batch()
         self._runner = BatchRunner(node.clock, node.costs, self.batch, self._run_ended)
         self._tbt = TBTPredictor()
@@ -114,7 +117,9 @@ class DecodeInstance:
         request = self._find_request(order.ref.request_id)
         member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
         sequence = Sequence(order.ref, request, member, order.tbt_slo_s)
-        if not self._passes_check(sequence, len(self._sequences), self._num_outside_tokens):
+        if self._checks_reservations and not self._passes_check(
+            sequence, len(self._sequences), self._num_outside_tokens
+        ):
             return
         self._sequences[order.ref] = self._sequence_of[member] = sequence
         self._num_outside_tokens += member.num_tokens

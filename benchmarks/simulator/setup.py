@@ -55,6 +55,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     tbt_slo_s: float | None = None
     rejects: bool = True
     """requests that would miss an SLO are rejected; else SLOs are only measured by"""
+    checks_reservations: bool = True
+    """the double check is made when pages are reserved, too"""
     seed: int = 0
 
     @property
@@ -90,6 +92,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.eviction,
             self.prefill_chunk,
             self.max_batch,
+            self.checks_reservations,
         )
 
     def _check(self, costs: Costs) -> None:
