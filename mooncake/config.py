@@ -208,7 +208,7 @@ class WorkerConfig(_Section):
         description="ranks of an instance, each with some KV heads and its own device and pool",
     )
     num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="CPU threads of a worker"
+        "auto", description="CPU threads of a worker; auto: one for each core, all but one on idle cores only"
     )
     prefill_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="most tokens of one prefill pass; auto: 512 on CPUs, 2048 on GPUs"

@@ -26,6 +26,7 @@ from workers.weights import iter_weights
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_PREFILL_CHUNK, _GPU_PREFILL_CHUNK = 512, 2048
+_CPU_SATURATING_TOKENS = 128
 
 
 def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
@@ -55,7 +56,6 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
     """
     config, rank = process.config, process.rank
     device = pick_device(config.worker.device, rank)
-    torch.set_num_threads(pick_num_threads(config.worker.num_threads, process.num_local_workers))
     dtype = TORCH_DTYPES[layout.dtype]
     try:
         spec = ModelSpec.from_hf_config(checkpoint.config)
@@ -66,6 +66,7 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
         )
         shard = shard_of(rank.number, rank.size, device) if rank.size > 1 else None
         model = DecoderModel(spec, layers, dtype, device, shard=shard)
+        _set_num_threads(model, config.worker.num_threads, process.num_local_workers)
         if checkpoint.kind is CheckpointKind.DUMMY:
             model.init_dummy_weights(DUMMY_SEED)
         else:
@@ -120,11 +121,22 @@ def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
     return _GPU_PREFILL_CHUNK if device.type == "cuda" else _CPU_PREFILL_CHUNK
 
 
-def pick_num_threads(configured: int | str, num_local_workers: int) -> int:
-    """Workers share the cores evenly: more threads than cores, spinning, would stall one another."""
-    if isinstance(configured, int):
-        return configured
-    return max(1, len(os.sched_getaffinity(0)) // num_local_workers)
+def pick_saturating_tokens(device: torch.device) -> int | None:
+    """So many tokens of a pass bring the device to its full speed, which on CPUs are few; None: not known."""
+    return None if device.type == "cuda" else _CPU_SATURATING_TOKENS
+
+
+def _set_num_threads(model: DecoderModel, configured: int | str, num_local_workers: int) -> None:
+    """The CPU's kernels leave other workers' cores alone, so each worker may use them all. Torch's threads,
+    more than cores, would stall one another: workers share the cores evenly."""
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = configured if isinstance(configured, int) else num_cores
+    if model.use_idle_cores(num_threads):
+        torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(
+            configured if isinstance(configured, int) else max(1, num_cores // num_local_workers)
+        )
 
 
 def _report_weights(done_bytes: int, total_bytes: int) -> None:

@@ -84,10 +84,15 @@ def uncut(start: int, end: int) -> Sequence[range]:
 
 
 class PrefillQueue:
-    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens."""
+    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens.
 
-    def __init__(self, prefill_chunk: int, cut: Cut = uncut) -> None:
+    No further prompt comes to a pass of `saturating_tokens` (default: `prefill_chunk`) or more: where a
+    larger one is no faster, prompts that share it only wait for one another.
+    """
+
+    def __init__(self, prefill_chunk: int, cut: Cut = uncut, saturating_tokens: int | None = None) -> None:
         self._prefill_chunk, self._cut = prefill_chunk, cut
+        self._saturating_tokens = min(saturating_tokens or prefill_chunk, prefill_chunk)
         self._prompts: list[QueuedPrompt] = []
         self._num_arrived = 0
 
@@ -130,10 +135,10 @@ class PrefillQueue:
 
     def plan(self) -> list[Share]:
         """The next pass: as many tokens of each prompt in turn as there is room for. May be empty."""
-        shares, num_free = [], self._prefill_chunk
+        shares, num_taken = [], 0
         for prompt in self._prompts:
-            if prompt.state is PromptState.READY and num_free:
-                share = Share(prompt, min(prompt.num_left_of_chunk, num_free))
+            if prompt.state is PromptState.READY and num_taken < self._saturating_tokens:
+                share = Share(prompt, min(prompt.num_left_of_chunk, self._prefill_chunk - num_taken))
                 shares.append(share)
-                num_free -= share.num_tokens
+                num_taken += share.num_tokens
         return shares

@@ -48,7 +48,7 @@ from workers.executor import Executor
 from workers.followers import Followers, followers_of
 from workers.jobs import Jobs
 from workers.latest_stats import LatestStats
-from workers.loading import pick_prefill_chunk
+from workers.loading import pick_prefill_chunk, pick_saturating_tokens
 from workers.meeting import meeting
 from workers.metrics_listener import InstanceStatus
 from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
@@ -188,7 +188,9 @@ class Session:
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
         """In a pipeline passes may have as many more tokens as a stage has fewer layers."""
         pipeline = self._process.config.pipeline
-        if self._next is None or pipeline.chunks == "fixed":
+        if self._next is None:
+            return PrefillQueue(chunk, saturating_tokens=pick_saturating_tokens(self._executor.kv.device))
+        if pipeline.chunks == "fixed":
             return PrefillQueue(chunk)
         most_tokens = pipeline.stages * chunk
         costs, page_size = Costs.of(self._executor.model.spec), self._executor.kv.page_size

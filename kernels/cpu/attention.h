@@ -12,6 +12,7 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "idle_cores.h"
 
 namespace {
 
@@ -39,24 +40,20 @@ Sequence<T, D> sequence_of(const Attention<T>& layer, const Batch& batch, int i,
     };
 }
 
-// The first keys that the KV head after this one, or else the next sequence, will read.
-template <class T, int D>
-void find_next(const Attention<T>& layer, const Batch& batch, int i, int head, Block<T, D>& block) {
-    const bool is_last_head = head + 1 == batch.num_kv_heads;
-    const int next = is_last_head ? i + 1 : i;
-    block.num_keys = 0;
-    if (next == batch.num_sequences) return;
-    const Sequence<T, D> s = sequence_of<T, D>(layer, batch, next, is_last_head ? 0 : head + 1, 0);
-    const int first = std::max(0, s.start - s.window + 1) / KEYS * KEYS;
-    Block<T, D>::find(s.rows, first, s.start + 1, block);
-}
-
 // One piece of work: TILES tiles, or one query of a sequence that has few.
 struct Item {
     int sequence, head, step;
     bool is_one;
     int64_t first_token;
 };
+
+// The first keys that this will read.
+template <class T, int D>
+void find_first(const Attention<T>& layer, const Batch& batch, const Item& item, Block<T, D>& block) {
+    const Sequence<T, D> s = sequence_of<T, D>(layer, batch, item.sequence, item.head, 0);
+    const int last = s.start + item.step, first = std::max(0, last - s.window + 1) / KEYS * KEYS;
+    Block<T, D>::find(s.rows, first, last + 1, block);
+}
 
 template <class T, int D>
 ALONE void attend(const Attention<T>& layer, const Batch& batch) {
@@ -72,18 +69,19 @@ ALONE void attend(const Attention<T>& layer, const Batch& batch) {
         }
         first_token += num_queries;
     }
-#pragma omp parallel for schedule(dynamic) num_threads(batch.num_threads) if (batch.num_threads > 1)
-    for (size_t n = 0; n < items.size(); n++) {
+    divide(long(items.size()), [&](long n, int step) {
         const Item& item = items[n];
         const Sequence<T, D> s = sequence_of<T, D>(layer, batch, item.sequence, item.head, item.first_token);
         if (item.is_one) {
             Block<T, D> after;
-            find_next(layer, batch, item.sequence, item.head, after);
+            after.num_keys = 0;
+            const long next = n + step;
+            if (0 <= next && next < long(items.size()) && items[next].is_one) find_first(layer, batch, items[next], after);
             attend_one(s, item.step, after);
         } else {
             prefill(s, item.step * TILES * COLUMNS);
         }
-    }
+    });
 }
 
 // The caller has checked head_dim.

@@ -40,7 +40,6 @@ class _Batch(ctypes.Structure):
         ("head_dim", ctypes.c_int32),
         ("page_size", ctypes.c_int32),
         ("window", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
         ("scale", ctypes.c_float),
     )
 
@@ -114,7 +113,6 @@ class PagedAttention:
             head_dim,
             page_size,
             min(sliding_window or _UNLIMITED_WINDOW, _UNLIMITED_WINDOW),
-            torch.get_num_threads(),
             heads.scale,
         )
         self.address = ctypes.addressof(self._batch)

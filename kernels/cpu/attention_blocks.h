@@ -26,7 +26,6 @@ struct Batch {
     int64_t num_pages;            // of a layer
     int32_t num_sequences, num_heads, num_kv_heads, head_dim, page_size;
     int32_t window;               // keys that a query sees, itself included
-    int32_t num_threads;
     float scale;
 };
 

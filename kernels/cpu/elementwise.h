@@ -4,9 +4,24 @@
 // Owns: the arithmetic, in float32 inside. Does not know: layers; its caller has checked all sizes.
 #pragma once
 
+#include <algorithm>
+
+#include "idle_cores.h"
 #include "simd.h"
 
 namespace {
+
+// Rows of a tile: less is not worth the attention of another core.
+constexpr long ROWS_OF_TILE = 32;
+
+// Calls `row(n)` for each row.
+template <class F>
+INLINE void divide_rows(long num_rows, F row) {
+    divide((num_rows + ROWS_OF_TILE - 1) / ROWS_OF_TILE, [&](long tile, int) {
+        const long first = tile * ROWS_OF_TILE, end = std::min(first + ROWS_OF_TILE, num_rows);
+        for (long n = first; n < end; n++) row(n);
+    });
+}
 
 // x / rms(x), times the weights, over n elements; n is a multiple of WIDTH.
 template <class T>
@@ -25,9 +40,8 @@ INLINE void normalise(const T* x, const T* weight, long n, float eps, T* y) {
 }
 
 template <class T>
-ALONE void normalise_rows(const T* x, long num_rows, long n, const T* weight, float eps, T* y, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (long row = 0; row < num_rows; row++) normalise(x + row * n, weight, n, eps, y + row * n);
+ALONE void normalise_rows(const T* x, long num_rows, long n, const T* weight, float eps, T* y) {
+    divide_rows(num_rows, [&](long row) { normalise(x + row * n, weight, n, eps, y + row * n); });
 }
 
 template <class T>
@@ -71,7 +85,7 @@ struct HeadNorms {
 
 // `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]. False if a slot is outside of the pages.
 template <class T>
-ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size, const HeadNorms<T>& norms, int num_threads) {
+ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size, const HeadNorms<T>& norms) {
     for (long t = 0; t < slots.num_tokens; t++) {
         const int64_t page = slots.pages[t], offset = slots.offsets[t];
         if (page < 0 || page >= size.num_pages || offset < 0 || offset >= size.page_size) return false;
@@ -79,8 +93,7 @@ ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size
     const int head_dim = size.head_dim;
     const long row_elements = long(size.num_heads + 2 * size.num_kv_heads) * head_dim;
     const long half_head = long(size.page_size) * head_dim;  // the keys, or the values, of a head in a page
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (long t = 0; t < slots.num_tokens; t++) {
+    divide_rows(slots.num_tokens, [&](long t) {
         const float *cos = slots.cos + t * (head_dim / 2), *sin = slots.sin + t * (head_dim / 2);
         T* head = qkv + t * row_elements;
         for (int h = 0; h < size.num_heads; h++, head += head_dim) {
@@ -93,7 +106,7 @@ ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size
             rotate(head, cos, sin, head_dim, slot);
             memcpy(slot + half_head, head + size.num_kv_heads * head_dim, head_dim * sizeof(T));
         }
-    }
+    });
     return true;
 }
 

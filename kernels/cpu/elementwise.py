@@ -84,9 +84,9 @@ class Elementwise:
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._rms_norm = library.function(
-            "rms_norm", dtype, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int
+            "rms_norm", dtype, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p
         )
-        self._rotate_and_write = library.function("rotate_and_write", dtype, *[c_void_p] * 6, c_float, c_int)
+        self._rotate_and_write = library.function("rotate_and_write", dtype, *[c_void_p] * 6, c_float)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x` [T, n]; `weight` is [n]; n % 16 == 0."""
@@ -96,9 +96,7 @@ class Elementwise:
         if n % MULTIPLE:
             raise ValueError(f"expected rows of a multiple of {MULTIPLE} elements, got {n}")
         y = torch.empty_like(x)
-        self._rms_norm(
-            x.data_ptr(), num_rows, n, weight.data_ptr(), eps, y.data_ptr(), torch.get_num_threads()
-        )
+        self._rms_norm(x.data_ptr(), num_rows, n, weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def rotate_and_write(
@@ -133,7 +131,6 @@ class Elementwise:
             None if norms is None else norms.query.data_ptr(),
             None if norms is None else norms.key.data_ptr(),
             0.0 if norms is None else norms.eps,
-            torch.get_num_threads(),
         )
         if not is_written:
             raise ValueError(

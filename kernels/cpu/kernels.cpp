@@ -2,11 +2,12 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "idle_cores.h"
 #include "layer.h"
 #include "linear.h"
 
 #define EXPORT(NAME, T)                                                                                                       \
-    extern "C" void attention_##NAME(const T* query, int64_t query_step, const T* kv, T* out, float* lse, const Batch* batch) { \
+    extern "C" void attention_##NAME(const T* query, int64_t query_step, const T* kv, T* out, float* lse, const Batch* batch) {\
         attend_any(Attention<T>{query, query_step, kv, out, lse}, *batch);                                                    \
     }                                                                                                                         \
     extern "C" int64_t packed_words_##NAME(int64_t num_columns, int64_t depth) {                                              \
@@ -19,38 +20,39 @@
         unpack(packed, depth, ids, num_ids, rows);                                                                            \
     }                                                                                                                         \
     extern "C" void linear_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* packed, int64_t num_columns,       \
-                                  const T* bias, const T* residual, T* y, int num_threads) {                                  \
-        multiply_all(Linear<T>{x, depth / PER_WORD<T>, bias, residual, num_columns}, packed, num_rows, y, num_threads);       \
+                                  const T* bias, const T* residual, T* y) {                                                   \
+        multiply_all(Linear<T>{x, depth / PER_WORD<T>, bias, residual, num_columns}, packed, num_rows, y);                    \
     }                                                                                                                         \
     extern "C" void linear_to_float32_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* packed,                 \
-                                             int64_t num_columns, const T* bias, const T* residual, float* y,                 \
-                                             int num_threads) {                                                               \
-        multiply_all(Linear<T>{x, depth / PER_WORD<T>, bias, residual, num_columns}, packed, num_rows, y, num_threads);       \
+                                             int64_t num_columns, const T* bias, const T* residual, float* y) {               \
+        multiply_all(Linear<T>{x, depth / PER_WORD<T>, bias, residual, num_columns}, packed, num_rows, y);                    \
     }                                                                                                                         \
-    extern "C" void rms_norm_##NAME(const T* x, int64_t num_rows, int64_t n, const T* weight, float eps, T* y,                \
-                                    int num_threads) {                                                                        \
-        normalise_rows(x, num_rows, n, weight, eps, y, num_threads);                                                          \
+    extern "C" void rms_norm_##NAME(const T* x, int64_t num_rows, int64_t n, const T* weight, float eps, T* y) {              \
+        normalise_rows(x, num_rows, n, weight, eps, y);                                                                       \
     }                                                                                                                         \
-    extern "C" void gated_linear_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* gate, const word* up,          \
-                                        int64_t num_columns, const T* gate_bias, const T* up_bias, T* y, int num_threads) {      \
-        multiply_gated(Gated<T>{x, depth / PER_WORD<T>, gate, up, gate_bias, up_bias, num_columns}, num_rows, y, num_threads);   \
+    extern "C" void gated_linear_##NAME(const T* x, int64_t num_rows, int64_t depth, const word* gate, const word* up,        \
+                                        int64_t num_columns, const T* gate_bias, const T* up_bias, T* y) {                    \
+        multiply_gated(Gated<T>{x, depth / PER_WORD<T>, gate, up, gate_bias, up_bias, num_columns}, num_rows, y);             \
     }                                                                                                                         \
     extern "C" int rotate_and_write_##NAME(T* qkv, T* kv, const Slots* slots, const Pages* pages, const T* query_norm,        \
-                                           const T* key_norm, float eps, int num_threads) {                                   \
-        return rotate_and_write(qkv, kv, *slots, *pages, HeadNorms<T>{query_norm, key_norm, eps}, num_threads);               \
+                                           const T* key_norm, float eps) {                                                    \
+        return rotate_and_write(qkv, kv, *slots, *pages, HeadNorms<T>{query_norm, key_norm, eps});                            \
     }                                                                                                                         \
-    extern "C" int layer_##NAME(const LayerWeights<T>* weights, const Batch* batch, const Slots* slots, const T* hidden,      \
-                                T* kv, T* out, T* workspace) {                                                                \
-        return run_layer(*weights, *batch, *slots, hidden, kv, out, workspace);                                               \
+    extern "C" int layers_##NAME(const LayerOfPass<T>* layers, int64_t num_layers, const Slots* slots, const T* hidden,       \
+                                 T* out, T* workspace) {                                                                      \
+        return run_layers(layers, num_layers, *slots, hidden, out, workspace);                                                \
     }                                                                                                                         \
     extern "C" int attention_half_##NAME(const LayerWeights<T>* weights, const Batch* batch, const Slots* slots,              \
                                          const T* hidden, T* kv, T* out, T* workspace) {                                      \
         return run_attention(*weights, *batch, *slots, hidden, kv, (const T*)nullptr, out, workspace);                        \
     }                                                                                                                         \
     extern "C" void mlp_half_##NAME(const LayerWeights<T>* weights, int64_t num_rows, const T* hidden, T* out,                \
-                                    T* workspace, int num_threads) {                                                          \
-        run_mlp(*weights, num_rows, hidden, (const T*)nullptr, out, workspace, num_threads);                                  \
+                                    T* workspace) {                                                                           \
+        run_mlp(*weights, num_rows, hidden, (const T*)nullptr, out, workspace);                                               \
     }
 
 EXPORT(bfloat16, bf16)
 EXPORT(float32, float)
+
+// Of the whole process, for all kernels.
+extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(num_threads); }

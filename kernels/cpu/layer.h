@@ -36,36 +36,46 @@ bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Slots& sl
     const long rows = slots.num_tokens, size = w.hidden_size;
     const long query_size = long(batch.num_heads) * batch.head_dim;
     const long qkv_size = query_size + 2 * long(batch.num_kv_heads) * batch.head_dim;
-    const int threads = batch.num_threads;
     T *narrow = workspace, *qkv = narrow + rows * std::max(size, query_size);
 
-    normalise_rows(hidden, rows, size, w.input_norm, w.eps, narrow, threads);
-    multiply_all(Linear<T>{narrow, size / PER_WORD<T>, w.qkv_bias, nullptr, qkv_size}, w.qkv, rows, qkv, threads);
+    normalise_rows(hidden, rows, size, w.input_norm, w.eps, narrow);
+    multiply_all(Linear<T>{narrow, size / PER_WORD<T>, w.qkv_bias, nullptr, qkv_size}, w.qkv, rows, qkv);
     const Pages pages = {batch.num_pages, batch.num_heads, batch.num_kv_heads, batch.head_dim, batch.page_size};
     const HeadNorms<T> norms = {w.query_norm, w.key_norm, w.eps};
-    if (!rotate_and_write(qkv, kv, slots, pages, norms, threads)) return false;
+    if (!rotate_and_write(qkv, kv, slots, pages, norms)) return false;
     attend_any(Attention<T>{qkv, qkv_size, kv, narrow, nullptr}, batch);
-    multiply_all(Linear<T>{narrow, query_size / PER_WORD<T>, w.o_bias, residual, size}, w.o, rows, out, threads);
+    multiply_all(Linear<T>{narrow, query_size / PER_WORD<T>, w.o_bias, residual, size}, w.o, rows, out);
     return true;
 }
 
 // Norm and MLP, plus `residual`, which may be null. Any of the three tensors [rows, hidden_size] may be one. The
 // workspace has room for rows * (hidden_size + intermediate_size).
 template <class T>
-void run_mlp(const LayerWeights<T>& w, long rows, const T* hidden, const T* residual, T* out, T* workspace, int threads) {
+void run_mlp(const LayerWeights<T>& w, long rows, const T* hidden, const T* residual, T* out, T* workspace) {
     const long size = w.hidden_size, inner = w.intermediate_size;
     T *narrow = workspace, *gated = narrow + rows * size;
 
-    normalise_rows(hidden, rows, size, w.post_norm, w.eps, narrow, threads);
-    multiply_gated(Gated<T>{narrow, size / PER_WORD<T>, w.gate, w.up, w.gate_bias, w.up_bias, inner}, rows, gated, threads);
-    multiply_all(Linear<T>{gated, inner / PER_WORD<T>, w.down_bias, residual, size}, w.down, rows, out, threads);
+    normalise_rows(hidden, rows, size, w.post_norm, w.eps, narrow);
+    multiply_gated(Gated<T>{narrow, size / PER_WORD<T>, w.gate, w.up, w.gate_bias, w.up_bias, inner}, rows, gated);
+    multiply_all(Linear<T>{gated, inner / PER_WORD<T>, w.down_bias, residual, size}, w.down, rows, out);
 }
 
-// Both halves, each with its residual.
+// A layer of a pass, and its pages. layer.py has the same structure.
 template <class T>
-bool run_layer(const LayerWeights<T>& w, const Batch& batch, const Slots& slots, const T* hidden, T* kv, T* out, T* workspace) {
-    if (!run_attention(w, batch, slots, hidden, kv, hidden, out, workspace)) return false;
-    run_mlp(w, slots.num_tokens, out, out, out, workspace, batch.num_threads);
+struct LayerOfPass {
+    const LayerWeights<T>* weights;
+    const Batch* batch;
+    T* kv;
+};
+
+// Layers, both halves of each with its residual. `hidden` may be `out`.
+template <class T>
+bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Slots& slots, const T* hidden, T* out, T* workspace) {
+    for (long i = 0; i < num_layers; i++, hidden = out) {
+        const LayerOfPass<T>& layer = layers[i];
+        if (!run_attention(*layer.weights, *layer.batch, slots, hidden, layer.kv, hidden, out, workspace)) return false;
+        run_mlp(*layer.weights, slots.num_tokens, out, out, out, workspace);
+    }
     return true;
 }
 

@@ -1,18 +1,19 @@
-"""A decoder layer of the Llama family in one call on the CPU (layer.h).
+"""Decoder layers of the Llama family in one call on the CPU (layer.h).
 
 The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, products for queries, keys
 and values, rotation and page write, attention, product, norm, gated products, product, with both residuals.
-One call, because thirty layers of nine calls each cost Python 1.4 ms a step, a fifth of a decode step of a
-small model. The halves of a layer, attention and MLP, can be called alone, without their residuals: what they
-compute is added up over the ranks of a tensor-parallel group, each with its own heads and columns.
+One call for all layers of a pass, because thirty layers of nine calls each cost Python 1.4 ms a step, a fifth
+of a decode step of a small model, and between two calls other threads may hold the interpreter. The
+halves of a layer, attention and MLP, can be called alone, without their residuals: what they compute is added
+up over the ranks of a tensor-parallel group, each with its own heads and columns.
 
 Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
 """
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,6 +45,12 @@ class _Weights(ctypes.Structure):
         ("intermediate_size", c_int64),
         ("eps", c_float),
     )
+
+
+class _LayerOfPass(ctypes.Structure):
+    """`struct LayerOfPass` of layer.h."""
+
+    _fields_ = (("weights", c_void_p), ("batch", c_void_p), ("kv", c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,7 @@ class Layer:
         self.heads = heads
         self.workspace_elements = max(hidden_size, query_size) + qkv_size + inner
         """of this dtype, for each token"""
+        self._sizes = (self.dtype, hidden_size, inner, heads)
         self._weights = weights  # the C++ code reads them by address
         norms = weights.head_norms
         self._struct = _Weights(
@@ -123,9 +131,9 @@ class Layer:
             weights.eps,
         )
         self._address = ctypes.addressof(self._struct)
-        self._layer = library.function("layer", self.dtype, *[c_void_p] * 7)
+        self._layers = library.function("layers", self.dtype, c_void_p, c_int64, *[c_void_p] * 4)
         self._attention_half = library.function("attention_half", self.dtype, *[c_void_p] * 7)
-        self._mlp_half = library.function("mlp_half", self.dtype, c_void_p, c_int64, *[c_void_p] * 3, c_int)
+        self._mlp_half = library.function("mlp_half", self.dtype, c_void_p, c_int64, *[c_void_p] * 3)
 
     def __call__(
         self,
@@ -139,7 +147,7 @@ class Layer:
 
         `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError.
         """
-        return self._with_attention(self._layer, hidden, kv_layer, attention, slots, workspace)
+        return run_layers([(self, kv_layer, attention)], hidden, slots, workspace)
 
     def attention_half(
         self,
@@ -150,7 +158,19 @@ class Layer:
         workspace: torch.Tensor,
     ) -> torch.Tensor:
         """What attention adds to `hidden`: norm, attention, the product after it. Otherwise as the whole."""
-        return self._with_attention(self._attention_half, hidden, kv_layer, attention, slots, workspace)
+        self._check_pass(hidden, kv_layer, attention, slots, workspace)
+        out = torch.empty_like(hidden)
+        is_written = self._attention_half(
+            self._address,
+            attention.address,
+            slots.address,
+            hidden.data_ptr(),
+            kv_layer.data_ptr(),
+            out.data_ptr(),
+            workspace.data_ptr(),
+        )
+        _check_written(is_written, kv_layer, slots)
+        return out
 
     def mlp_half(self, hidden: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         """What the MLP adds to `hidden` [T, hidden_size]: norm and MLP. Raises ValueError."""
@@ -164,19 +184,17 @@ class Layer:
             hidden.data_ptr(),
             out.data_ptr(),
             workspace.data_ptr(),
-            torch.get_num_threads(),
         )
         return out
 
-    def _with_attention(
+    def _check_pass(
         self,
-        function: Any,
         hidden: torch.Tensor,
         kv_layer: torch.Tensor,
         attention: PagedAttention,
         slots: Slots,
         workspace: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> None:
         num_tokens = len(slots)
         self._check("hidden states", hidden, (num_tokens, self.hidden_size))
         self._check("pages", kv_layer, attention.kv_shape)
@@ -190,21 +208,6 @@ class Layer:
                 f"expected attention and places of {num_tokens} tokens for {self.heads}, "
                 f"got {attention.num_tokens} for {attention.heads}, head_dim {slots.head_dim}"
             )
-        out = torch.empty_like(hidden)
-        is_written = function(
-            self._address,
-            attention.address,
-            slots.address,
-            hidden.data_ptr(),
-            kv_layer.data_ptr(),
-            out.data_ptr(),
-            workspace.data_ptr(),
-        )
-        if not is_written:
-            raise ValueError(
-                f"expected slots in pages {list(kv_layer.shape)}, got pages {slots.pages.tolist()}"
-            )
-        return out
 
     def _check(self, what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         is_right = tensor.shape == shape and tensor.dtype is self.dtype
@@ -213,3 +216,45 @@ class Layer:
                 f"expected {what} as contiguous {self.dtype} {list(shape)} on the CPU, "
                 f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )
+
+
+def run_layers(
+    layers: Sequence[tuple[Layer, torch.Tensor, PagedAttention]],
+    hidden: torch.Tensor,
+    slots: Slots,
+    workspace: torch.Tensor,
+) -> torch.Tensor:
+    """`hidden` [T, hidden_size] after these layers, each with its pages and attention.
+
+    Otherwise as `Layer.__call__`.
+    """
+    first, pages, attention = layers[0]
+    first._check_pass(hidden, pages, attention, slots, workspace)
+    for layer, kv_layer, of_layer in layers[1:]:
+        if layer._sizes != first._sizes or of_layer.num_tokens != attention.num_tokens:
+            raise ValueError(
+                f"expected layers and attention of one shape, got {layer._sizes}, {first._sizes}"
+            )
+        layer._check("pages", kv_layer, of_layer.kv_shape)
+    structs = (_LayerOfPass * len(layers))(
+        *(
+            _LayerOfPass(layer._address, of_layer.address, kv_layer.data_ptr())
+            for layer, kv_layer, of_layer in layers
+        )
+    )
+    out = torch.empty_like(hidden)
+    is_written = first._layers(
+        ctypes.addressof(structs),
+        len(layers),
+        slots.address,
+        hidden.data_ptr(),
+        out.data_ptr(),
+        workspace.data_ptr(),
+    )
+    _check_written(is_written, pages, slots)
+    return out
+
+
+def _check_written(is_written: int, kv_layer: torch.Tensor, slots: Slots) -> None:
+    if not is_written:
+        raise ValueError(f"expected slots in pages {list(kv_layer.shape)}, got pages {slots.pages.tolist()}")

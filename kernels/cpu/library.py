@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mooncake.native import NativeCodeError, NoCompilerError, load
+from mooncake.native import NativeCodeError, load
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 _TORCH = "torch"
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 # The same bits from code that is compiled in two places: no fused operation but those that are written out.
-_FLAGS = ("-ffp-contract=off",)
-_THREADS = "-fopenmp"
+_FLAGS = ("-ffp-contract=off", "-pthread")
 
 
 class Isa(Enum):
@@ -70,6 +69,11 @@ class Library:
         function.argtypes = argtypes
         return function
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """Of all kernels, in the whole process: the caller's, and those that compute on idle cores beside
+        it (idle_cores.h). 1 at first. Waits until no other thread computes."""
+        self.code.set_num_threads(num_threads)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -94,15 +98,7 @@ def supported_isas(cpuinfo: str) -> list[Isa]:
 @functools.cache
 def load_library(isa: Isa) -> Library:
     """Compiles, the first time for some seconds, and loads. Raises NativeCodeError."""
-    flags = (*_ARCHITECTURE[isa], *_FLAGS)
-    try:
-        return Library(isa, load(_SOURCE, (*flags, _THREADS)))
-    except NoCompilerError:
-        raise
-    except NativeCodeError as error:  # clang without libomp
-        library = Library(isa, load(_SOURCE, flags))
-        log.warning("the CPU's kernels use one thread: %s", error)
-        return library
+    return Library(isa, load(_SOURCE, (*_ARCHITECTURE[isa], *_FLAGS)))
 
 
 def choose() -> Choice:

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int LINES = PANEL * int(sizeof(word)) / 64;  // cache lines of one step of a panel
+constexpr long ROWS_OF_BLOCK = 16 * TILE_ROWS;  // that one thread multiplies with a panel
 
 template <class T>
 struct Linear {
@@ -102,16 +103,35 @@ ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_row
     for (long i = 0; i < num_rows; i++) memcpy(at.y + i * at.step, y + i * PANEL, num_columns * sizeof(OUT));
 }
 
+// Rows [first, end) times one panel; `next` is the one that this thread needs then.
+struct Part {
+    long panel, next, first, end;
+
+    // Which tile of the rows this is, as `multiply_rows` counts them: the first ones fetch the next panel.
+    long tile_of(long row) const { return (next == panel ? LINES : 0) + (row - first) / TILE_ROWS; }
+};
+
+// Calls `multiply` for the parts of a whole product.
+template <class F>
+INLINE void divide_product(long num_rows, long num_columns, F multiply) {
+    const long num_panels = (num_columns + PANEL - 1) / PANEL, num_blocks = (num_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
+    const long num_parts = num_panels * num_blocks;
+    divide(num_parts, [&](long n, int step) {
+        const long panel = n / num_blocks, first = n % num_blocks * ROWS_OF_BLOCK;
+        const long next = 0 <= n + step && n + step < num_parts ? (n + step) / num_blocks : panel;
+        multiply(Part{panel, next, first, std::min(first + ROWS_OF_BLOCK, num_rows)});
+    });
+}
+
 template <class T, class OUT>
-ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, OUT* y, int num_threads) {
-    const long panel_words = s.num_words * PANEL, num_panels = (s.num_columns + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (long p = 0; p < num_panels; p++) {
-        const word* panel = packed + p * panel_words;
-        const char* next = (const char*)(p + 1 < num_panels ? panel + panel_words : panel);
-        const long column = p * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
-        for (long row = 0; row < num_rows; row += TILE_ROWS) {
-            const long tile = row / TILE_ROWS, rows = std::min<long>(TILE_ROWS, num_rows - row);
+ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, OUT* y) {
+    const long panel_words = s.num_words * PANEL;
+    divide_product(num_rows, s.num_columns, [&](const Part& part) {
+        const word* panel = packed + part.panel * panel_words;
+        const char* next = (const char*)(packed + part.next * panel_words);
+        const long column = part.panel * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
+        for (long row = part.first; row < part.end; row += TILE_ROWS) {
+            const long tile = part.tile_of(row), rows = std::min<long>(TILE_ROWS, part.end - row);
             const long first = row * s.num_columns + column;
             const Place<T, OUT> at = {
                 s.x + row * s.num_words * PER_WORD<T>,
@@ -126,7 +146,7 @@ ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, O
                 multiply_part(at, num_columns, rows, tile, s.num_words, panel);
             }
         }
-    }
+    });
 }
 
 // The two halves of a gated product: silu(x G^T) * (x U^T), with biases.
@@ -141,35 +161,34 @@ struct Gated {
 
 // Both products of a tile stay in the processor's cache until they are multiplied.
 template <class T>
-ALONE void multiply_gated(const Gated<T>& s, long num_rows, T* y, int num_threads) {
-    const long panel_words = s.num_words * PANEL, num_panels = (s.num_columns + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (long p = 0; p < num_panels; p++) {
+ALONE void multiply_gated(const Gated<T>& s, long num_rows, T* y) {
+    const long panel_words = s.num_words * PANEL;
+    divide_product(num_rows, s.num_columns, [&](const Part& part) {
         alignas(64) float gates[TILE_ROWS * PANEL], ups[TILE_ROWS * PANEL];
-        alignas(64) T part[PANEL];
+        alignas(64) T narrow[PANEL];
         alignas(64) T gate_bias[PANEL] = {}, up_bias[PANEL] = {};
-        const long column = p * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
+        const long column = part.panel * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
         if (s.gate_bias != nullptr) memcpy(gate_bias, s.gate_bias + column, num_columns * sizeof(T));
         if (s.up_bias != nullptr) memcpy(up_bias, s.up_bias + column, num_columns * sizeof(T));
-        const word *gate = s.gate + p * panel_words, *up = s.up + p * panel_words;
-        const long to_next = p + 1 < num_panels ? panel_words : 0;
-        for (long row = 0; row < num_rows; row += TILE_ROWS) {
+        const word *gate = s.gate + part.panel * panel_words, *up = s.up + part.panel * panel_words;
+        const char *next_gate = (const char*)(s.gate + part.next * panel_words), *next_up = (const char*)(s.up + part.next * panel_words);
+        for (long row = part.first; row < part.end; row += TILE_ROWS) {
             const T* x = s.x + row * s.num_words * PER_WORD<T>;
-            const long rows = std::min<long>(TILE_ROWS, num_rows - row), tile = row / TILE_ROWS;
+            const long rows = std::min<long>(TILE_ROWS, part.end - row), tile = part.tile_of(row);
             const bool is_only = num_rows == TILE_ROWS;
             const Place<T, float> left = {x, s.gate_bias == nullptr ? nullptr : gate_bias, nullptr, gates, PANEL};
             const Place<T, float> right = {x, s.up_bias == nullptr ? nullptr : up_bias, nullptr, ups, PANEL};
-            multiply_rows(left, rows, tile, is_only, s.num_words, gate, (const char*)(gate + to_next));
-            multiply_rows(right, rows, tile, is_only, s.num_words, up, (const char*)(up + to_next));
+            multiply_rows(left, rows, tile, is_only, s.num_words, gate, next_gate);
+            multiply_rows(right, rows, tile, is_only, s.num_words, up, next_up);
             for (long i = 0; i < rows; i++) {
-                T* to = num_columns == PANEL ? y + (row + i) * s.num_columns + column : part;
+                T* to = num_columns == PANEL ? y + (row + i) * s.num_columns + column : narrow;
                 UNROLL for (int j = 0; j < PANEL; j += WIDTH) {
                     store_floats(to + j, silu_mul<T>(load(gates + i * PANEL + j), load(ups + i * PANEL + j)));
                 }
-                if (to == part) memcpy(y + (row + i) * s.num_columns + column, part, num_columns * sizeof(T));
+                if (to == narrow) memcpy(y + (row + i) * s.num_columns + column, narrow, num_columns * sizeof(T));
             }
         }
-    }
+    });
 }
 
 template <class T>

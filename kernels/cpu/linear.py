@@ -8,7 +8,7 @@ An element of the result does not depend on the number of rows, bit for bit.
 Owns: the packed weights and the checks. Does not know: layers.
 """
 
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 
 import torch
 
@@ -40,7 +40,7 @@ class PackedLinear:
         if bias is not None:
             _check("bias", bias, (self.out_features,), self.dtype)
         arguments = (
-            c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int,
+            c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
         )  # fmt: skip
         self._linear = library.function("linear", self.dtype, *arguments)
         self._linear_to_float32 = library.function("linear_to_float32", self.dtype, *arguments)
@@ -77,7 +77,6 @@ class PackedLinear:
             self.bias_address,
             None if residual is None else residual.data_ptr(),
             y.data_ptr(),
-            torch.get_num_threads(),
         )
         return y
 
@@ -113,7 +112,6 @@ class GatedLinear:
             *[c_void_p] * 2,
             c_int64,
             *[c_void_p] * 3,
-            c_int,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +128,6 @@ class GatedLinear:
             self.gate.bias_address,
             self.up.bias_address,
             y.data_ptr(),
-            torch.get_num_threads(),
         )
         return y
 

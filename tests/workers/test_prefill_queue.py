@@ -50,6 +50,15 @@ def test_short_prompts_and_ends_of_prompts_share_a_pass() -> None:
     assert compute(queue) == [(last, 35)]
 
 
+def test_no_further_prompt_comes_to_a_pass_that_is_as_fast_as_it_gets() -> None:
+    queue = PrefillQueue(100, saturating_tokens=30)
+    long, short, shorter, last = (ready(queue, num_tokens) for num_tokens in (150, 20, 10, 5))
+    assert compute(queue) == [(long, 100)]
+    assert compute(queue) == [(long, 50)]
+    assert compute(queue) == [(short, 20), (shorter, 10)]
+    assert compute(queue) == [(last, 5)]
+
+
 def test_urgent_prompt_overtakes_a_long_one_between_passes() -> None:
     queue = PrefillQueue(100)
     long = ready(queue, 300)

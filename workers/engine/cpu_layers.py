@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from kernels.cpu.attention import HEAD_DIMS, Heads, PagedAttention
 from kernels.cpu.elementwise import MULTIPLE, Elementwise, HeadNorms
-from kernels.cpu.layer import Layer, LayerWeights
+from kernels.cpu.layer import Layer, LayerWeights, run_layers
 from kernels.cpu.library import DTYPES, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from kernels.cpu.memory import HugeMemory
@@ -85,9 +85,15 @@ class CpuLayers:
     def forward_layer(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        computed, attention = self._layers[layer], self._attention(layer, batch)
-        workspace = batch.workspace(computed.workspace_elements)
-        return computed(hidden, kv.layer(layer), attention, batch.slots, workspace)
+        return self.forward_layers(range(layer, layer + 1), hidden, batch, kv)
+
+    def forward_layers(
+        self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
+    ) -> torch.Tensor:
+        """Several, one behind the other, in one call."""
+        of_pass = [(self._layers[layer], kv.layer(layer), self._attention(layer, batch)) for layer in layers]
+        workspace = batch.workspace(of_pass[0][0].workspace_elements)
+        return run_layers(of_pass, hidden, batch.slots, workspace)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """What attention adds to `hidden`; its keys and values are written."""

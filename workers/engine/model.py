@@ -98,6 +98,14 @@ class DecoderModel:
             return self._library.isa.value
         return "torch" if self.fallback_reason else "triton"
 
+    def use_idle_cores(self, num_threads: int) -> bool:
+        """Let its kernels compute with so many threads, of which one is the caller's. False: it has none of
+        the CPU's kernels."""
+        if self._library is None:
+            return False
+        self._library.set_num_threads(num_threads)
+        return True
+
     @property
     def kv_heads(self) -> range:
         """Those that its KVCache has: of the whole model's."""
@@ -186,6 +194,10 @@ class DecoderModel:
         if graphs is not None and graphs.can_compute(batch):
             return graphs.forward(batch)
         hidden = self.embed(batch)
-        for layer in self.layers:
-            hidden = self.forward_layer(layer, hidden, batch, kv)
+        if isinstance(self._computed, CpuLayers):
+            assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
+            hidden = self._computed.forward_layers(self.layers, hidden, batch, kv)
+        else:
+            for layer in self.layers:
+                hidden = self.forward_layer(layer, hidden, batch, kv)
         return self.logits(hidden[batch.last_rows])

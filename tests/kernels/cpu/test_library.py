@@ -1,6 +1,5 @@
 """The choice of an instruction set, and what happens without a compiler."""
 
-import ctypes
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,27 +89,6 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "torch computes" in warnings[0].getMessage()
-
-
-def test_a_compiler_without_openmp_makes_kernels_of_one_thread(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiled_with: list[tuple[str, ...]] = []
-
-    def load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-        compiled_with.append(flags)
-        if "-fopenmp" in flags:
-            raise native.NativeCodeError("cannot find -lomp")
-        return ctypes.CDLL(None)
-
-    library.load_library.cache_clear()
-    monkeypatch.setattr(library, "load", load)
-    library.load_library(Isa.AVX2)
-    assert [("-fopenmp" in flags, "-ffp-contract=off" in flags) for flags in compiled_with] == [
-        (True, True),
-        (False, True),
-    ]
-    assert "use one thread: cannot find -lomp" in caplog.text
 
 
 def test_what_cannot_be_compiled_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -146,15 +146,15 @@ def test_logits_and_kv_have_the_same_bits_however_the_work_is_cut_and_batched(
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     model, texts = load("llama", torch.bfloat16), greedy_by_transformers("llama")
-    num_threads = torch.get_num_threads()
     results = []
     try:
-        for num in (1, 3):
-            torch.set_num_threads(num)
+        for num_threads in (1, 2, 4):
+            model.use_idle_cores(num_threads)
             results.append(run(model, texts, 40)[0])
     finally:
-        torch.set_num_threads(num_threads)
-    assert torch.equal(*results)
+        model.use_idle_cores(1)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,106 @@
+"""Requests to a server at given times, and when each of their tokens came.
+
+Owns: sending, the paper's TTFT and TBT of a request. Does not know: which server, what is measured.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import httpx
+
+_LONGEST_GAPS = 0.1
+
+
+class Planned(NamedTuple):
+    """A request that starts `at_s` seconds after the first one could."""
+
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """Of a request: the times at which its tokens came, in seconds since it was sent; none if refused."""
+
+    request: Planned
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.token_times_s) == self.request.num_output_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between tokens."""
+        return [b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+
+    @property
+    def tbt_s(self) -> float:
+        """The mean of the longest tenth of the gaps (Mooncake, FAST'25, section 5.1)."""
+        gaps = sorted(self.gaps_s, reverse=True)
+        longest = gaps[: max(1, round(_LONGEST_GAPS * len(gaps)))]
+        return sum(longest) / len(longest)
+
+
+class Sender:
+    """Of completions with random prompts, which nothing has cached; to one server."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, seed: int = 0) -> None:
+        self._url, self._http = url, http
+        self._rng = random.Random(seed)
+        self._model = ""
+
+    async def connect(self) -> None:
+        """Once, before anything is sent."""
+        models = await self._http.get(f"{self._url}/v1/models")
+        self._model = models.raise_for_status().json()["data"][0]["id"]
+
+    async def send(self, request: Planned) -> Answer:
+        """Now, whatever `at_s` says."""
+        body = {
+            "model": self._model,
+            "prompt": [self._rng.randrange(1000, 40000) for _ in range(request.num_prompt_tokens)],
+            "max_tokens": request.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        answer = Answer(request)
+        began_s = time.perf_counter()
+        async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+            if response.status_code == 429:
+                return answer
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    num_tokens = len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
+                    answer.token_times_s += [time.perf_counter() - began_s] * num_tokens
+        return answer
+
+    async def send_all(self, schedule: Iterable[Planned]) -> list[Answer]:
+        """Open loop: each at its time, however many are under way."""
+        began_s = time.perf_counter()
+
+        async def at_its_time(request: Planned) -> Answer:
+            await asyncio.sleep(max(0.0, began_s + request.at_s - time.perf_counter()))
+            return await self.send(request)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(at_its_time(request)) for request in schedule]
+        return [task.result() for task in tasks]
+
+
+def client() -> httpx.AsyncClient:
+    """With room for everything that is under way."""
+    return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))
