@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 
 from benchmarks.load.instant_workers import InstantInstance
+from conductor.event_follower import EventFollower
 from conductor.front.link import Inbox, Link, Received
+from conductor.history import History
 from conductor.policy import Conductor, Limits
 from conductor.service import ConductorService
 from mooncake.blocks import KVLayout
@@ -34,10 +36,12 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
     control, replies = f"ipc://{folder}/control", f"ipc://{folder}/replies"
     conductor = Conductor(1, FINGERPRINT, Limits())
     router: Router[ToConductor] = Router(control, ToConductor, key)
-    link = Link(control, replies, key, FINGERPRINT)
+    link = Link(control, replies, key, FINGERPRINT, LAYOUT.block_size)
+    follower = EventFollower(conductor.prefixes, key)
+    service = ConductorService(conductor, router, follower, History())
     instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key) for role in Role]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-        runs = (ConductorService(conductor, router).run(), link.run(), *(one.run() for one in instances))
+        runs = (service.run(), link.run(), *(one.run() for one in instances))
         tasks = [group.create_task(run) for run in runs]
         for instance in instances:
             await instance.is_registered.wait()
@@ -52,6 +56,7 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
+    follower.close()
     router.close()
     return answers, conductor.num_running
 
