@@ -68,10 +68,6 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(
         assert cached == num_blocks * BLOCK_SIZE
         again, _ = complete(server, turn, 10)
         assert again == second
-        reused = [
-            metric(server, "mooncake_placements_total", prefix=prefix) for prefix in ("local", "remote")
-        ]
-        assert sum(reused) >= 1, "the Conductor knew that its prefix was there"
 
         def num_inlined() -> float:
             return metric(server, "mooncake_decode_prompts_total", inlined="yes", instance="decode-0")
