@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
 from tests.tiny_models import tiny_model
@@ -51,11 +52,9 @@ def complete(server: Server, prompt: list[int], num_tokens: int = 2) -> tuple[st
 
 def metric(server: Server, name: str, **labels: str) -> float:
     """A counter or gauge; 0 before it was reported."""
-    wanted = name + "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "} "
-    for line in httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines():
-        if line.startswith(wanted):
-            return float(line.split()[-1])
-    return 0.0
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return next((of.value for of in samples if of.name == name and of.labels == labels), 0.0)
 
 
 def other_prompt(number: int) -> list[int]:

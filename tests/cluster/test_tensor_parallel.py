@@ -99,14 +99,14 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
     model: tuple[Path, transformers.PreTrainedModel],
     common: list[str],
     front: Server,
-    tmp_path: Path,
+    run_dir: Path,
 ) -> None:
     expected = [reference(model[1], prompt, NUM_TOKENS) for prompt in PROMPTS]
 
     def node(role: str) -> Server:
-        (tmp_path / role).mkdir()
+        (run_dir / role).mkdir()
         arguments = [f"--role={role}", f"--instance={role}", f"--worker-tensor-parallel={degrees[role]}"]
-        return Server(*arguments, *common, run_dir=tmp_path / role)
+        return Server(*arguments, *common, run_dir=run_dir / role)
 
     with node("prefill") as prefill, node("decode") as decode, ThreadPoolExecutor(8) as threads:
 
