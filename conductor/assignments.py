@@ -50,6 +50,10 @@ class Assignments:
         assignment = self._assignments.get(request_id)
         return None if assignment is None else assignment.placement
 
+    def is_computed(self, request_id: str) -> bool:
+        """Whether it is the turn of its prompt on its prefill instance."""
+        return self._view.loads.is_computed(self._assignments[request_id].prefill_slot, request_id)
+
     def assign(self, request: Request, placement: Placement, now_s: float) -> None:
         """It is about to be ordered from this pair."""
         view, loads, prediction = self._view, self._view.loads, placement.prediction

@@ -121,6 +121,17 @@ class ClusterView:
         self._decode_pool = None
         self.transfers.reset(slot)
 
+    def close(self, instance: Instance) -> None:
+        """It is given nothing more; what it has stays."""
+        self.loads.set_role(self._slots[instance.name], None)
+        self._decode_pool = None
+
+    def open(self, instance: Instance) -> None:
+        """Undoes `close`."""
+        room_blocks = instance.max_sequence_blocks
+        self.loads.set_role(self._slots[instance.name], instance.registration.role, room_blocks)
+        self._decode_pool = None
+
     def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
         """Its load, as it says."""
         slot = self._slots[instance.name]

@@ -109,6 +109,7 @@ def _instance(instance: Instance) -> dict[str, Any]:
     shown = {
         "name": instance.name,
         "role": instance.registration.role,
+        "state": instance.state,
         "engine": instance.registration.engine,
         "num_requests": len(instance.requests),
         "num_assigned_tokens": instance.num_assigned_tokens,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conductor.policy import Effect
+from conductor.effects import Effect
 from mooncake.messages import (
     Abort,
     Cancel,
@@ -138,7 +138,7 @@ class History:
         match effect.message:
             case Abort(ref=ref):
                 if (timeline := self._current(ref)) is not None and timeline.last.step != QUEUED:
-                    self._append(timeline, Moment(now_s, QUEUED, note="an instance was lost"))
+                    self._append(timeline, Moment(now_s, QUEUED, note="taken off its instances"))
             case Reserve(ref=ref):
                 if (timeline := self.live.get(ref.request_id)) is not None:
                     timeline.attempt, timeline.prefill = ref.attempt, None

@@ -6,7 +6,14 @@ Load is the Conductor's own count of what it assigned and has not seen end, not 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mooncake.messages import Heartbeat, Register, Role
+from mooncake.messages import Heartbeat, InstanceState, Register, Role
+
+_NEXT = {
+    InstanceState.SERVING: frozenset({InstanceState.DRAINING, InstanceState.RETIRING}),
+    InstanceState.DRAINING: frozenset({InstanceState.SERVING, InstanceState.RETIRING}),
+    InstanceState.RETIRING: frozenset({InstanceState.RETIRED}),
+    InstanceState.RETIRED: frozenset[InstanceState](),
+}
 
 
 @dataclass(slots=True)
@@ -17,6 +24,7 @@ class Instance:
     identity: bytes
     last_seen_s: float
     heartbeat: Heartbeat | None = None
+    state: InstanceState = InstanceState.SERVING
     requests: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
 
     @property
@@ -62,6 +70,14 @@ class Instances:
         self._lost[name] = (self._by_name.pop(name), now_s)
         self._changed()
 
+    def move(self, instance: Instance, state: InstanceState) -> bool:
+        """Whether it may be in this state next, and now is."""
+        if state not in _NEXT[instance.state]:
+            return False
+        instance.state = state
+        self._largest.clear()
+        return True
+
     def _changed(self) -> None:
         self.num_changes += 1
         self._largest.clear()
@@ -74,10 +90,10 @@ class Instances:
             self._largest.clear()
 
     def largest(self, role: Role) -> Instance | None:
-        """Of those of this role that are there, or may be about to return, who holds the longest sequence."""
+        """Of those of this role that serve, or may be about to return, who holds the longest sequence."""
         if role not in self._largest:
             lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
-            expected = self.of_role(role) + lost
+            expected = self.serving(role) + lost
             self._largest[role] = max(
                 expected, key=lambda instance: instance.max_sequence_blocks, default=None
             )
@@ -95,6 +111,10 @@ class Instances:
     def of_role(self, role: Role) -> list[Instance]:
         """All instances that have this role now."""
         return [instance for instance in self._by_name.values() if instance.registration.role is role]
+
+    def serving(self, role: Role) -> list[Instance]:
+        """Those of this role that take requests."""
+        return [instance for instance in self.of_role(role) if instance.state is InstanceState.SERVING]
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
         """Those not heard of since `deadline_s`."""

@@ -68,6 +68,10 @@ class Loads:
                 grown[slot] = 0
                 setattr(self, name, grown)
         self._prefills[slot] = _Prefills({}, {})
+        self.set_role(slot, role, room_blocks)
+
+    def set_role(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
+        """What an instance may be given from now on: nothing without a role. What it has stays."""
         self.is_prefill[slot], self.is_decode[slot] = role is Role.PREFILL, role is Role.DECODE
         self.set_room(slot, room_blocks)
 
@@ -122,6 +126,10 @@ class Loads:
     def has_ordered_prefills(self, slot: int) -> bool:
         """Whether something is computed there, or could be."""
         return bool(self._prefills[slot].ordered)
+
+    def is_computed(self, slot: int, request_id: str) -> bool:
+        """Whether this prompt is the one whose turn it is."""
+        return next(iter(self._prefills[slot].ordered), None) == request_id
 
     def _set_head(self, slot: int) -> None:
         prefills = self._prefills[slot]

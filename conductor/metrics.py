@@ -14,7 +14,7 @@ from conductor.index_metrics import index_metrics
 from conductor.lifecycle import RUNNING_STATES
 from conductor.policy import Conductor
 from mooncake.instance_metrics import InstanceReport, instance_text
-from mooncake.messages import Role
+from mooncake.messages import InstanceState, Role
 
 
 class ConductorMetrics(Collector):
@@ -50,6 +50,13 @@ class ConductorMetrics(Collector):
         for state in RUNNING_STATES:
             requests.add_metric([state.name.lower()], counts[state])
         yield requests
+
+        draining = GaugeMetricFamily(
+            "mooncake_instance_draining", "1 for an instance that is given no more work", labels=["instance"]
+        )
+        for instance in self._conductor.instances:
+            draining.add_metric([instance.name], instance.state is not InstanceState.SERVING)
+        yield draining
 
         assigned = GaugeMetricFamily(
             "mooncake_instance_assigned_tokens", "prompt tokens assigned to an instance", labels=["instance"]

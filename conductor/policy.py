@@ -3,80 +3,41 @@
 Same state and same input give the same output. No IO, no clock, no torch: the live service and a
 simulator drive the very same object.
 
-Owns: instances, the life of every accepted request. Does not know: sockets, tokens' text, how a pair is
-chosen (`conductor.scheduling`), which requests are too many (`conductor.overload`).
+Owns: which fronts and instances are there. Does not know: sockets, tokens' text, what becomes of accepted
+requests (`conductor.dispatcher`).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
+from conductor.dispatcher import Dispatcher
+from conductor.effects import Effect
 from conductor.instances import Instance, Instances
-from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
+from conductor.lifecycle import RequestState, TrackedRequest
 from conductor.outcomes import Outcomes
-from conductor.overload import Admission, forecast_of
-from conductor.placement import Placement, Reason, Rejection, why_too_large
-from conductor.rules import Rules
-from conductor.scheduling import Scheduler
+from conductor.placement import Placement, Reason, why_too_large
+from conductor.rules import Limits, Rules
 from mooncake.costs import Costs
 from mooncake.messages import (
     PROTOCOL_VERSION,
-    Abort,
     Cancel,
     ClusterState,
     Continue,
-    Decode,
-    Ended,
-    Failed,
-    Finished,
+    Drain,
     FromWorker,
     FrontHello,
-    Grant,
     Heartbeat,
     HeartbeatAck,
-    Interrupted,
+    InstanceDrains,
+    InstanceState,
     Leave,
-    Prefill,
-    Prefilled,
-    Ref,
-    Refused,
     Register,
     Registered,
     RegisterRefused,
-    Rejected,
-    Request,
-    Reserve,
-    Reserved,
+    Retire,
+    Retired,
     Role,
     Submit,
     ToConductor,
-    ToFront,
-    ToWorker,
-    WorkFailed,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Send `message` to the peer with this socket identity."""
-
-    peer: bytes
-    message: ToWorker | ToFront
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the Conductor may keep and how long it waits. Times in seconds."""
-
-    max_running_requests: int = 256
-    max_attempts: int = 3
-    peer_timeout_s: float = 5.0
-    placement_timeout_s: float = 60.0
-    return_grace_s: float = 10.0
-    retry_after_s: float = 1.0
-    ttft_slo_s: float | None = None
-    tbt_slo_s: float | None = None
 
 
 class Conductor:
@@ -93,7 +54,6 @@ class Conductor:
         rules: Rules | None = None,
         profiled: tuple[Costs, Costs] | None = None,
     ) -> None:
-        rules = rules or Rules()
         self.epoch = epoch
         self.fingerprint = fingerprint
         self.limits = limits
@@ -101,14 +61,15 @@ class Conductor:
         self.outcomes = Outcomes()
         self.view = ClusterView(profiled)
         self.prefixes = self.view.prefixes
-        forecast = forecast_of(rules.overload)
-        self._scheduler = Scheduler(self.view, rules)
-        self._admission = Admission(self.view, forecast, rules.overload, limits.ttft_slo_s, limits.tbt_slo_s)
-        self._assignments = Assignments(self.view, forecast, self.outcomes, rules)
-        self.requests: dict[str, TrackedRequest] = {}
+        self._dispatcher = Dispatcher(self.instances, self.view, limits, rules or Rules(), self.outcomes)
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None
         self._max_sequence_blocks = 0  # of the last pair that was expected
+
+    @property
+    def requests(self) -> dict[str, TrackedRequest]:
+        """Accepted requests that have not ended, by id."""
+        return self._dispatcher.requests
 
     @property
     def num_running(self) -> int:
@@ -117,7 +78,7 @@ class Conductor:
 
     def placement_of(self, request_id: str) -> Placement | None:
         """Where a request is, and what was predicted; None while it waits."""
-        return self._assignments.placement_of(request_id)
+        return self._dispatcher.placement_of(request_id)
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         """React to one message."""
@@ -130,6 +91,8 @@ class Conductor:
                 return self._on_continue(sender, message, now_s)
             case Cancel():
                 return self._on_cancel(sender, message)
+            case Drain():
+                return self._on_drain(sender, message, now_s)
             case Register():
                 return self._on_register(sender, message, now_s)
             case _:
@@ -144,11 +107,9 @@ class Conductor:
             effects += self._drop_front(front)
         self.instances.forget_lost(now_s - self.limits.return_grace_s)
         effects += self._drop_instances(self.instances.silent_since(deadline_s), "stopped answering", now_s)
-        for tracked in list(self.requests.values()):
-            if tracked.state is RequestState.WAITING:
-                effects += self._place_or_wait(tracked, now_s)
-            elif tracked.state is RequestState.INTERRUPTED:
-                effects.append(Effect(tracked.front, Interrupted(tracked.request.request_id)))
+        effects += self._dispatcher.place_waiting(now_s)
+        effects += self._dispatcher.ask_again()
+        effects += self._retire()
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
@@ -183,11 +144,10 @@ class Conductor:
         request = submit.request
         refusal = self._reason_to_reject(sender, submit)
         if refusal is not None:
-            return [self._rejected(sender, request.request_id, *refusal)]
+            return [self._dispatcher.rejected(sender, request.request_id, *refusal)]
         self._fronts[sender] = now_s
         tracked = TrackedRequest(request, sender, self.epoch, submitted_s=now_s, waiting_since_s=now_s)
-        self.requests[request.request_id] = tracked
-        return self._place_or_wait(tracked, now_s)
+        return self._dispatcher.submit(tracked, now_s)
 
     def _reason_to_reject(self, front: bytes, submit: Submit) -> tuple[Reason, str] | None:
         request_id = submit.request.request_id
@@ -205,39 +165,24 @@ class Conductor:
             return Reason.TOO_MANY, f"{self.num_running} requests are running, the limit is {most}"
         return None
 
-    def _rejected(
-        self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
-    ) -> Effect:
-        self.outcomes.rejected(reason)
-        if reason.status in (429, 503) and retry_after_s is None:
-            retry_after_s = self.limits.retry_after_s
-        return Effect(front, Rejected(request_id, reason.status, message, retry_after_s))
-
     def _on_cancel(self, sender: bytes, cancel: Cancel) -> list[Effect]:
         tracked = self.requests.get(cancel.request_id)
         if tracked is None or tracked.front != sender:
             return []
-        return self._abort(tracked)
+        return self._dispatcher.abort(tracked)
 
     def _on_continue(self, sender: bytes, answer: Continue, now_s: float) -> list[Effect]:
         tracked = self.requests.get(answer.request.request_id)
         if tracked is None or tracked.front != sender or tracked.state is not RequestState.INTERRUPTED:
             return []  # it had been asked twice
-        tracked.request = answer.request
-        tracked.move_to(RequestState.WAITING)
-        return self._place_or_wait(tracked, now_s)
-
-    def _abort(self, tracked: TrackedRequest) -> list[Effect]:
-        effects = self._release_pair(tracked)
-        self._end(tracked, RequestState.ABORTED)
-        return effects
+        return self._dispatcher.go_on(tracked, answer.request, now_s)
 
     def _drop_front(self, front: bytes) -> list[Effect]:
         self._fronts.pop(front, None)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
         # If it lives after all, it must know that nothing more comes.
         reason = "the conductor had lost its connection to this front"
-        return [effect for tracked in orphans for effect in self._fail(tracked, reason)]
+        return [effect for tracked in orphans for effect in self._dispatcher.fail(tracked, reason)]
 
     # -- instances ----------------------------------------------------------------------------------
 
@@ -261,9 +206,7 @@ class Conductor:
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         self.instances.add(instance)
         effects.append(Effect(sender, Registered()))
-        for tracked in list(self.requests.values()):
-            if tracked.state is RequestState.WAITING:
-                effects += self._place_or_wait(tracked, now_s)
+        effects += self._dispatcher.place_waiting(now_s)
         return effects + self._tell_fronts()
 
     def _mismatch(self, peer: str, protocol_version: int, fingerprint: str) -> str | None:
@@ -291,60 +234,9 @@ class Conductor:
         if instance is None or isinstance(message, Register):
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s
-        tracked = self._current(message.ref)
-        if tracked is None:
-            return [] if isinstance(message, Finished) else [Effect(sender, Abort(message.ref))]
-        match message:
-            case Reserved() if tracked.state is RequestState.RESERVING:
-                return self._on_reserved(tracked, instance, message, now_s)
-            case Prefilled() if tracked.state is RequestState.PREFILLING:
-                return self._on_prefilled(tracked, message, now_s)
-            case Finished() if tracked.state is RequestState.DECODING:
-                self._assignments.end_decode(tracked.request_id, now_s, message.num_output_tokens)
-                self._end(tracked, RequestState.FINISHED)
-                return [Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
-            case Refused():
-                return self._on_refused(tracked, instance, message, now_s)
-            case WorkFailed():
-                return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
-        return []  # a duplicate of a step already taken
-
-    def _on_reserved(
-        self, tracked: TrackedRequest, decode: Instance, reserved: Reserved, now_s: float
-    ) -> list[Effect]:
-        if reserved.inlined:
-            self._prefill_is_done(tracked, now_s, None)
-            return []
-        prefill = self.instances.get(tracked.prefill)
-        assert prefill is not None
-        tracked.move_to(RequestState.PREFILLING)
-        num_held_blocks = _num_held_blocks(tracked.request, reserved.grant)
-        source = self._assignments.order_prefill(tracked.request_id, decode, num_held_blocks, now_s)
-        time_left_s = self._time_left_s(tracked, now_s)
-        order = Prefill(tracked.ref, tracked.request, reserved.grant, time_left_s, source)
-        return [Effect(prefill.identity, order)]
-
-    def _on_prefilled(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
-        decode = self.instances.get(tracked.decode)
-        assert decode is not None
-        if not tracked.may_have_begun:
-            rejection = self._admission.check_decode(decode, len(tracked.request.token_ids))
-            if rejection is not None:
-                return self._reject_by_slo(tracked, rejection)
-        self._prefill_is_done(tracked, now_s, prefilled.num_cached_tokens)
-        order = Decode(
-            tracked.ref, prefilled.first_token, prefilled.num_cached_tokens, prefilled.first_logprobs
-        )
-        return [Effect(decode.identity, order)]
-
-    def _prefill_is_done(self, tracked: TrackedRequest, now_s: float, num_cached_tokens: int | None) -> None:
-        """What is left is its messenger's work. `num_cached_tokens` is None for an inlined prompt."""
-        tracked.move_to(RequestState.DECODING)
-        tracked.may_have_begun = True
-        prefill = self.instances.get(tracked.prefill)
-        assert prefill is not None
-        prefill.requests.pop(tracked.request_id, None)
-        self._assignments.end_prefill(tracked.request_id, now_s, num_cached_tokens)
+        if isinstance(message, Retire):
+            return self._drain(instance, InstanceState.RETIRING, now_s)
+        return self._dispatcher.heard(instance, message, now_s)
 
     def _drop_instances(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """All at once, so that no request is placed on one that is dropped next."""
@@ -353,144 +245,62 @@ class Conductor:
             self.view.remove(instance)
         effects = self._tell_fronts() if lost else []
         for instance in lost:
-            for request_id in list(instance.requests):
-                tracked = self.requests.get(request_id)
-                if tracked is not None and instance.name in (tracked.prefill, tracked.decode):
-                    effects += self._on_work_failed(tracked, f"{instance.name} {reason}", True, now_s)
+            effects += self._dispatcher.lose(instance, reason, now_s)
         return effects
 
-    # -- requests -----------------------------------------------------------------------------------
+    # -- draining -----------------------------------------------------------------------------------
 
-    def _current(self, ref: Ref) -> TrackedRequest | None:
-        """The request that `ref` is the running attempt of."""
-        tracked = self.requests.get(ref.request_id)
-        if tracked is None or tracked.ref != ref or tracked.state in NOT_PLACED:
-            return None
-        return tracked
-
-    def _time_left_s(self, tracked: TrackedRequest, now_s: float) -> float | None:
-        """Until the first token is due."""
-        ttft_slo_s = self.limits.ttft_slo_s
-        return None if ttft_slo_s is None else tracked.submitted_s + ttft_slo_s - now_s
-
-    def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        placement = self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
-        if placement is not None:
-            if not tracked.attempt:
-                waited_s = now_s - tracked.submitted_s
-                num_tokens = len(tracked.request.token_ids)
-                rejection = self._admission.check_arrival(placement, num_tokens, waited_s, now_s)
-                if rejection is not None:
-                    return self._reject_by_slo(tracked, rejection)
-            return self._assign(tracked, placement, now_s)
-        if tracked.refused_by and self._scheduler.schedule(tracked.request, now_s) is not None:
-            return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure)
-        if (too_large := why_too_large(tracked.request, self.instances)) is not None:
-            return self._give_up(tracked, Reason.TOO_LARGE, too_large)
-        if now_s - tracked.waiting_since_s > self.limits.placement_timeout_s:
-            why = f" ({tracked.last_failure})" if tracked.last_failure else ""
-            message = f"no pair of instances came back in time{why}"
-            return self._give_up(tracked, Reason.NEVER_PLACED, message)
-        return []
-
-    def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str) -> list[Effect]:
-        """Reject what was never placed; what was has failed."""
-        if tracked.attempt:
-            return self._fail(tracked, message)
-        return self._reject(tracked, reason, message)
-
-    def _reject(
-        self, tracked: TrackedRequest, reason: Reason, message: str, retry_after_s: float | None = None
-    ) -> list[Effect]:
-        effects = self._release_pair(tracked)
-        self._end(tracked, RequestState.FAILED)
-        return [*effects, self._rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]
-
-    def _reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection) -> list[Effect]:
-        """Algorithm 1, line 26: HTTP 429."""
-        return self._reject(tracked, rejection.reason, rejection.message, rejection.retry_after_s)
-
-    def _assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        tracked.attempt += 1
-        tracked.prefill, tracked.decode = placement.prefill.name, placement.decode.name
-        num_tokens = len(tracked.request.token_ids)
-        for instance in (placement.prefill, placement.decode):
-            instance.requests[tracked.request_id] = num_tokens
-        self._assignments.assign(tracked.request, placement, now_s)
-        tracked.move_to(RequestState.RESERVING)
-        tbt_slo_s = None if tracked.may_have_begun else self._admission.tbt_slo_s
-        return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))]
-
-    def _on_refused(
-        self, tracked: TrackedRequest, instance: Instance, refused: Refused, now_s: float
-    ) -> list[Effect]:
-        """The double check of section 3: place it where it has not been refused, or reject it."""
-        effects = self._release_pair(tracked)
-        tracked.refused_by.add(instance.name)
-        tracked.may_have_begun = False  # its first token would have left after the check
-        tracked.last_failure, tracked.waiting_since_s = refused.reason, now_s
-        tracked.move_to(RequestState.WAITING)
-        return effects + self._place_or_wait(tracked, now_s)
-
-    def _on_work_failed(
-        self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
-    ) -> list[Effect]:
-        """Run it again elsewhere: from its beginning, or behind what the front has of the answer."""
-        tracked.num_failures += 1
-        if not retryable or tracked.num_failures >= self.limits.max_attempts:
-            return self._fail(tracked, reason)
-        effects = self._release_pair(tracked)
-        tracked.refused_by.clear()
-        tracked.last_failure, tracked.waiting_since_s = reason, now_s
-        if tracked.may_have_begun:
-            tracked.move_to(RequestState.INTERRUPTED)
-            return [*effects, Effect(tracked.front, Interrupted(tracked.request.request_id))]
-        tracked.move_to(RequestState.WAITING)
-        return effects + self._place_or_wait(tracked, now_s)
-
-    def _fail(self, tracked: TrackedRequest, reason: str) -> list[Effect]:
-        effects = self._release_pair(tracked)
-        self._end(tracked, RequestState.FAILED)
-        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason))]
-
-    def _release_pair(self, tracked: TrackedRequest) -> list[Effect]:
-        """Take the request off its instances and tell those that are alive to stop."""
-        effects = []
-        self._assignments.release(tracked.request_id)
-        for instance in self._pair(tracked):
-            instance.requests.pop(tracked.request_id, None)
-            effects.append(Effect(instance.identity, Abort(tracked.ref)))
-        tracked.prefill = tracked.decode = None
-        return effects
-
-    def _end(self, tracked: TrackedRequest, state: RequestState) -> None:
-        self._assignments.release(tracked.request_id)
-        for instance in self._pair(tracked):
-            instance.requests.pop(tracked.request_id, None)
-        tracked.move_to(state)
-        del self.requests[tracked.request_id]
-
-    def _pair(self, tracked: TrackedRequest) -> Iterable[Instance]:
-        candidates = {tracked.prefill, tracked.decode}
+    def _on_drain(self, sender: bytes, order: Drain, now_s: float) -> list[Effect]:
+        instance = self.instances.get(order.instance)
+        if instance is None:
+            return [Effect(sender, InstanceDrains(order.instance, None, 0))]
+        if order.is_wanted:
+            effects = self._drain(instance, InstanceState.DRAINING, now_s)
+        else:
+            effects = self._serve_again(instance, now_s)
         return [
-            instance for name in sorted(filter(None, candidates)) if (instance := self.instances.get(name))
+            *effects,
+            Effect(sender, InstanceDrains(instance.name, instance.state, len(instance.requests))),
         ]
+
+    def _drain(self, instance: Instance, state: InstanceState, now_s: float) -> list[Effect]:
+        """Nothing more is placed on it, what is queued there goes elsewhere, what runs ends there."""
+        if not self.instances.move(instance, state):
+            return []
+        self.view.close(instance)
+        effects = self._dispatcher.hand_back(instance, now_s)
+        return effects + self._tell_fronts() + self._retire()
+
+    def _serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
+        if not self.instances.move(instance, InstanceState.SERVING):
+            return []  # it is about to end by itself
+        self.view.open(instance)
+        return self._dispatcher.place_waiting(now_s) + self._tell_fronts()
+
+    def _retire(self) -> list[Effect]:
+        """Those that want to end, and have nothing left, may."""
+        idle = [
+            instance
+            for instance in self.instances
+            if instance.state is InstanceState.RETIRING and not instance.requests
+        ]
+        return [
+            Effect(instance.identity, Retired())
+            for instance in idle
+            if self.instances.move(instance, InstanceState.RETIRED)
+        ]
+
+    # -- what fronts know ---------------------------------------------------------------------------
 
     def _cluster_state(self) -> ClusterState:
         self._max_sequence_blocks = self.instances.max_sequence_blocks() or self._max_sequence_blocks
         return ClusterState(
             self.epoch,
-            len(self.instances.of_role(Role.PREFILL)),
-            len(self.instances.of_role(Role.DECODE)),
+            len(self.instances.serving(Role.PREFILL)),
+            len(self.instances.serving(Role.DECODE)),
             self._max_sequence_blocks,
         )
 
     def _tell_fronts(self) -> list[Effect]:
         state = self._cluster_state()
         return [Effect(front, state) for front in self._fronts]
-
-
-def _num_held_blocks(request: Request, grant: Grant) -> int:
-    """Of the prompt's first blocks, those that the decode side does not lack."""
-    missing = [page.block_index for page in grant.pages]
-    return min([*missing, len(request.block_keys)])

@@ -17,6 +17,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
+from conductor.effects import Effect
 from conductor.event_follower import EventFollower
 from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel, load_served_model
@@ -25,8 +26,8 @@ from conductor.front.server import serve as serve_front
 from conductor.front.tool_calls import ToolFormat
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
-from conductor.policy import Conductor, Effect, Limits
-from conductor.rules import Rules
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import ConductorProcess

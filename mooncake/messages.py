@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout, extended_keys
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Role(StrEnum):
@@ -22,6 +22,18 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class InstanceState(StrEnum):
+    """Whether an instance is given work."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """it is given nothing more; what it runs ends there"""
+    RETIRING = "retiring"
+    """the same, and then it ends"""
+    RETIRED = "retired"
+    """it has nothing left, and has been told so"""
 
 
 class FinishReason(StrEnum):
@@ -391,6 +403,11 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
     """The worker stops now: its work is to be placed elsewhere. Needs no answer."""
 
 
+class Retire(msgspec.Struct, tag=True, frozen=True):
+    """The worker wants to end when what it runs has ended: nothing more is to be placed here. Answered by
+    `Retired` when nothing is left."""
+
+
 class Reserved(msgspec.Struct, tag=True, frozen=True):
     """Decode: the pages are there; prefill may start and write to `grant`.
 
@@ -456,6 +473,10 @@ class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
 
     message: str
     retryable: bool = False
+
+
+class Retired(msgspec.Struct, tag=True, frozen=True):
+    """Nothing of what was placed here is left: the worker may end."""
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
@@ -533,6 +554,14 @@ class Continue(msgspec.Struct, tag=True, frozen=True):
     request: Request
 
 
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """An instance is to finish what it runs and to be given nothing more; if not `is_wanted`, to serve again.
+    Answered by `InstanceDrains`."""
+
+    instance: str
+    is_wanted: bool = True
+
+
 class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """First message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
@@ -551,6 +580,14 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_prefill: int
     num_decode: int
     max_sequence_blocks: int
+
+
+class InstanceDrains(msgspec.Struct, tag=True, frozen=True):
+    """Answers `Drain`: what the instance does now, None if nobody has this name; how many requests it has."""
+
+    instance: str
+    state: InstanceState | None
+    num_requests: int
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
@@ -607,8 +644,8 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     outputs: list[TokenOutput]
 
 
-FromWorker = Register | Heartbeat | Leave | Reserved | Prefilled | Finished | Refused | WorkFailed
-FromFront = FrontHello | Submit | Continue | Cancel
+FromWorker = Register | Heartbeat | Leave | Retire | Reserved | Prefilled | Finished | Refused | WorkFailed
+FromFront = FrontHello | Submit | Continue | Cancel | Drain
 ToConductor = FromWorker | FromFront
-ToWorker = Registered | RegisterRefused | HeartbeatAck | Reserve | Prefill | Decode | Abort
-ToFront = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Tokens
+ToWorker = Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort
+ToFront = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains | Tokens

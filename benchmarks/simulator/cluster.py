@@ -21,8 +21,9 @@ from benchmarks.simulator.node import INCARNATION, Node
 from benchmarks.simulator.prefill import PrefillInstance
 from benchmarks.simulator.requests import Outcome, Results, SimulatedRequest
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
-from conductor.policy import Conductor, Effect, Limits
-from conductor.rules import Rules
+from conductor.effects import Effect
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
 from mooncake.config import EvictionPolicy
 from mooncake.errors import ConfigError
 from mooncake.messages import (

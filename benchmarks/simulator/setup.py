@@ -17,8 +17,7 @@ from benchmarks.simulator.report import SimulatedRun
 from benchmarks.simulator.requests import Results
 from benchmarks.simulator.summary import SLOs, summarize
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
-from conductor.policy import Limits
-from conductor.rules import Rules
+from conductor.rules import Limits, Rules
 from mooncake.config import EvictionPolicy, Overload, Scheduling
 from mooncake.errors import ConfigError
 from mooncake.profile import load_profile

@@ -7,7 +7,8 @@ from benchmarks.load.instant_workers import InstantInstance
 from conductor.event_follower import EventFollower
 from conductor.front.link import Inbox, Link, Received
 from conductor.history import History
-from conductor.policy import Conductor, Limits
+from conductor.policy import Conductor
+from conductor.rules import Limits
 from conductor.service import ConductorService
 from mooncake.blocks import KVLayout
 from mooncake.bus import Router

@@ -6,7 +6,7 @@ import msgspec
 
 from conductor.display import NUM_PATHS, Display
 from conductor.history import History
-from conductor.policy import Limits
+from conductor.rules import Limits
 from mooncake.bus import peer_identity
 from mooncake.messages import (
     Finished,

@@ -9,7 +9,8 @@ import pytest
 
 from conductor import event_stream
 from conductor.event_follower import EventFollower
-from conductor.policy import Conductor, Limits
+from conductor.policy import Conductor
+from conductor.rules import Limits
 from kvstore import event_publisher
 from kvstore.event_publisher import InternalPublisher
 from kvstore.events import EventLog

@@ -3,7 +3,8 @@
 import pytest
 
 from conductor.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
-from conductor.policy import Conductor, Limits
+from conductor.policy import Conductor
+from conductor.rules import Limits
 from mooncake.messages import (
     Cancel,
     Finished,

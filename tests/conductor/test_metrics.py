@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
-from conductor.policy import Limits
+from conductor.rules import Limits
 from mooncake.messages import Cancel, Submit
 from tests.conductor.test_policy import FRONT, new_conductor, request
 

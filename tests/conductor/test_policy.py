@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from conductor.effects import Effect
 from conductor.lifecycle import RequestState
-from conductor.policy import Conductor, Effect, Limits
-from conductor.rules import Rules
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import Overload

@@ -7,6 +7,8 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
             [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
     at T                       it is T now
     join INSTANCE [pages=N]    gone INSTANCE    tick
+    drain INSTANCE [wanted=no]                 somebody asks for it, or for the opposite
+    retire INSTANCE                            it wants to end itself
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
     submit R tokens=N [prompt=P] [max_tokens=N]            cancel R
@@ -18,10 +20,11 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
 from pathlib import Path
 from typing import Any
 
+from conductor.effects import Effect
 from conductor.instances import Instance
 from conductor.outcomes import Outcomes
-from conductor.policy import Conductor, Effect, Limits
-from conductor.rules import Rules
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import Overload, Scheduling
@@ -33,6 +36,7 @@ from mooncake.messages import (
     Capacity,
     ClusterState,
     Decode,
+    Drain,
     Ended,
     Failed,
     Finished,
@@ -42,6 +46,8 @@ from mooncake.messages import (
     GrantedPage,
     Heartbeat,
     HeartbeatAck,
+    InstanceDrains,
+    Interrupted,
     KVStored,
     MessengerAddress,
     PeerStats,
@@ -56,6 +62,8 @@ from mooncake.messages import (
     Request,
     Reserve,
     Reserved,
+    Retire,
+    Retired,
     Role,
     SamplingParams,
     Submit,
@@ -144,6 +152,12 @@ class Transcript:
 
     def _do_gone(self, name: str) -> list[str]:
         return self._shown(self._conductor.peer_gone(self._identity(name), self._now_s))
+
+    def _do_drain(self, name: str, wanted: str = "yes") -> list[str]:
+        return self._shown(self._conductor.handle(FRONT, Drain(name, wanted == "yes"), self._now_s))
+
+    def _do_retire(self, name: str) -> list[str]:
+        return self._tell(name, Retire())
 
     def _do_holds(self, name: str, num_blocks: str, prompt: str = "a", dram: str | None = None) -> list[str]:
         keys = _keys(prompt, int(num_blocks))
@@ -245,6 +259,12 @@ class Transcript:
         match effect.message:
             case Registered() | ClusterState() | HeartbeatAck():
                 return None
+            case InstanceDrains(name, state, num_requests):
+                return f"{name} is {state or 'unknown'}, {num_requests} requests"
+            case Interrupted(request_id):
+                return f"interrupted {request_id}"
+            case Retired():
+                return "retired"
             case Reserve(ref, _, tbt_slo_s):
                 slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}"
                 return f"reserve {ref.request_id}#{ref.attempt}{slo}: {self._why(ref.request_id)}"

@@ -6,7 +6,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.metrics import instances_text
-from conductor.policy import Conductor, Limits
+from conductor.policy import Conductor
+from conductor.rules import Limits
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.instance_metrics import InstanceReport, instance_text

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from conductor.policy import Conductor, Effect, Limits
+from conductor.effects import Effect
+from conductor.policy import Conductor
+from conductor.rules import Limits
 from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout, block_keys, root_key

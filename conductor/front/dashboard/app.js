@@ -65,6 +65,7 @@ function drawInstances(state) {
     const problems = [
       instance.is_healthy === false && "a disk does not work",
       instance.num_orphaned_pages > 0 && `${instance.num_orphaned_pages} orphaned pages`,
+      instance.state !== "serving" && instance.state,
       instance.num_pages === undefined && "no heartbeat yet",
     ].filter(Boolean);
     return element("tr", {},
