@@ -28,6 +28,7 @@ from mooncake.config import (
 )
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
+from mooncake.mapping import allocate
 from mooncake.messages import Role
 from mooncake.rundir import RunDirectory
 
@@ -267,7 +268,7 @@ def create_segment(name: str, size_bytes: int, directory: Path | None = None) ->
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)
     descriptor = os.memfd_create(f"mooncake-{name}")
-    return _allocated(descriptor, size_bytes, f"shared memory for {name}")
+    return _allocated(descriptor, size_bytes, f"shared memory for {name}", is_new=True)
 
 
 def _segment_path(directory: Path, name: str) -> Path:
@@ -293,7 +294,7 @@ def _segment_file(path: Path, size_bytes: int) -> int:
             f"kvcache.segment_dir: {path} has {found_bytes} bytes, kvcache.pool_bytes is {size_bytes};"
             " give the pool the size of the file, or remove the file"
         )
-    return _allocated(descriptor, size_bytes, str(path))
+    return _allocated(descriptor, size_bytes, str(path), is_new=not found_bytes)
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -322,9 +323,12 @@ def _lock_owner(inode: int) -> str:
     return "(unknown)"
 
 
-def _allocated(descriptor: int, size_bytes: int, what: str) -> int:
+def _allocated(descriptor: int, size_bytes: int, what: str, *, is_new: bool) -> int:
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        if is_new:
+            allocate(descriptor, size_bytes)
+        else:
+            os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         os.close(descriptor)
         raise ConfigError(f"kvcache.pool_bytes: no {size_bytes} bytes for {what}: {error.strerror}") from None

@@ -234,6 +234,15 @@ def test_directories_are_given_as_one_string_or_a_list(tmp_path: Path) -> None:
     assert load_config(None, {"MOONCAKE_KVCACHE_SSD_DIRS": "/a,/b"}, {}).kvcache.ssd_dirs == expected
 
 
+@pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 17 * HUGE_PAGE_BYTES + 8192])
+def test_memory_is_allocated_from_its_first_byte_to_its_last(size_bytes: int) -> None:
+    descriptor = create_segment("decode-0", size_bytes)
+    status = os.fstat(descriptor)
+    assert (status.st_size, status.st_blocks * 512) == (size_bytes, size_bytes)
+    assert os.pread(descriptor, size_bytes, 0) == bytes(size_bytes)
+    os.close(descriptor)
+
+
 @pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 8192])
 def test_mapping_begins_where_a_huge_page_does_and_lasts_as_long_as_its_views(size_bytes: int) -> None:
     descriptor = os.memfd_create("test")
