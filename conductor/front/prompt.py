@@ -116,9 +116,10 @@ def _check_room(prompt: Sequence[int], context_len: int, path: str) -> None:
 
 
 def _too_long(size: str, context_len: int, path: str) -> RequestError:
+    # By "prompt is too long" LangChain tells this error from others, by "this model's maximum ..." LiteLLM.
     return RequestError(
-        f"the prompt has {size}, but the model's context is {context_len} tokens, "
-        "the answer included; shorten it",
+        f"the prompt is too long: it has {size}, but this model's maximum context length is {context_len}"
+        " tokens, the answer included; shorten it",
         param=path,
         code="context_length_exceeded",
     )

@@ -292,8 +292,8 @@ def _max_tokens(
     if field is not None and max_tokens > room:
         raise RequestError(
             f"the prompt has {num_prompt_tokens} tokens and {field} is {max_tokens}, together "
-            f"{num_prompt_tokens + max_tokens}, but the model's context is {context_len} tokens; "
-            f"reduce {field} to {room} or less, or shorten the prompt",
+            f"{num_prompt_tokens + max_tokens}, but this model's maximum context length is {context_len} "
+            f"tokens; reduce {field} to {room} or less, or shorten the prompt",
             param=field,
             code="context_length_exceeded",
         )
