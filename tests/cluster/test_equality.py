@@ -1,7 +1,8 @@
 """Greedy float32 tokens equal those of `transformers`, through every process of a real cluster."""
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -84,8 +85,8 @@ def test_tiny_models_of_every_family(family: str, tmp_path: Path, run_dir: Path)
 
 
 @pytest.fixture(scope="module")
-def smollm2_cases() -> list[tuple[list[int], list[int]]]:
-    """(prompt, expected output) of real text in many lengths."""
+def smollm2() -> transformers.PreTrainedModel:
+    """The default model in float32."""
     checkpoint = open_checkpoint(None)
     config = transformers.LlamaConfig(**checkpoint.config)
     with torch.device("meta"):
@@ -95,10 +96,28 @@ def smollm2_cases() -> list[tuple[list[int], list[int]]]:
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     # Buffers made on the meta device have no values.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def prompts_of_text() -> list[list[int]]:
+    """Real text in many lengths."""
     text = (Path(__file__).parent.parent.parent / "LICENSE").read_text()
-    tokens = load_tokenizer(checkpoint).encode(text, add_special_tokens=False)
-    prompts = [tokens[7 * index : 7 * index + length] for index, length in enumerate(PROMPT_LENGTHS)]
-    return [(prompt, reference(model.eval(), prompt, NUM_OUTPUT_TOKENS)) for prompt in prompts]
+    tokens = load_tokenizer(open_checkpoint(None)).encode(text, add_special_tokens=False)
+    return [tokens[7 * index : 7 * index + length] for index, length in enumerate(PROMPT_LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def is_greedy(smollm2: transformers.PreTrainedModel) -> Callable[[list[int], list[int]], bool]:
+    """Whether every token of an answer is the likeliest behind those before it (one pass tells)."""
+
+    @functools.cache
+    def check(prompt: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+        with torch.inference_mode():
+            logits = smollm2(torch.tensor([prompt + answer[:-1]]), logits_to_keep=len(answer)).logits
+        return tuple(logits[0].argmax(-1).tolist()) == answer
+
+    return lambda prompt, answer: check(tuple(prompt), tuple(answer))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +127,8 @@ def smollm2_cases() -> list[tuple[list[int], list[int]]]:
 )
 def test_smollm2(
     default_server: Server,
-    smollm2_cases: list[tuple[list[int], list[int]]],
+    prompts_of_text: list[list[int]],
+    is_greedy: Callable[[list[int], list[int]], bool],
     num_at_once: int,
     stream: bool,
     cache_salt: str,
@@ -116,8 +136,11 @@ def test_smollm2(
     """A salt's first round computes every prompt; its second one finds all full blocks in the pools."""
     client = client_of(default_server)
 
-    def answer(case: tuple[list[int], list[int]]) -> list[int]:
-        return complete(client, case[0], NUM_OUTPUT_TOKENS, stream, cache_salt)
+    def answer(prompt: list[int]) -> list[int]:
+        return complete(client, prompt, NUM_OUTPUT_TOKENS, stream, cache_salt)
 
     with ThreadPoolExecutor(num_at_once) as threads:
-        assert list(threads.map(answer, smollm2_cases)) == [expected for _, expected in smollm2_cases]
+        answers = list(threads.map(answer, prompts_of_text))
+    for prompt, tokens in zip(prompts_of_text, answers, strict=True):
+        assert len(tokens) == NUM_OUTPUT_TOKENS
+        assert is_greedy(prompt, tokens), f"{len(prompt)} tokens: {tokens}"
