@@ -1,0 +1,99 @@
+import functools
+import json
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.planner.cli import run
+from benchmarks.planner.goodput import Goodputs
+from benchmarks.planner.placements import group_sizes, neighbours
+from benchmarks.planner.search import FINE, Plan, Search
+from benchmarks.simulator.setup import Setup, simulate
+from benchmarks.simulator.summary import Summary
+from benchmarks.traces.request import TraceRequest
+from benchmarks.traces.synthetic import SyntheticLoad, synthesize
+from mooncake.errors import ConfigError
+
+BASE = Setup(model="llama-3.1-8b", num_gpus=1, ttft_slo_s=1.0, rejects=False)
+ATTAINMENT = 0.9
+WORKLOADS = {
+    "long prompts": SyntheticLoad(1.0, (3000.0,), (100.0,)),
+    "long answers": SyntheticLoad(1.0, (200.0,), (300.0,)),
+    "shared prefixes": SyntheticLoad(1.0, (4000.0,), (100.0,), shared_prefix_tokens=3072),
+}
+TBT_SLO_S = {"long prompts": 0.04, "long answers": 0.02, "shared prefixes": 0.04}
+
+
+def at_rate(load: SyntheticLoad, rate_per_s: float) -> list[TraceRequest]:
+    return list(islice(synthesize(msgspec.structs.replace(load, rate_per_s=rate_per_s), 0), 200))
+
+
+@functools.cache
+def plan_of(name: str) -> Plan:
+    load = WORKLOADS[name]
+    base = msgspec.structs.replace(BASE, tbt_slo_s=TBT_SLO_S[name])
+    goodputs = Goodputs(lambda rate_per_s: at_rate(load, rate_per_s), ATTAINMENT)
+    return Search(goodputs, base, 4, [1], load.first_input_tokens[0]).run()
+
+
+def simulated(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> Summary:
+    return simulate(setup, at_rate(load, rate_per_s))[0].summary
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_neighbour_serves_more_than_what_is_advised(name: str) -> None:
+    load, advised = WORKLOADS[name], plan_of(name).disaggregated
+    assert advised is not None
+    assert simulated(advised.setup, load, advised.goodput_per_s).effective_share >= ATTAINMENT
+    beyond_per_s = (1 + FINE) ** 2 * advised.goodput_per_s
+    for neighbour in neighbours(advised.setup):
+        assert simulated(neighbour, load, beyond_per_s).effective_share < ATTAINMENT, neighbour.name
+
+
+def test_prefill_gets_the_devices_where_prompts_are_long() -> None:
+    plans = [plan_of(name) for name in ("long prompts", "long answers")]
+    prefills = [plan.disaggregated.setup.num_prefill for plan in plans if plan.disaggregated is not None]
+    assert prefills[0] > prefills[1]
+
+
+def test_instances_are_as_large_as_the_model_needs() -> None:
+    base = Setup(model="llama3-70b", hardware="a800")
+    assert group_sizes(base, 16, longest_tokens=32_768) == [4, 8]
+    with pytest.raises(ConfigError, match="leave no room"):
+        group_sizes(base, 1, longest_tokens=8192)
+    with pytest.raises(ConfigError, match="the longest request needs"):
+        group_sizes(BASE, 4, longest_tokens=10_000_000)
+
+
+def test_prints_advice_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["--lengths", "2000/50", "--model", "llama-3.1-8b", "--gpus", "1", "--devices", "2"]
+    limits = ["--ttft-slo", "2", "--tbt-slo", "0.05", "--num-requests", "60", "--rate", "1000"]
+    assert run([*arguments, *limits, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    report = json.loads(out.read_text())
+    assert report["advice"] in printed
+    assert "1000 req/s are more than that" in report["advice"]
+    clusters = [report["plan"]["disaggregated"], report["plan"]["coupled"]]
+    best = max(clusters, key=lambda candidate: candidate["goodput_per_s"])
+    assert f"{best['goodput_per_s']:.3g} req/s" in report["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "100/10", "--devices", "2", "--model", "lama3-70b"], "did you mean llama3-70b"),
+        (["--lengths", "100/10", "--devices", "1"], "leave no room for KVCache"),
+        (["--lengths", "100/10", "--devices", "8", "--tbt-slo", "0.001"], "no request can meet a TBT SLO"),
+        (["--lengths", "100/10", "--devices", "8", "--gpus", "16"], "less than one instance needs"),
+        (["--lengths", "100/10", "--devices", "8", "--profile", "x.json"], "of one kind of instance"),
+    ],
+)
+def test_refuses_what_cannot_be(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ["--ttft-slo", "1"] + ([] if "--tbt-slo" in arguments else ["--tbt-slo", "0.1"])
+    assert run([*arguments, *limits]) == 2
+    assert message in capsys.readouterr().err
