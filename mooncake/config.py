@@ -222,6 +222,9 @@ class WorkerConfig(_Section):
         pattern=r"^[^:/]+:\d{1,5}$",
         description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
     )
+    drain_timeout_s: PositiveSeconds = Field(
+        30.0, description="how long an instance that is told to end (SIGTERM) may finish what it runs"
+    )
     inline_prefill_tokens: int = Field(
         0,
         ge=0,

@@ -44,6 +44,8 @@ class ChildSpec:
     module: str
     config: Callable[[int], str]
     pass_fds: tuple[int, ...] = ()
+    drains: bool = False
+    """SIGTERM lets it finish what it runs; SIGINT does not"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class _Part:
     role: Role
     stage: StageProcess
     rank: RankProcess
+
+    @property
+    def leads(self) -> bool:
+        """Whether it speaks for its instance."""
+        return self.stage.number == 0 and self.rank.number == 0
 
     @property
     def name(self) -> str:
@@ -229,7 +236,7 @@ def _part(
 
     return [
         ChildSpec(f"{part.name}/messenger", "kvstore.service", messenger, pass_fds=(segment_fd,)),
-        ChildSpec(part.name, "workers.service", worker),
+        ChildSpec(part.name, "workers.service", worker, drains=part.leads),
     ]
 
 

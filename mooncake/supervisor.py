@@ -45,7 +45,9 @@ async def supervise(config: Config) -> int:
     """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
     with RunDirectory() as run_dir:
         children = [Child(spec, config.log_level) for spec in plan_node(config, run_dir)]
-        supervisor = Supervisor(children)
+        # Without a conductor nothing that runs can end.
+        drain_s = config.worker.drain_timeout_s if config.role in ("prefill", "decode") else 0.0
+        supervisor = Supervisor(children, drain_s)
         code = await supervisor.run()
     if supervisor.is_stuck:
         os._exit(code)  # the interpreter would wait for the console's writer
@@ -113,12 +115,12 @@ class Child:
 
 
 class Supervisor:
-    """Keeps a set of children running."""
+    """Keeps a set of children running. Instances have `drain_s` to finish what they run, unless it is 0."""
 
-    def __init__(self, children: list[Child]) -> None:
-        self._children = children
+    def __init__(self, children: list[Child], drain_s: float = 0.0) -> None:
+        self._children, self._drain_s = children, drain_s
         self._console = Console([child.spec.name for child in children])
-        self._stop = asyncio.Event()
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._fatal: str | None = None
         self._hint = ""
         self._announced = False
@@ -133,15 +135,38 @@ class Supervisor:
         """Start all, wait for the end, stop all. 0 after a signal, 1 after a fatal error."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._stop.set)
+            loop.add_signal_handler(signum, self._on_signal)
         with self._console:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
                 await self._stop.wait()
+                await self._drain(keepers)
                 await self._stop_children(keepers)
             if self._fatal is not None:
                 self._console.error(self._fatal)
         return 1 if self._fatal is not None else 0
+
+    def _on_signal(self) -> None:
+        """The second one does not wait for what runs."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _drain(self, keepers: list[asyncio.Task[None]]) -> None:
+        """Instances end before what they need does."""
+        draining = [
+            keeper for child, keeper in zip(self._children, keepers, strict=True) if child.spec.drains
+        ]
+        if not self._drain_s or not draining or self._fatal is not None:
+            return
+        for child in self._children:
+            if child.spec.drains:
+                child.signal(signal.SIGTERM)
+        hurry = asyncio.create_task(self._hurry.wait())
+        ended = asyncio.create_task(asyncio.wait(draining))
+        await asyncio.wait([hurry, ended], timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (hurry, ended):
+            waiting.cancel()
 
     async def _keep(self, child: Child) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -187,7 +212,7 @@ class Supervisor:
 
     async def _stop_children(self, keepers: list[asyncio.Task[None]]) -> None:
         for child in self._children:
-            child.signal(signal.SIGTERM)
+            child.signal(signal.SIGINT)
         _, pending = await asyncio.wait(keepers, timeout=STOP_GRACE_S)
         if pending:
             for child in self._children:

@@ -20,6 +20,7 @@ from workers.executor import Executor
 from workers.loading import load_executor
 from workers.metrics_listener import InstanceStatus, listening
 from workers.rank_session import RankSession
+from workers.retirement import Retirement, end
 from workers.session import Session
 from workers.stage_session import StageSession
 
@@ -36,17 +37,24 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
-    status = InstanceStatus()
+    status, retirement = InstanceStatus(), Retirement()
     with contextlib.ExitStack() as stack:
         leads = process.stage.number == 0 and process.rank.number == 0
+        if leads:
+            retirement.begin_on_sigterm(config.worker.drain_timeout_s)
         if config.worker.metrics_listen is not None and leads:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
-        await _serve_sessions(process, executor, layout, fingerprint, status)
+        await _serve_sessions(process, executor, layout, fingerprint, status, retirement)
 
 
 async def _serve_sessions(
-    process: WorkerProcess, executor: Executor, layout: KVLayout, fingerprint: str, status: InstanceStatus
+    process: WorkerProcess,
+    executor: Executor,
+    layout: KVLayout,
+    fingerprint: str,
+    status: InstanceStatus,
+    retirement: Retirement,
 ) -> None:
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
@@ -56,13 +64,15 @@ async def _serve_sessions(
         elif process.stage.number:
             session = StageSession(process, incarnation, executor, layout, fingerprint)
         else:
-            session = Session(process, incarnation, executor, layout, fingerprint, status)
+            session = Session(process, incarnation, executor, layout, fingerprint, status, retirement)
         try:
             await session.run()
         except (SessionLostError, PoolError) as error:
             this_task = asyncio.current_task()
             if this_task is not None and this_task.cancelling():
                 raise asyncio.CancelledError from None  # the messenger was only quicker to stop than we are
+            if retirement.wanted.is_set():
+                end()
             log.warning("%s; all its work has ended, registering again", error)
             retry_s = FIRST_RETRY_S if session.is_registered else min(2 * retry_s, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s)

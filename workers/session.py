@@ -31,6 +31,8 @@ from mooncake.messages import (
     Registered,
     RegisterRefused,
     Reserve,
+    Retire,
+    Retired,
     ToFront,
     TokenOutput,
     Tokens,
@@ -55,11 +57,15 @@ from workers.next_stage import NextStage, engines_of, least_capacity, next_stage
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.rank_messages import Meet
+from workers.retirement import Retirement, end, is_sending
 from workers.stage import stage_of
 
 HEARTBEATS_PER_TIMEOUT = 5
 TIMEOUTS_OF_THE_CONDUCTOR = 2
 """a worker gives up its Conductor later than the Conductor gives up a worker"""
+HEARTBEATS_MISSED = 2.5
+"""then a worker that wants to end waits no longer for the Conductor's word"""
+POLL_S = 0.05
 LEAVE_S = 0.5
 """how long the last messages may take to leave"""
 log = logging.getLogger(__name__)
@@ -76,12 +82,13 @@ class Session:
         layout: KVLayout,
         fingerprint: str,
         status: InstanceStatus,
+        retirement: Retirement,
     ) -> None:
         self._process = process
         self._incarnation = incarnation
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
-        self._status = status
+        self._status, self._retirement = status, retirement
         self._identity = peer_identity(process.instance, incarnation)
         self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._fronts: dict[str, Dealer[ToFront]] = {}
@@ -125,6 +132,7 @@ class Session:
                     self._followers.start(group, self._prefill.hear)
                     await stack.enter_async_context(self._meet(self._followers))
                 group.create_task(self._beat(pool))
+                group.create_task(self._retire())
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
                 if self._next is not None:
@@ -220,6 +228,8 @@ class Session:
                     if not self.is_registered:
                         self.is_registered = self._status.is_registered = True
                         report(Ready(f"{self._process.role.value} on {self._engines}"))
+                case Retired():
+                    self._retirement.granted.set()
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
@@ -239,6 +249,28 @@ class Session:
             await asyncio.sleep(self._heartbeat_s)
             if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
+
+    async def _retire(self) -> None:
+        """Once that is wanted: until nothing is left here, or nobody can say so."""
+        await self._retirement.wanted.wait()
+        if self.is_registered:
+            await self._tell(Retire())
+            report(Progress("draining", 0, 0))
+            while not self._retirement.granted.is_set() and self._hears_the_conductor:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._retirement.granted.wait(), self._heartbeat_s)
+            await self._see_kvcache_off()
+        end()
+
+    async def _see_kvcache_off(self) -> None:
+        while True:
+            if not is_sending(await self._stats.get(self._heartbeat_s)):
+                return
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _hears_the_conductor(self) -> bool:
+        return time.monotonic() - self._heard_at_s < HEARTBEATS_MISSED * self._heartbeat_s
 
     def _registration(self, pool: WorkerClient) -> Register:
         return Register(

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from conductor.display import Display
 from conductor.front.access import AccessControl, KeyRing
+from conductor.front.admin import admin
 from conductor.front.answer import AnswerFormat
 from conductor.front.boundary import Boundary, read_body
 from conductor.front.config import FrontConfig
@@ -228,6 +229,7 @@ def create_app(front: Front) -> FastAPI:
             {"status": "ready", "num_prefill": cluster.num_prefill, "num_decode": cluster.num_decode}
         )
 
+    app.include_router(admin(front.link))
     app.include_router(monitoring(front.registry, front.display, front.link))
 
     known = ", ".join(

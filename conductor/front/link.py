@@ -25,10 +25,12 @@ from mooncake.messages import (
     Cancel,
     ClusterState,
     Continue,
+    Drain,
     Ended,
     Failed,
     FinishReason,
     FrontHello,
+    InstanceDrains,
     Interrupted,
     RegisterRefused,
     Rejected,
@@ -67,7 +69,7 @@ class Lost(NamedTuple):
     error: RequestError
 
 
-FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended
+FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains
 Event = Received | Lost
 
 
@@ -162,6 +164,7 @@ class Link:
         self._block_size = block_size
         self._on_dropped = on_dropped
         self._in_flight: dict[str, Reception] = {}
+        self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
         self._cluster: ClusterState | None = None
         self._cluster_s = 0.0
 
@@ -217,6 +220,15 @@ class Link:
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(Cancel(request_id))
 
+    async def drain(self, instance: str, *, is_wanted: bool) -> InstanceDrains:
+        """Tell an instance to finish what it runs, or to serve again. Raises UnavailableError."""
+        answer = self._drains.setdefault(instance, asyncio.get_running_loop().create_future())
+        try:
+            await self._conductor.send(Drain(instance, is_wanted))
+            return await asyncio.wait_for(asyncio.shield(answer), CONDUCTOR_TIMEOUT_S)
+        except (PeerGoneError, TimeoutError):
+            raise UnavailableError("the conductor does not answer") from None
+
     async def _beat(self) -> None:
         while True:
             with contextlib.suppress(PeerGoneError):
@@ -246,6 +258,9 @@ class Link:
                     raise ConfigError(f"the conductor refused this front: {message}")
                 case Rejected(request_id, status, message, retry_after_s):
                     self._end(request_id, _rejection(status, message, retry_after_s))
+                case InstanceDrains(instance) as drains:
+                    if (answer := self._drains.pop(instance, None)) is not None:
+                        answer.set_result(drains)
                 case Interrupted(request_id):
                     await self._continue(request_id)
                 case Failed(request_id, message):

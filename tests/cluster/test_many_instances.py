@@ -75,6 +75,42 @@ def test_no_answer_is_lost_or_changed_when_any_worker_dies(server: Server, num_r
     eventually(lambda: is_ready(server), "all instances are back", deadline_s=60)
 
 
+def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
+    """One by the admin call, one by SIGTERM: no answer fails or changes, and the others serve."""
+    prompts = [[3 + index, *range(3, 40)] for index in range(NUM_CLIENTS)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
+
+    def drain(action: str = "drain") -> dict[str, object]:
+        answer = httpx.post(f"{server.url}/admin/instances/decode-0/{action}", timeout=30)
+        told: dict[str, object] = answer.raise_for_status().json()
+        return told
+
+    def num_starts() -> int:
+        return sum("ready" in line and "prefill-1" in line for line in server.lines)
+
+    assert httpx.post(f"{server.url}/admin/instances/nobody/drain").status_code == 404
+    started = num_starts()
+    num_begun = threading.Semaphore(0)
+
+    def ask(client: int) -> None:
+        for _ in range(4):
+            num_begun.release()
+            assert streamed(server, prompts[client]) == expected[client]
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        clients = [threads.submit(ask, client) for client in range(NUM_CLIENTS)]
+        for _ in range(NUM_CLIENTS + 2):
+            assert num_begun.acquire(timeout=60)
+        assert drain()["state"] == "draining"
+        os.kill(server.pids_of("workers.service")[1], signal.SIGTERM)
+        for asked in clients:
+            asked.result()
+    eventually(lambda: drain()["num_requests"] == 0, "decode-0 has nothing left")
+    eventually(lambda: num_starts() > started, "prefill-1 has ended and is back", deadline_s=60)
+    assert drain("serve")["state"] == "serving"
+    assert metric(server, 'mooncake_ended_requests_total{outcome="failed"}') == 0
+
+
 def test_a_hot_prefix_spreads_without_a_command(server: Server) -> None:
     """What one instance has computed, the other fetches when the first is busy, and keeps (section 6.2)."""
 
