@@ -149,6 +149,10 @@ class KVCacheConfig(_Section):
     def _check_together(self) -> "KVCacheConfig":
         if self.listen is not None and host_and_port(self.listen)[1] > LARGEST_PORT:
             raise ValueError(f"kvcache.listen: {self.listen} has no port up to {LARGEST_PORT}")
+        for name, endpoint in (("vllm_events", self.vllm_events), ("vllm_replay", self.vllm_replay)):
+            place, _, port = (endpoint or "").rpartition(":")
+            if place.startswith("tcp://") and port.isdigit() and int(port) > LARGEST_PORT:
+                raise ValueError(f"kvcache.{name}: {endpoint} has no port up to {LARGEST_PORT}")
         if len({path.resolve() for path in self.ssd_dirs}) < len(self.ssd_dirs):
             raise ValueError("kvcache.ssd_dirs: a directory is named twice")
         if self.low_watermark > self.high_watermark:

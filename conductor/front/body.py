@@ -70,7 +70,7 @@ def _first_error(error: ValidationError) -> RequestError:
         return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
     return RequestError(
-        f"{path}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",
-        param=path,
+        f"{path or 'the request body'}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",
+        param=path or None,
         code="invalid_value",
     )

@@ -29,6 +29,9 @@ class FrontConfig(BaseModel):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cors_origins: tuple[str, ...] = ()
+    request_timeout_s: float = Field(
+        default=60.0, gt=0, description="a client that needs longer to send a request is hung up on"
+    )
     shutdown_grace_s: int = Field(
         default=2, ge=0, description="how long running answers may go on at the end"
     )

@@ -42,7 +42,10 @@ from mooncake.messages import (
 )
 
 HEARTBEAT_S = 1.0
-CONDUCTOR_TIMEOUT_S = 5.0
+CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
+MAX_UNANSWERED = 5
+"""heartbeats, of a Conductor that is there. Not seconds: a process that was stopped for some would find its
+Conductor gone, whose answers it has only not read yet"""
 LAST_TOKENS_TIMEOUT_S = 3.0
 STREAM_TIMEOUT_S = (
     30.0  # without a token while the Conductor is gone, which alone could place the request again
@@ -166,7 +169,8 @@ class Link:
         self._in_flight: dict[str, Reception] = {}
         self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
         self._cluster: ClusterState | None = None
-        self._cluster_s = 0.0
+        self._num_unanswered = 0
+        self._ended: UnavailableError | None = None
 
     @property
     def reply_to(self) -> str:
@@ -175,10 +179,8 @@ class Link:
 
     @property
     def cluster(self) -> ClusterState | None:
-        """What the Conductor said last, or None if it has said nothing for `CONDUCTOR_TIMEOUT_S`."""
-        if self._cluster is None or _now() - self._cluster_s > CONDUCTOR_TIMEOUT_S:
-            return None
-        return self._cluster
+        """What the Conductor said last, or None if it has left `MAX_UNANSWERED` heartbeats unanswered."""
+        return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property
     def num_in_flight(self) -> int:
@@ -206,6 +208,8 @@ class Link:
 
         Raises UnavailableError.
         """
+        if self._ended is not None:
+            raise self._ended
         self._in_flight[request.request_id] = Reception(request, inbox, _now())
         try:
             await self._conductor.send(Submit(request))
@@ -229,8 +233,19 @@ class Link:
         except (PeerGoneError, TimeoutError):
             raise UnavailableError("the conductor does not answer") from None
 
+    async def end(self, error: UnavailableError) -> None:
+        """Nothing more is submitted, and what is in flight ends with `error`."""
+        self._ended = error
+        await self._give_up(error)
+
+    async def _give_up(self, error: RequestError) -> None:
+        for request_id, reception in list(self._in_flight.items()):
+            reception.inbox.put_nowait(Lost(request_id, error))
+            await self.cancel(request_id)
+
     async def _beat(self) -> None:
         while True:
+            self._num_unanswered += 1
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(self._hello)
             await asyncio.sleep(HEARTBEAT_S)
@@ -283,14 +298,11 @@ class Link:
 
     async def _adopt(self, cluster: ClusterState) -> None:
         restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch
-        self._cluster, self._cluster_s = cluster, _now()
+        self._cluster, self._num_unanswered = cluster, 0
         if restarted:
             log.warning("the conductor has restarted; %d requests fail", len(self._in_flight))
-            for request_id, reception in list(self._in_flight.items()):
-                reception.inbox.put_nowait(
-                    Lost(request_id, GenerationFailedError("the conductor has restarted; try again"))
-                )
-                await self.cancel(request_id)  # it may have reached the new one already
+            # They are cancelled too: they may have reached the new one already.
+            await self._give_up(GenerationFailedError("the conductor has restarted; try again"))
 
     async def _receive_tokens(self) -> None:
         while True:

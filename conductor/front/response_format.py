@@ -5,13 +5,13 @@ Owns: its fields. Does not know: how an answer is held to them (`grammars`).
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import Field, SkipValidation
+
+from conductor.front.fields import KnownFields
 
 
-class JsonSchemaFields(BaseModel):
+class JsonSchemaFields(KnownFields):
     """`strict` or not, the answer is what `schema` describes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = None
     description: str | None = None
@@ -19,10 +19,8 @@ class JsonSchemaFields(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(KnownFields):
     """`json_object` or `json_schema`; `text` asks for nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None

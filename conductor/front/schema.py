@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from conductor.front.fields import ListOf, at_most
 from conductor.front.response_format import ResponseFormat
 from conductor.front.tools import MAX_TOOLS, ToolCallFields, ToolFields
 from mooncake.errors import RequestError
@@ -58,14 +59,14 @@ class GenerationFields(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
+    bad_words: Annotated[ListOf[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
     priority: Priority | None = Field(None, description="lower goes first")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: SkipValidation[str | list[str] | None] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
@@ -84,18 +85,18 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: SkipValidation[str | list[dict[str, Any]] | None] = None
     name: str | None = None
-    tool_calls: list[ToolCallFields] | None = None
+    tool_calls: ListOf[ToolCallFields] | None = None
     tool_call_id: str | None = None
 
 
 class ChatCompletionRequest(GenerationFields):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: SkipValidation[str | dict[str, Any] | None] = None
     parallel_tool_calls: bool | None = None
 

@@ -16,20 +16,28 @@ from prometheus_client import CollectorRegistry
 from conductor.display import Display
 from conductor.front.app import Front, create_app
 from conductor.front.config import FrontConfig
+from conductor.front.connection import connections
+from conductor.front.errors import UnavailableError
 from conductor.front.model import ServedModel
 from mooncake.errors import ConfigError
 
 _BACKLOG = 2048
 _ACCEPTS_AT_ONCE = 64  # asyncio tries, and logs, each of them when descriptors run out
+_LAST_WORDS_S = 1  # until clients have read why their answers end
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone: they belong to the process that embeds it."""
+    """Leaves signals alone: they belong to the process that embeds it. Many may connect at once."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio made it as short as what is accepted at once
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,7 +86,7 @@ async def serve(
     on_listening: Callable[[str], None] = lambda _: None,
     display: Display | None = None,
 ) -> None:
-    """Serve until cancelled; running answers then have `config.shutdown_grace_s` to end.
+    """Serve until cancelled; running answers then have `config.shutdown_grace_s` to end, others an error.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
@@ -92,6 +100,8 @@ async def serve(
         server = _Server(
             uvicorn.Config(
                 create_app(front),
+                http=connections(config.request_timeout_s),
+                ws="none",
                 lifespan="off",
                 backlog=_ACCEPTS_AT_ONCE,
                 log_config=None,
@@ -99,7 +109,7 @@ async def serve(
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=config.shutdown_grace_s,
+                timeout_graceful_shutdown=config.shutdown_grace_s + _LAST_WORDS_S,
                 ssl_certfile=config.tls_cert,
                 ssl_keyfile=config.tls_key,
             )
@@ -114,5 +124,7 @@ async def serve(
                 await asyncio.shield(http)
             finally:
                 server.should_exit = True
+                await asyncio.wait([http], timeout=config.shutdown_grace_s)
+                await front.link.end(UnavailableError("the server is shutting down"))
                 await http
                 link.cancel()

@@ -5,9 +5,10 @@ Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may 
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from conductor.front.body import parse, refusing_depth
+from conductor.front.fields import KnownFields, ListOf
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_tokens, check_token_ids, text_tokens
 from conductor.front.schema import Message, check_message_fields, check_model
@@ -15,27 +16,23 @@ from conductor.front.tools import MAX_TOOLS, ToolFields
 from mooncake.errors import RequestError
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(KnownFields):
     """Body of `/tokenize`: a text, or a conversation that goes through the chat template."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
+    tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="of a text; default: true")
     add_generation_prompt: bool | None = Field(None, description="of a conversation; default: true")
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(KnownFields):
     """Body of `/detokenize`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str | None = None
-    tokens: list[int]
+    tokens: ListOf[int]
 
 
 def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from conductor.front.fields import KnownFields
 from conductor.front.tool_calls import ToolFormat
 from mooncake.errors import RequestError
 
@@ -18,10 +19,8 @@ MAX_TOOLS = 128
 _NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
-class FunctionFields(BaseModel):
+class FunctionFields(KnownFields):
     """A function; `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: Annotated[str, Field(pattern=_NAME_PATTERN)]
     description: str | None = None
@@ -29,10 +28,8 @@ class FunctionFields(BaseModel):
     strict: bool | None = None
 
 
-class ToolFields(BaseModel):
+class ToolFields(KnownFields):
     """One of `tools`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
     function: FunctionFields

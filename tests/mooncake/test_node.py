@@ -197,6 +197,7 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
         ({("kvcache", "vllm_replay"): "tcp://*:1"}, "kvcache.vllm_replay has no effect without vllm_events"),
         ({("kvcache", "ssd_dirs"): "/tmp,/usr,/tmp/"}, "kvcache.ssd_dirs: a directory is named twice"),
         ({("kvcache", "listen"): "0.0.0.0:70000"}, "kvcache.listen: 0.0.0.0:70000 has no port up to 65535"),
+        ({("kvcache", "vllm_events"): "tcp://h:65536"}, "kvcache.vllm_events: tcp://h:65536 has no port"),
         ({("kvcache", "vllm_events"): "*:5557"}, "kvcache.vllm_events: .*'\\*:5557'"),
         ({("kvcache", "eviction"): "fifo"}, "kvcache.eviction: .*'lru', 'lfu' or 'length_aware'.*'fifo'"),
         ({("kvcache", "listen"): "7100"}, "kvcache.listen: .*'7100'"),

@@ -18,7 +18,6 @@ from mooncake.errors import ConfigError
 from mooncake.messages import FinishReason, Request
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
-    DEADLINE_S,
     MODEL_NAME,
     FakeCluster,
     byte_model,
@@ -58,13 +57,21 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
 
     with running_front(tmp_path, byte_model()) as front:
         front.cluster.behaviour = stall
-        body = json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": True}).encode()
-        connection = raw_request(front.address, "/v1/completions", body)
-        assert connection.recv(100)
-    with connection:
-        connection.settimeout(DEADLINE_S)
-        while connection.recv(1000):
-            pass
+        streamed, whole = (
+            raw_request(
+                front.address,
+                "/v1/completions",
+                json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": stream}).encode(),
+            )
+            for stream in (True, False)
+        )
+        assert streamed.recv(100)
+        front.cluster.wait_until(lambda: len(front.cluster.submitted) == 2)
+    for connection, beginning, error in ((streamed, b"", b"data: {"), (whole, b"HTTP/1.1 503", b"{")):
+        with connection, connection.makefile("rb") as rest:
+            answer = rest.read()
+            assert answer.startswith(beginning)
+            assert error + b'"error":{"message":"the server is shutting down"' in answer
     server.listen(*front.address).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(front.address)

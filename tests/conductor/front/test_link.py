@@ -1,6 +1,7 @@
 """What arrives late, twice or with a gap never reaches a client as text; a lost Conductor is noticed."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conductor.front import link as link_module
-from conductor.front.errors import GenerationFailedError
+from conductor.front.errors import GenerationFailedError, UnavailableError
 from conductor.front.link import Inbox, Link, Lost, Received, Reception
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import ConfigError, OverloadedError
@@ -200,7 +201,6 @@ def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(link_module, "CONDUCTOR_TIMEOUT_S", 0.3)
     monkeypatch.setattr(link_module, "STREAM_TIMEOUT_S", 0.5)
 
     async def test() -> None:
@@ -215,6 +215,38 @@ def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
             assert isinstance(event, Lost)
             cluster.silent = False
             await until(lambda: link.cluster is not None)
+
+    run(test)
+
+
+def test_a_process_that_was_stopped_does_not_miss_its_conductor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.01)
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, _, _):
+            await until(lambda: link.cluster is not None)
+            time.sleep(0.01 * 10 * link_module.MAX_UNANSWERED)  # noqa: ASYNC251, nothing runs meanwhile
+            for _ in range(100):
+                assert link.cluster is not None
+                await asyncio.sleep(0)
+
+    run(test)
+
+
+def test_the_end_fails_what_is_in_flight_and_takes_nothing_new(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox = Inbox()
+            await link.submit(request_to(link), inbox)
+            await link.end(UnavailableError("over"))
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert str(event.error) == "over"
+            await until(lambda: cluster.cancelled == ["r"])
+            with pytest.raises(UnavailableError, match="over"):
+                await link.submit(request_to(link), inbox)
 
     run(test)
 

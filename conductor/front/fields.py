@@ -1,0 +1,40 @@
+"""What the fields of all bodies have in common: a hostile body must not become a million errors.
+
+A validation error takes kilobytes, and pydantic collects one for each wrong item unless it is told to stop.
+
+Owns: where it stops. Does not know: any field.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_FIELDS = 128
+Item = TypeVar("Item")
+
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
+
+
+class KnownFields(BaseModel):
+    """Base of what takes no other fields than its own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise PydanticCustomError("too_long", "fewer fields")
+        return value
+
+
+def at_most(num_entries: int) -> BeforeValidator:
+    """For an object, looked at before its entries are."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > num_entries:
+            raise PydanticCustomError("too_long", "fewer entries")
+        return value
+
+    return BeforeValidator(check)
