@@ -445,7 +445,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """Decode: with this request in the batch a token is predicted to take longer than the TBT SLO.
 
-    Only before its first token has left: in answer to `Reserve`, or to `Decode`.
+    Only in answer to `Decode`, before its first token has left.
     """
 
     ref: Ref

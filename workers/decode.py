@@ -177,9 +177,9 @@ class DecodeRunner:
     async def _receive_kvcache(self, sequence: Sequence, order: Reserve) -> None:
         """Pages, and what is to be had of the KVCache: from prefill with the first token, else from the pool.
 
-        The TBT is checked twice before the first token leaves (section 3).
+        The TBT is checked before the first token leaves (section 3): with what is decoded then, which the
+        Conductor could only predict.
         """
-        self._double_check.check(sequence, order.tbt_slo_s, self._sequences.values())
         async with self._reserving:
             grant, held = await self._with_others(
                 self._reserve(sequence), lambda: Hold(sequence.number, order.request)

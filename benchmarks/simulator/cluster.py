@@ -71,7 +71,7 @@ class InstanceShape:
     eviction: EvictionPolicy = EvictionPolicy.LRU
     prefill_chunk: int = 2048
     max_batch: int = 256
-    checks_reservations: bool = True
+    checks_reservations: bool = False
     """as in `DecodeInstance`"""
 
     @property

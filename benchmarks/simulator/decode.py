@@ -1,8 +1,7 @@
 """A simulated decode instance: pages, the double check, continuous batching.
 
-The double check (Mooncake, section 3) is made when pages are asked for and again when prefill has ended, with
-the server's own predictor. A batch that outgrows the device preempts its newest member, which joins again
-later.
+The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor. A batch
+that outgrows the device preempts its newest member, which joins again later.
 
 Owns: sequences and the batch. Does not know: who placed them here, prefill.
 """
@@ -64,7 +63,7 @@ class DecodeInstance:
         capacity_tokens: int,
         find_request: Callable[[str], SimulatedRequest],
         *,
-        checks_reservations: bool = True,
+        checks_reservations: bool = False,
     ) -> None:
         self.node = node
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens

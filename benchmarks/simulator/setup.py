@@ -54,7 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     tbt_slo_s: float | None = None
     rejects: bool = True
     """requests that would miss an SLO are rejected; else SLOs are only measured by"""
-    checks_reservations: bool = True
+    checks_reservations: bool = False
     """the double check is made when pages are reserved, too"""
     seed: int = 0
 

@@ -308,7 +308,7 @@ def test_refuses_what_would_make_the_batch_too_slow(
             await second.ended.wait()
             assert (second.tokens, second.error is not None) == ([], True)
             assert "60.0 ms" in str(second.error)
-            [(batch_size, num_kv_tokens)] = prediction.asked
+            batch_size, num_kv_tokens = prediction.asked[-1]
             assert batch_size == 2
             assert 60 <= num_kv_tokens <= 20 + 30 + len(first.tokens)
             cluster.cancel("first")
@@ -320,7 +320,7 @@ def test_refuses_what_would_make_the_batch_too_slow(
     run(test())
 
 
-def test_checks_again_when_prefill_has_ended_and_is_placed_elsewhere(
+def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     async def test() -> None:
