@@ -1,7 +1,7 @@
 """A simulated decode instance: pages, the double check, continuous batching.
 
-The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor. A batch
-that outgrows the device preempts its newest member, which joins again later.
+The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor. A
+batch that outgrows the device preempts its newest member, which joins again later.
 
 Owns: sequences and the batch. Does not know: who placed them here, prefill.
 """
