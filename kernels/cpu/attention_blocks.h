@@ -70,7 +70,7 @@ struct Block {
 
 template <class T, int D>
 INLINE void prefetch_row(const T* row) {
-    for (int byte = 0; byte < D * int(sizeof(T)); byte += 64) _mm_prefetch((const char*)row + byte, _MM_HINT_T0);
+    for (int byte = 0; byte < D * int(sizeof(T)); byte += 64) _mm_prefetch((const char*)row + byte, _MM_HINT_T1);
 }
 
 template <class T, int D>

@@ -15,14 +15,15 @@ struct FewMemory {
     alignas(64) T weights[FEW_ROWS][KEYS];
 };
 
-// Words of a block's keys, transposed; unseen ones are zero. Fetches the keys of `next`.
+// Words of a block's keys, transposed; what stands for unseen ones does not matter. Fetches the keys of `next`.
 template <class T, int D>
 INLINE void pack_keys(const Block<T, D>& block, const Block<T, D>& next, FewMemory<T, D>& memory) {
     alignas(64) static const T none[D] = {};
     for (int k = 0; k < KEYS; k += WIDTH) {
+        for (int i = k; i < std::min(k + WIDTH, next.num_keys); i++) prefetch_row<T, D>(next.keys[i]);
+        if (k >= block.num_keys) continue;
         const T* source[WIDTH];
         for (int i = 0; i < WIDTH; i++) source[i] = k + i < block.num_keys ? block.keys[k + i] : none;
-        for (int i = k; i < std::min(k + WIDTH, next.num_keys); i++) prefetch_row<T, D>(next.keys[i]);
         for (int d = 0; d < D / PER_WORD<T>; d += WIDTH) {
             Words r[WIDTH];
             UNROLL for (int i = 0; i < WIDTH; i++) r[i] = load_words(source[i] + d * PER_WORD<T>);

@@ -62,36 +62,43 @@ struct Place {
     long step;
 };
 
-// Fewer rows than a tile has: with few sums it is memory that is waited for, so all of the next panel is fetched.
-template <class T, class OUT, int ROWS = TILE_ROWS - 1>
-INLINE void multiply_few(const Place<T, OUT>& at, long num_rows, long num_words, const word* panel, const char* next) {
+// Which lines of each step of the next panel a tile fetches: all tiles of a part together fetch it once.
+struct Ahead {
+    long first, count;
+
+    // For the `tile`th of `num_tiles`.
+    static Ahead of(long tile, long num_tiles) {
+        const long share = (LINES + num_tiles - 1) / num_tiles, first = std::min<long>(tile * share, LINES);
+        return {first, std::min(share, LINES - first)};
+    }
+};
+
+// A tile of fewer rows than it could have, or of as many.
+template <class T, class OUT, int COUNT, int ROWS = TILE_ROWS>
+INLINE void multiply_up_to(const Place<T, OUT>& at, long num_rows, long num_words, const word* panel, const char* ahead) {
     if constexpr (ROWS > 0) {
         if (num_rows == ROWS) {
-            multiply_tile<T, OUT, ROWS, LINES>(at.x, num_words, panel, next, at.bias, at.residual, at.y, at.step);
+            multiply_tile<T, OUT, ROWS, COUNT>(at.x, num_words, panel, ahead, at.bias, at.residual, at.y, at.step);
         } else {
-            multiply_few<T, OUT, ROWS - 1>(at, num_rows, num_words, panel, next);
+            multiply_up_to<T, OUT, COUNT, ROWS - 1>(at, num_rows, num_words, panel, ahead);
         }
     }
 }
 
-// Up to TILE_ROWS rows, the `tile`th of them, times one panel.
-template <class T, class OUT>
-INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, long tile, bool is_only, long num_words, const word* panel,
+// Up to TILE_ROWS rows times one panel, while lines of the `next` one are fetched.
+template <class T, class OUT, int COUNT = LINES>
+INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
                           const char* next) {
-    if (num_rows < TILE_ROWS) {
-        multiply_few(at, num_rows, num_words, panel, next);
-    } else if (is_only) {
-        multiply_tile<T, OUT, TILE_ROWS, LINES>(at.x, num_words, panel, next, at.bias, at.residual, at.y, at.step);
-    } else if (tile < LINES) {  // a line for each step, until the next panel has been fetched
-        multiply_tile<T, OUT, TILE_ROWS, 1>(at.x, num_words, panel, next + tile * num_words * 64, at.bias, at.residual, at.y, at.step);
-    } else {
-        multiply_tile<T, OUT, TILE_ROWS, 0>(at.x, num_words, panel, nullptr, at.bias, at.residual, at.y, at.step);
+    if (ahead.count == COUNT) {
+        multiply_up_to<T, OUT, COUNT>(at, num_rows, num_words, panel, next + ahead.first * num_words * 64);
+    } else if constexpr (COUNT > 0) {
+        multiply_rows<T, OUT, COUNT - 1>(at, num_rows, ahead, num_words, panel, next);
     }
 }
 
 // The same for the last panel, if it is not full: what lies beside its columns is neither read nor written.
 template <class T, class OUT>
-ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_rows, long tile, long num_words, const word* panel) {
+ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_rows, long num_words, const word* panel) {
     alignas(64) T bias[PANEL] = {}, residual[TILE_ROWS * PANEL] = {};
     alignas(64) OUT y[TILE_ROWS * PANEL];
     if (at.bias != nullptr) memcpy(bias, at.bias, num_columns * sizeof(T));
@@ -99,7 +106,7 @@ ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_row
         memcpy(residual + i * PANEL, at.residual + i * at.step, num_columns * sizeof(T));
     }
     const Place<T, OUT> copy = {at.x, at.bias == nullptr ? nullptr : bias, at.residual == nullptr ? nullptr : residual, y, PANEL};
-    multiply_rows(copy, num_rows, tile, false, num_words, panel, (const char*)panel);
+    multiply_rows(copy, num_rows, Ahead{0, 0}, num_words, panel, nullptr);
     for (long i = 0; i < num_rows; i++) memcpy(at.y + i * at.step, y + i * PANEL, num_columns * sizeof(OUT));
 }
 
@@ -107,8 +114,14 @@ ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_row
 struct Part {
     long panel, next, first, end;
 
-    // Which tile of the rows this is, as `multiply_rows` counts them: the first ones fetch the next panel.
-    long tile_of(long row) const { return (next == panel ? LINES : 0) + (row - first) / TILE_ROWS; }
+    long num_tiles() const { return (end - first + TILE_ROWS - 1) / TILE_ROWS; }
+    // Of about the same size: with few sums a tile waits for each, and has no time to fetch anything.
+    long tile_rows() const { return (end - first + num_tiles() - 1) / num_tiles(); }
+    // What the tile that begins with `row` fetches of the next panel.
+    Ahead ahead_of(long row) const {
+        if (next == panel) return {0, 0};
+        return Ahead::of((row - first) / tile_rows(), num_tiles());
+    }
 };
 
 // Calls `multiply` for the parts of a whole product.
@@ -130,8 +143,8 @@ ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, O
         const word* panel = packed + part.panel * panel_words;
         const char* next = (const char*)(packed + part.next * panel_words);
         const long column = part.panel * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
-        for (long row = part.first; row < part.end; row += TILE_ROWS) {
-            const long tile = part.tile_of(row), rows = std::min<long>(TILE_ROWS, part.end - row);
+        for (long row = part.first; row < part.end; row += part.tile_rows()) {
+            const long rows = std::min(part.tile_rows(), part.end - row);
             const long first = row * s.num_columns + column;
             const Place<T, OUT> at = {
                 s.x + row * s.num_words * PER_WORD<T>,
@@ -141,9 +154,9 @@ ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, O
                 s.num_columns,
             };
             if (num_columns == PANEL) {
-                multiply_rows(at, rows, tile, num_rows == TILE_ROWS, s.num_words, panel, next);
+                multiply_rows(at, rows, part.ahead_of(row), s.num_words, panel, next);
             } else {
-                multiply_part(at, num_columns, rows, tile, s.num_words, panel);
+                multiply_part(at, num_columns, rows, s.num_words, panel);
             }
         }
     });
@@ -172,14 +185,14 @@ ALONE void multiply_gated(const Gated<T>& s, long num_rows, T* y) {
         if (s.up_bias != nullptr) memcpy(up_bias, s.up_bias + column, num_columns * sizeof(T));
         const word *gate = s.gate + part.panel * panel_words, *up = s.up + part.panel * panel_words;
         const char *next_gate = (const char*)(s.gate + part.next * panel_words), *next_up = (const char*)(s.up + part.next * panel_words);
-        for (long row = part.first; row < part.end; row += TILE_ROWS) {
+        for (long row = part.first; row < part.end; row += part.tile_rows()) {
             const T* x = s.x + row * s.num_words * PER_WORD<T>;
-            const long rows = std::min<long>(TILE_ROWS, part.end - row), tile = part.tile_of(row);
-            const bool is_only = num_rows == TILE_ROWS;
+            const long rows = std::min(part.tile_rows(), part.end - row);
+            const Ahead ahead = part.ahead_of(row);
             const Place<T, float> left = {x, s.gate_bias == nullptr ? nullptr : gate_bias, nullptr, gates, PANEL};
             const Place<T, float> right = {x, s.up_bias == nullptr ? nullptr : up_bias, nullptr, ups, PANEL};
-            multiply_rows(left, rows, tile, is_only, s.num_words, gate, next_gate);
-            multiply_rows(right, rows, tile, is_only, s.num_words, up, next_up);
+            multiply_rows(left, rows, ahead, s.num_words, gate, next_gate);
+            multiply_rows(right, rows, ahead, s.num_words, up, next_up);
             for (long i = 0; i < rows; i++) {
                 T* to = num_columns == PANEL ? y + (row + i) * s.num_columns + column : narrow;
                 UNROLL for (int j = 0; j < PANEL; j += WIDTH) {
