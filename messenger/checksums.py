@@ -44,9 +44,9 @@ def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
     assert len(layers) % layer_bytes == 0
     native = _native() if len(layers) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
     if native is None:
-        checksums = LayerChecksums(layers, layer_bytes)
-        checksums.advance(len(layers))
-        return checksums.packed()
+        starts = range(0, len(layers), layer_bytes)
+        each = [xxhash.xxh3_64_intdigest(layers[start : start + layer_bytes]) for start in starts]
+        return b"".join([digest.to_bytes(CHECKSUM_BYTES, "little") for digest in each])
     digests = np.empty(len(layers) // layer_bytes, "<u8")
     native.hash_layers(address_of(layers), layer_bytes, len(digests), digests.ctypes.data)
     return digests.tobytes()
@@ -57,7 +57,10 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
     assert len(source) == len(target)
     assert len(target) % layer_bytes == 0
     assert not target.readonly
-    native = _native() if len(target) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
+    if len(target) <= _FEW_BYTES:
+        target[:] = source
+        return layer_checksums(target, layer_bytes)
+    native = _native() if layer_bytes > _SHORT_LAYER_BYTES else None
     if native is None:
         return _copy_in_pieces(source, target, layer_bytes)
     digests = np.empty(len(target) // layer_bytes, "<u8")
@@ -159,15 +162,11 @@ class LayerChecksums:
 
 def _copy_in_pieces(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
     checksums = LayerChecksums(target, layer_bytes)
-    if len(target) <= _FEW_BYTES:
-        target[:] = source
-        checksums.advance(len(target))
-    else:
-        from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-        for start in range(0, len(target), PIECE_BYTES):
-            end = min(start + PIECE_BYTES, len(target))
-            np.copyto(to_bytes[start:end], from_bytes[start:end])
-            checksums.advance(end)
+    from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    for start in range(0, len(target), PIECE_BYTES):
+        end = min(start + PIECE_BYTES, len(target))
+        np.copyto(to_bytes[start:end], from_bytes[start:end])
+        checksums.advance(end)
     return checksums.packed()
 
 

@@ -85,6 +85,8 @@ class IncomingLane:
         self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
         self._num_queued = 0
         """fetches that wait to be answered"""
+        self._rest: Coroutine[None, None, None] | None = None
+        """of a frame that takes a while"""
         self._read: deque[tuple[Callable[[], None], int]] = deque()
         """what ends the lease of blocks that are being read, and their bytes; oldest first"""
         self.awaited: SessionLane | None = None
@@ -120,13 +122,9 @@ class IncomingLane:
         answering = asyncio.create_task(self._answer_fetches())
         try:
             while True:
-                frame = self._frames.ready()
-                if frame is None:
-                    self._send_acks()
-                    frame = await self._frames.next()
-                rest = self._handle(frame)
-                if rest is not None:
-                    self._send_acks()
+                await self._frames.heard(self._hear)
+                if self._rest is not None:
+                    rest, self._rest = self._rest, None
                     await rest
                 await self._stream.take_turns()
         except (OSError, TransferError) as error:
@@ -135,6 +133,8 @@ class IncomingLane:
             if self._exposures is not None:
                 self._exposures.close()
             self._deadline.close()
+            if self._rest is not None:
+                self._rest.close()
             answering.cancel()
             try:
                 (failure,) = await asyncio.gather(answering, return_exceptions=True)
@@ -146,6 +146,16 @@ class IncomingLane:
                     self._fetches.get_nowait().close()
                 for end_lease, _ in self._read:
                     end_lease()
+
+    def _hear(self) -> bool:
+        """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
+        have their turn."""
+        while (frame := self._frames.ready()) is not None:
+            self._rest = self._handle(frame)
+            if self._rest is not None or self._stream.is_turn_over:
+                break
+        self._send_acks()
+        return frame is not None
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Does what can be done at once, and returns the rest. If either raises, the connection ends."""

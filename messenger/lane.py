@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 from messenger.deadline import Deadline
 from messenger.frames import Frames
-from messenger.listening import Patience
+from messenger.listening import LISTEN_S, Patience
 from messenger.protocol import (
     Close,
     Ended,
@@ -45,6 +45,10 @@ _SENT_BYTES = 256 << 10
 """of small frames in one system call"""
 _LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RDMA: 0}
 """moved in less time than waking up takes"""
+_COPIED_BYTES_PER_S = 8 << 30
+"""on a slow machine"""
+_LISTENED_BYTES = 128 << 10
+"""what listening for an answer counts for as a turn"""
 
 
 class Owner(Protocol):
@@ -105,6 +109,8 @@ class Lane:
         self._remote = RemotePages(endpoint, layout, self.post) if endpoint is not None else None
         self._outbox = Outbox(self._stream, self._pump)
         self._patience = Patience()
+        self._left: Frame | None = None
+        """that has come, and takes a while"""
         self._is_pumping_soon = False
         self._later: asyncio.TimerHandle | None = None
         """sends what can wait a moment"""
@@ -150,8 +156,10 @@ class Lane:
             transport is Transport.SHM and isinstance(request, FetchRequest)
         )
         if is_short and self.num_outstanding == 1 and self._stream.may_poll:
-            self._patience.listen(self._hear)
-            self._stream.moved(request.num_bytes)
+            num_answered = self._num_answered
+            listen_s = LISTEN_S + request.num_bytes / _COPIED_BYTES_PER_S
+            self._patience.listen(lambda: self._looked(num_answered), listen_s)
+            self._stream.moved(_LISTENED_BYTES)
             await self._stream.take_turns()
 
     def post(self, message: Message, *, within_s: float = 0.0) -> None:
@@ -335,8 +343,9 @@ class Lane:
 
     async def _receive(self) -> NoReturn:
         while True:
-            frame = await self._frames.next()
-            if not self._take(frame):
+            await self._frames.heard(self._hear)
+            if self._left is not None:
+                frame, self._left = self._left, None
                 found = frame.message
                 assert isinstance(found, Found)
                 views = self._views_of(found, frame.payload_bytes)
@@ -345,20 +354,21 @@ class Lane:
             await self._stream.take_turns()
 
     def _hear(self) -> bool:
-        """Whether an answer has come."""
-        num_answered = self._num_answered
-        try:
-            if not self._stream.poll():
-                return False
-            while (frame := self._frames.ready()) is not None:
-                if not self._take(frame):
-                    self._frames.put_back(frame)
-                    self._stream.notice()
-                    return True
-        except (OSError, TransferError) as error:
-            self.give_up(str(error))
-            return True
-        return self._num_answered > num_answered
+        """Takes what has come. Whether there is something to wait for: for more of it, or while others have
+        their turn."""
+        while (frame := self._frames.ready()) is not None:
+            if not self._take(frame):
+                self._left = frame
+                return True
+            if self._stream.is_turn_over:
+                return True
+        return False
+
+    def _looked(self, num_answered: int) -> bool:
+        """Whether more than so many answers have come, or nobody needs to look for them any more."""
+        if self._stream.may_poll:
+            self._stream.poll()
+        return self._num_answered > num_answered or not self._stream.may_poll
 
     def _take(self, frame: Frame) -> bool:
         """False, and nothing has happened, if something has to be waited for. The connection cannot go on if

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from selectors import EpollSelector, SelectorKey
 
-_LISTEN_S = 150e-6
+LISTEN_S = 150e-6
 _MOST_SKIPPED = 64
 
 
@@ -19,13 +19,13 @@ class Patience:
     def __init__(self) -> None:
         self._num_skipped = self._num_to_skip = 0
 
-    def listen(self, has_come: Callable[[], bool]) -> bool:
+    def listen(self, has_come: Callable[[], bool], for_s: float = LISTEN_S) -> bool:
         """Whether it has come."""
         if self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return False
         self._num_skipped = 0
-        until_s = time.perf_counter() + _LISTEN_S
+        until_s = time.perf_counter() + for_s
         while time.perf_counter() < until_s:
             if has_come():
                 self._num_to_skip = 0
@@ -44,7 +44,7 @@ class _ListeningSelector(EpollSelector):
         self._events: list[tuple[SelectorKey, int]] = []
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        if (timeout is None or timeout > _LISTEN_S) and self._patience.listen(self._has_events):
+        if (timeout is None or timeout > LISTEN_S) and self._patience.listen(self._has_events):
             return self._events
         return super().select(timeout)
 

@@ -9,20 +9,19 @@ through is said by that request's `done`.
 """
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from messenger.flow import Flow
 from messenger.lane import NOT_URGENT_S, Lane
-from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, Write, WriteEntry, brief
+from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, brief
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.transfer import Answer, Transfer
 from messenger.transports import Path, Traffic, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
@@ -45,55 +44,6 @@ _NUM_LOST_LANES = 64
 _MOST_LANES_LOST = 4
 """under one request: then it is no chance that they are lost"""
 SESSION_BYTES = 16
-
-
-class Transfer:
-    """Writes to one grant. Fails as a whole and for good."""
-
-    def __init__(
-        self,
-        peer: "Peer",
-        opening: Open,
-        urgency: Urgency,
-        on_change: Callable[[], None],
-        heads: tuple[int, int] | None,
-    ) -> None:
-        self.opening = opening
-        self.failure: str | None = None
-        self.is_known = False
-        """to the peer"""
-        self._peer = peer
-        self._urgency = urgency
-        self._on_change = on_change
-        self._heads = heads
-
-    def check(self) -> None:
-        """Raises TransferError once this transfer has failed."""
-        if self.failure is not None:
-            raise TransferError(self.failure)
-
-    async def write(self, entries: list[WriteEntry], num_bytes: int, done: Callable[[Outcome], None]) -> None:
-        """Submits one frame, waiting while too many of its class wait already.
-
-        `done` is called once, when no byte of the source will be read for this frame any more. Raises
-        TransferError if the transfer has failed; `done` was called then too.
-        """
-
-        def finish(outcome: Outcome, reason: str) -> None:
-            if outcome is not Outcome.PLACED:
-                self.fail(reason)
-            done(outcome)
-            self._on_change()
-
-        write = Write(self.opening.transfer_id, self.opening.grant_id, entries, self._heads)
-        request = WriteRequest(write, num_bytes, self._urgency, finish, lambda: self.failure is None)
-        await self._peer.submit(request)
-        self.check()
-
-    def fail(self, reason: str) -> None:
-        if self.failure is None:
-            self.failure = reason
-            self._on_change()
 
 
 class Peer:
@@ -163,7 +113,6 @@ class Peer:
 
     # -- what is asked of the peer ----------------------------------------------------------------
 
-    @contextmanager
     def transfer(
         self,
         grant_id: int,
@@ -171,38 +120,34 @@ class Peer:
         on_change: Callable[[], None],
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
-    ) -> Iterator[Transfer]:
-        """A transfer to `grant_id`; left by an exception it is given up, and the peer is told why.
+    ) -> Transfer:
+        """A transfer to `grant_id`, for a `with` statement; left by an exception it is given up, and the peer
+        is told why.
 
         `on_change` is called when a frame is through or the transfer has failed. `heads` of the model are the
         part of each layer that is written; None if both sides have the same, and all of them are.
         """
+        part = None if heads is None else (heads.start, heads.stop)
+        opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
+        return Transfer(self, opening, urgency, on_change, part)
+
+    def begun(self, transfer: Transfer) -> None:
+        """Raises TransferError if the session has ended."""
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
-        opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
-        part = None if heads is None else (heads.start, heads.stop)
-        transfer = Transfer(self, opening, urgency, on_change, part)
-        self._transfers[opening.transfer_id] = transfer
+        self._transfers[transfer.opening.transfer_id] = transfer
         if self._announcement is None:
             self._announcement = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._announce)
-        reason: str | None = "the sender has stopped"
-        try:
-            yield transfer
-            reason = None
-        except TransferError as error:
-            reason = str(error)
-            raise
-        except asyncio.CancelledError:
-            reason = "cancelled by its worker"
-            raise
-        finally:
-            transfer.failure = transfer.failure or reason
-            self._transfers.pop(opening.transfer_id, None)
-            for lane in self._lanes:
-                lane.forget(opening.transfer_id)
-            if self._lanes and (transfer.is_known or reason is not None):
-                self._announce_one(transfer)
-                self._say(Close(opening.transfer_id, None if reason is None else brief(reason)))
+
+    def left(self, transfer: Transfer, reason: str | None) -> None:
+        """`reason`: why it is given up, None if all is said and done."""
+        transfer_id = transfer.opening.transfer_id
+        self._transfers.pop(transfer_id, None)
+        for lane in self._lanes:
+            lane.forget(transfer_id)
+        if self._lanes and (transfer.is_known or reason is not None):
+            self._announce_one(transfer)
+            self._say(Close(transfer_id, None if reason is None else brief(reason)))
 
     def _say(self, close: Close) -> None:
         """When nothing of the transfer is on its way by RDMA: the peer closes its pages then, and a write to
@@ -240,7 +185,7 @@ class Peer:
         """
         if not keys:
             return {}
-        answer = _Answer()
+        answer = Answer()
         request = FetchRequest(
             Fetch(
                 list(keys), layers.start, layers.stop, None if heads is None else (heads.start, heads.stop)
@@ -265,7 +210,7 @@ class Peer:
 
     async def probe(self, payload: memoryview) -> None:
         """Sends bytes for nobody. Raises TransferError."""
-        answer = _Answer()
+        answer = Answer()
         await self.submit(ProbeRequest(payload, Urgency.BULK, functools.partial(answer.give, {})))
         await answer.is_there.wait()
         if answer.failure is not None:
@@ -470,23 +415,3 @@ class Peer:
         close = self._unsaid.pop(transfer_id, None)
         if close is not None:
             self._say(close)
-
-
-class _Answer:
-    """What became of a request, for whoever waits for it."""
-
-    def __init__(self) -> None:
-        self.checksums: dict[int, bytes] = {}
-        """of blocks that have been fetched"""
-        self.failure: str | None = None
-        self.is_there = asyncio.Event()
-
-    def give(self, checksums: dict[int, bytes], failure: str | None) -> None:
-        self.checksums, self.failure = checksums, failure
-        self.is_there.set()
-
-    async def settled(self) -> None:
-        """However often the waiter is cancelled meanwhile."""
-        while not self.is_there.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.is_there.wait()

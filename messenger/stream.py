@@ -27,7 +27,7 @@ _LEAST_BYTES = 16 * 1024
 """what a piece counts for at least: small ones cost time too"""
 _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
-_AHEAD_BYTES = 72 * 1024
+AHEAD_BYTES = 72 * 1024
 """a small frame with its payload"""
 
 
@@ -57,10 +57,11 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
-        self._buffer = _new_buffer(_AHEAD_BYTES)
+        self._buffer = _new_buffer(AHEAD_BYTES)
         self._begin = self._end = 0
         """of what is in it"""
-        self._wanted_bytes = 1
+        self.wanted_bytes = 1
+        """for which there will be room `ahead`"""
         self._is_waiting_ahead = False
         self._readable = _Readiness(sock, self._loop.add_reader, self._loop.remove_reader)
         self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer)
@@ -100,6 +101,11 @@ class Stream:
         """Counts what was done for this connection since others had their turn, as bytes over a socket."""
         self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
 
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether it is time for others."""
+        return self._num_moved >= _TURN_BYTES
+
     async def take_turns(self) -> None:
         """Others have their turn, if it is time."""
         if self._num_moved >= _TURN_BYTES:
@@ -123,8 +129,8 @@ class Stream:
         self._begin += num_bytes
         if self._begin == self._end:
             self._begin = self._end = 0
-            if len(self._buffer) > _AHEAD_BYTES:
-                self._buffer = _new_buffer(_AHEAD_BYTES)
+            if len(self._buffer) > AHEAD_BYTES:
+                self._buffer = _new_buffer(AHEAD_BYTES)
 
     def take_into(self, buffers: Sequence[memoryview]) -> int:
         """Fills `buffers` in order from what is `ahead`; returns how many bytes."""
@@ -137,51 +143,52 @@ class Stream:
         self.take(0)
         return num_bytes
 
-    async def more(self, wanted_bytes: int) -> None:
-        """Waits until more is `ahead`, where there will be room for at least `wanted_bytes`."""
-        self._wanted_bytes = wanted_bytes
-        num_bytes = 0
+    async def more(self, is_enough: Callable[[], bool]) -> None:
+        """Waits until more is `ahead` and `is_enough` says that it is.
+
+        It is asked whenever some has come, and may take of it what it likes: what is little is done at once,
+        and who waits here sleeps on.
+        """
+
+        def attempt() -> None:
+            self._receive_ahead()
+            while not is_enough():
+                if self.is_plain:
+                    raise BlockingIOError
+                self._receive_ahead()
+
         try:
-            num_bytes = self._receive_ahead()
+            attempt()
         except BlockingIOError:
             # What TLS has decrypted ahead would wake nobody who waits for the socket.
             self._is_waiting_ahead = self.is_plain
             try:
-                num_bytes = await self._readable.first(self._receive_ahead)
+                await self._readable.first(attempt)
             finally:
                 self._is_waiting_ahead = False
-        self.moved(num_bytes)
         await self.take_turns()
 
     @property
     def may_poll(self) -> bool:
-        """Whether somebody waits for more to be `ahead`, so that another may look for it and take it."""
-        return self._is_waiting_ahead
+        """Whether somebody waits for more to be `ahead`, so that another may look for it."""
+        return self._is_waiting_ahead and self._readable.is_awaited
 
-    def poll(self) -> bool:
-        """Whether more has come `ahead`."""
-        try:
-            self._receive_ahead()
-        except BlockingIOError:
-            return False
-        return True
+    def poll(self) -> None:
+        """Looks whether more has come `ahead`, as who waits for it would."""
+        self._readable.look()
 
-    def notice(self) -> None:
-        """Whoever waits for more looks at what is `ahead`."""
-        self._readable.answer(0)
-
-    def _receive_ahead(self) -> int:
-        missing_bytes = self._begin + self._wanted_bytes - len(self._buffer)
+    def _receive_ahead(self) -> None:
+        missing_bytes = self._begin + self.wanted_bytes - len(self._buffer)
         if missing_bytes > 0 or self._end == len(self._buffer):
             held = self._end - self._begin
             buffer = self._buffer
-            if max(self._wanted_bytes, held + 1) > len(buffer):
-                buffer = _new_buffer(max(self._wanted_bytes, held + 1))
+            if max(self.wanted_bytes, held + 1) > len(buffer):
+                buffer = _new_buffer(max(self.wanted_bytes, held + 1))
             buffer[:held] = self._buffer[self._begin : self._end]
             self._buffer, self._begin, self._end = buffer, 0, held
         num_bytes = self._receive_now([self._buffer[self._end :]])
         self._end += num_bytes
-        return num_bytes
+        self.moved(num_bytes)
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
         """At least one byte into `buffers`, in order."""
@@ -348,10 +355,19 @@ class _Readiness:
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))
 
-    def answer(self, result: object) -> None:
-        """Ends the waiting with `result`, if somebody waits."""
-        if self._result is not None and not self._result.done():
-            self._result.set_result(result)
+    @property
+    def is_awaited(self) -> bool:
+        return self._result is not None and not self._result.done()
+
+    def look(self) -> None:
+        """An attempt for who waits."""
+        assert self._result is not None
+        try:
+            self._result.set_result(self._attempt())
+        except BlockingIOError:
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the waiting
+            self._result.set_exception(error)
 
     def rest(self) -> None:
         """Hears of no more events until somebody waits again."""
@@ -360,15 +376,10 @@ class _Readiness:
             self._is_registered = False
 
     def _on_event(self) -> None:
-        if self._result is None or self._result.done():
+        if self.is_awaited:
+            self.look()
+        else:
             self.rest()
-            return
-        try:
-            self._result.set_result(self._attempt())
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._result.set_exception(error)
 
 
 def _new_buffer(num_bytes: int) -> memoryview:

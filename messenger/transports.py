@@ -253,8 +253,11 @@ class TcpInlet:
     ) -> list[bytes] | None:
         if sum(map(len, views)) > self._stream.num_ahead:
             return None
-        self._stream.take_into(views)
-        return [layer_checksums(view, layer_bytes) for view in views]
+        checksums = []
+        for view in views:
+            checksums.append(copy_layers(self._stream.ahead[: len(view)], view, layer_bytes))
+            self._stream.take(len(view))
+        return checksums
 
     async def discard(self, payload_bytes: int) -> None:
         scratch = memoryview(bytearray(min(payload_bytes, _DISCARD_BYTES)))

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from messenger.stream import Outbox, Stream
+from mooncake.errors import TransferError
 from tests.messenger.fabric import run, until
 from tests.messenger.proxy import listen
 
@@ -287,7 +288,7 @@ def test_what_is_ahead_is_taken_in_pieces_and_the_rest_follows() -> None:
         async with pair() as (near, far):
             data = random.Random(4).randbytes(MIB)
             sending = asyncio.create_task(near.send([data]))
-            await far.more(8)
+            await far.more(lambda: True)
             assert far.ahead == data[: far.num_ahead]
             far.take(3)
             into = memoryview(bytearray(len(data) - 3))
@@ -303,53 +304,76 @@ def test_there_is_room_for_as_much_as_is_wanted() -> None:
         async with pair() as (near, far):
             data = random.Random(5).randbytes(300_000)
             sending = asyncio.create_task(near.send([data]))
-            await far.more(1)
+            await far.more(lambda: True)
             far.take(1)
-            while far.num_ahead < len(data) - 1:
-                await far.more(len(data) - 1)
+            far.wanted_bytes = len(data) - 1
+            await far.more(lambda: far.num_ahead == len(data) - 1)
             await sending
             assert far.ahead == data[1:]
             far.take(far.num_ahead)
             await near.send([b"more"])
-            await far.more(4)
+            await far.more(lambda: far.num_ahead == 4)
             assert far.ahead == b"more"
 
     run(test())
 
 
-def test_another_may_take_what_somebody_waits_for() -> None:
+def test_what_comes_is_offered_until_it_is_enough() -> None:
     async def test() -> None:
         async with pair() as (near, far):
-            assert not far.may_poll, "nobody waits"
-            waiting = asyncio.create_task(far.more(1))
-            await asyncio.sleep(0)
-            assert far.may_poll
-            assert not far.poll()
-            await near.send([b"12"])
-            assert far.poll()
-            assert far.ahead == b"12"
-            far.take(2)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            assert not waiting.done(), "it still waits"
-            await near.send([b"3"])
+            taken = b""
+
+            def take() -> bool:
+                nonlocal taken
+                taken += bytes(far.ahead)
+                far.take(far.num_ahead)
+                return taken.endswith(b".")
+
+            waiting = asyncio.create_task(far.more(take))
+            for piece in (b"1", b"2", b"3."):
+                await near.send([piece])
+                while taken[-1:] != piece[-1:]:
+                    assert not waiting.done()
+                    await asyncio.sleep(0)
             await waiting
-            assert far.ahead == b"3"
+            assert taken == b"123."
 
     run(test())
 
 
-def test_whoever_waits_can_be_told_to_look() -> None:
+def test_another_may_look_for_what_somebody_waits_for() -> None:
     async def test() -> None:
         async with pair() as (near, far):
-            waiting = asyncio.create_task(far.more(1))
+            assert not far.may_poll, "nobody waits"
+            waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
+            await asyncio.sleep(0)
+            far.poll()
+            assert far.num_ahead == 0
+            await near.send([b"12"])
+            far.poll()
+            assert far.ahead == b"12"
+            assert far.may_poll, "it still waits"
+            await near.send([b"3"])
+            far.poll()
+            assert not far.may_poll
+            await waiting
+            assert far.ahead == b"123"
+
+    run(test())
+
+
+def test_an_error_of_who_takes_ends_the_waiting() -> None:
+    async def test() -> None:
+        async with pair() as (near, far):
+
+            def take() -> bool:
+                raise TransferError("not like this")
+
+            waiting = asyncio.create_task(far.more(take))
             await asyncio.sleep(0)
             await near.send([b"1"])
-            assert far.poll()
-            far.notice()
-            await waiting
-            assert far.ahead == b"1"
-            far.notice()  # nobody waits
+            with pytest.raises(TransferError, match="not like this"):
+                await waiting
 
     run(test())
 
