@@ -150,6 +150,11 @@ class ClusterView:
             self._decode_pool = DecodePool(int(is_decode.sum()), self.decode_costs.mean(is_decode))
         return self._decode_pool
 
+    def mean_prefill_costs(self) -> Costs | None:
+        """Of all prefill instances; None without one."""
+        is_prefill = self.loads.is_prefill
+        return self.prefill_costs.mean(is_prefill) if is_prefill.any() else None
+
     def decode_changed(self, slot: int) -> None:
         """Other requests are assigned to it, or a step takes another time."""
         loads = self.loads

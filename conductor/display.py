@@ -17,6 +17,7 @@ from mooncake.messages import Heartbeat
 NUM_REQUESTS = 40
 NUM_REJECTIONS = 20
 NUM_PATHS = 60
+NUM_CONTEXTS = 40
 NumReceived = Callable[[str], int | None]
 
 
@@ -42,6 +43,16 @@ class Display:
             "model": self._model_name,
             "instances": [_instance(instance) for instance in self._conductor.instances],
             "paths": self._paths(),
+            "contexts": [
+                {
+                    "id": context_id,
+                    "num_blocks": len(context.keys),
+                    "num_pinned": context.num_pinned,
+                    "holder": None if context.holder is None else context.holder.name,
+                    "expires_s": self._wall_s(context.expires_s),
+                }
+                for context_id, context in self._conductor.contexts.newest(NUM_CONTEXTS)
+            ],
             "num_ended": history.num_ended,
             "num_rejected": history.num_rejected,
             "requests": [

@@ -72,7 +72,7 @@ class CostEstimator:
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
         """Of these slots, of which there is at least one."""
-        num_slots = np.count_nonzero(slots)
+        num_slots = int(np.count_nonzero(slots))
         columns = (self.constant_s, self.first_s, self.second_s)
         return Costs(*(float(column @ slots) / num_slots for column in columns))
 

@@ -74,6 +74,16 @@ class ConductorMetrics(Collector):
             engines.add_metric([instance.name, instance.registration.engine], 1)
         yield engines
 
+        blocks = GaugeMetricFamily(
+            "mooncake_context_cache_blocks",
+            "blocks of context caches, and how many of them are pinned in some pool",
+            labels=["state"],
+        )
+        contexts = self._conductor.contexts
+        blocks.add_metric(["pinned"], contexts.num_pinned)
+        blocks.add_metric(["missing"], contexts.num_blocks - contexts.num_pinned)
+        yield blocks
+
         yield CounterMetricFamily(
             "mooncake_conductor_strangers",
             "connections that were closed because they did not show the cluster's key",

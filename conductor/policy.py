@@ -8,6 +8,7 @@ requests (`conductor.dispatcher`).
 """
 
 from conductor.cluster_view import ClusterView
+from conductor.contexts import Contexts
 from conductor.dispatcher import Dispatcher
 from conductor.effects import Effect
 from conductor.instances import Instance, Instances
@@ -22,12 +23,14 @@ from mooncake.messages import (
     ClusterState,
     Continue,
     Drain,
+    DropContext,
     FromWorker,
     FrontHello,
     Heartbeat,
     HeartbeatAck,
     InstanceDrains,
     InstanceState,
+    KeepContext,
     Leave,
     Register,
     Registered,
@@ -62,6 +65,7 @@ class Conductor:
         self.view = ClusterView(profiled)
         self.prefixes = self.view.prefixes
         self._dispatcher = Dispatcher(self.instances, self.view, limits, rules or Rules(), self.outcomes)
+        self.contexts = Contexts(self.prefixes, self.instances)
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None
         self._max_sequence_blocks = 0  # of the last pair that was expected
@@ -93,6 +97,10 @@ class Conductor:
                 return self._on_cancel(sender, message)
             case Drain():
                 return self._on_drain(sender, message, now_s)
+            case KeepContext(context_id, keys, ttl_s):
+                return self.contexts.keep(context_id, keys, ttl_s, now_s)
+            case DropContext(context_id):
+                return self.contexts.drop(context_id)
             case Register():
                 return self._on_register(sender, message, now_s)
             case _:
@@ -110,6 +118,7 @@ class Conductor:
         effects += self._dispatcher.place_waiting(now_s)
         effects += self._dispatcher.ask_again()
         effects += self._retire()
+        effects += self.contexts.tick(now_s)
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
@@ -299,6 +308,7 @@ class Conductor:
             len(self.instances.serving(Role.PREFILL)),
             len(self.instances.serving(Role.DECODE)),
             self._max_sequence_blocks,
+            self.view.mean_prefill_costs(),
         )
 
     def _tell_fronts(self) -> list[Effect]:

@@ -27,6 +27,7 @@ from kvstore.messages import (
     Call,
     CallFailed,
     Commit,
+    Count,
     DescribeTokens,
     Detached,
     ErrorKind,
@@ -39,6 +40,7 @@ from kvstore.messages import (
     Lookup,
     Notice,
     OpenGrant,
+    PinBlocks,
     Prefetch,
     Release,
     Reservation,
@@ -46,6 +48,7 @@ from kvstore.messages import (
     StartSend,
     Stats,
     StopFetch,
+    UnpinBlocks,
     Verified,
     VerifyBlocks,
     Waiting,
@@ -153,6 +156,16 @@ class WorkerClient:
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """These blocks will be reserved soon: what SSD has of them begins to come to DRAM."""
         await self._send(Prefetch(list(keys)))
+
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
+        """Keeps those of `keys` that are here for `ttl_s`, as long as others can be evicted. How many."""
+        answer = await self._call(PinBlocks(next(self._call_ids), list(keys), ttl_s, hard=False))
+        assert isinstance(answer, Count)
+        return answer.num_blocks
+
+    async def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Those of `keys` that are pinned may be evicted like others again."""
+        await self._call(UnpinBlocks(next(self._call_ids), list(keys)))
 
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
         """What the keys of a reservation stand for, for the events of blocks that are still to be sealed.
@@ -313,7 +326,7 @@ class WorkerClient:
         self._calls[call.call_id] = answered
         try:
             await self._send(call)
-            waits = isinstance(call, Waiting)
+            waits = isinstance(call, Waiting | PinBlocks)  # what is pinned comes from disk first
             async with asyncio.timeout(None if waits else _ANSWER_TIMEOUT_S):
                 answer = await answered
         except TimeoutError:

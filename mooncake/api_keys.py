@@ -8,6 +8,7 @@ Owns: the file's format, making keys. Does not know: HTTP, who is counted how (`
 import hashlib
 import os
 import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,8 @@ class ApiKey(BaseModel):
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """the lowest number that requests may ask for, and theirs if they ask for none"""
+    max_context_cache_tokens: Annotated[int, Field(ge=0)] | None = None
+    """in context caches; default: `http.context_cache_tokens`"""
     cache_group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """keys of one group share their KVCache; default: each has its own"""
 
@@ -43,6 +46,13 @@ class ApiKey(BaseModel):
         """Separates the KVCache of this key, or of its group, from that of all others."""
         return f"key:{self.sha256}" if self.cache_group is None else f"group:{self.cache_group}"
 
+
+LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
+    "requests_per_minute": (float, "no more (default: any number)"),
+    "max_concurrent": (int, "at the same time (default: any number)"),
+    "max_context_cache_tokens": (int, "in context caches (default: http.context_cache_tokens)"),
+}
+"""what a new key can be given, how it is read, and what it is"""
 
 _KEYS = TypeAdapter(list[ApiKey])
 
@@ -57,8 +67,11 @@ def load_api_keys(path: Path) -> dict[str, ApiKey]:
     return _parsed(path, _read(path))
 
 
-def add_api_key(path: Path, name: str, requests_per_minute: float | None, max_concurrent: int | None) -> str:
-    """Make a key and add its entry to the file, which is made if it is not there. Raises ConfigError."""
+def add_api_key(path: Path, name: str, limits: Mapping[str, float | None]) -> str:
+    """Make a key and add its entry to the file, which is made if it is not there. Raises ConfigError.
+
+    Of `LIMITS` those that are None, or not there, are left out.
+    """
     is_new = not path.exists()
     text = _HEAD if is_new else _read(path)
     if any(key.name == name for key in _parsed(path, text).values()):
@@ -67,7 +80,6 @@ def add_api_key(path: Path, name: str, requests_per_minute: float | None, max_co
         )
     secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
     entry: dict[str, object] = {"name": name, "sha256": digest(secret)}
-    limits = {"requests_per_minute": requests_per_minute, "max_concurrent": max_concurrent}
     entry |= {field: value for field, value in limits.items() if value is not None}
     added = ("" if text.endswith("\n") else "\n") + yaml.safe_dump([entry], sort_keys=False)
     _parsed(path, text + added)

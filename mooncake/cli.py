@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from mooncake.api_keys import add_api_key
+from mooncake.api_keys import LIMITS, add_api_key
 from mooncake.config import Config, describe, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.keys import ClusterKey
@@ -41,9 +41,9 @@ def main() -> None:
             return
         if arguments.command == "apikey":
             if flags or arguments.config or arguments.print_config:
-                raise ConfigError("apikey takes FILE, NAME, --requests-per-minute and --max-concurrent alone")
-            path, limits = Path(arguments.file), (arguments.requests_per_minute, arguments.max_concurrent)
-            print(add_api_key(path, arguments.name, *limits))
+                raise ConfigError("apikey takes FILE, NAME and the options that its --help shows alone")
+            limits = {name: getattr(arguments, name) for name in LIMITS}
+            print(add_api_key(Path(arguments.file), arguments.name, limits))
             return
         config = load_config(arguments.config, os.environ, flags)
         if arguments.command == "profile":
@@ -108,10 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     apikey = commands.add_parser("apikey", help=help_text, description=help_text)
     apikey.add_argument("file", metavar="FILE")
     apikey.add_argument("name", metavar="NAME")
-    apikey.add_argument(
-        "--requests-per-minute", type=float, metavar="N", help="no more (default: any number)"
-    )
-    apikey.add_argument(
-        "--max-concurrent", type=int, metavar="N", help="at the same time (default: any number)"
-    )
+    for name, (kind, limit_help) in LIMITS.items():
+        flag = "--" + name.replace("_", "-")
+        apikey.add_argument(flag, type=kind, metavar="N", help=limit_help)
     return parser

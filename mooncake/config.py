@@ -61,6 +61,11 @@ class HttpConfig(_Section):
     api_keys_file: Path | None = Field(
         None, description="clients need a key of this file (mooncake-serve apikey FILE NAME); default: none"
     )
+    context_cache_tokens: int = Field(
+        1 << 17,
+        ge=0,
+        description="tokens that an API key may have in context caches, if its entry says nothing",
+    )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM): the API is HTTPS")
     tls_key: Path | None = Field(None, description="the private key of tls_cert (PEM)")
     cors_origins: Annotated[list[str], BeforeValidator(_split)] = Field(

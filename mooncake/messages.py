@@ -13,8 +13,9 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout, extended_keys
+from mooncake.costs import Costs
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Role(StrEnum):
@@ -533,6 +534,22 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     ref: Ref
 
 
+class Pin(msgspec.Struct, tag=True, frozen=True):
+    """Keep these blocks, as far as your pool has them, for `ttl_s` or until `Unpin`. Needs no answer.
+
+    They go after all others, so the work at hand still finds room.
+    """
+
+    keys: list[BlockKey]
+    ttl_s: float
+
+
+class Unpin(msgspec.Struct, tag=True, frozen=True):
+    """These blocks may be evicted like others again. Needs no answer."""
+
+    keys: list[BlockKey]
+
+
 # -- front <-> Conductor ----------------------------------------------------------------------------
 
 
@@ -562,6 +579,23 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     is_wanted: bool = True
 
 
+class KeepContext(msgspec.Struct, tag=True, frozen=True):
+    """Keep the blocks of a context cache for `ttl_s`, wherever they are or come to be. Needs no answer.
+
+    Said of the same `context_id` again it replaces what was said before.
+    """
+
+    context_id: str
+    keys: list[BlockKey]
+    ttl_s: float
+
+
+class DropContext(msgspec.Struct, tag=True, frozen=True):
+    """The context cache has been deleted. Needs no answer."""
+
+    context_id: str
+
+
 class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """First message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
@@ -573,13 +607,15 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     """What a front must know to answer /ready and to size requests. Also sent after each change.
 
     `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
-    or could when there last was a pair; 0 before.
+    or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
+    learned so far; None without one.
     """
 
     epoch: int
     num_prefill: int
     num_decode: int
     max_sequence_blocks: int
+    prefill_costs: Costs | None = None
 
 
 class InstanceDrains(msgspec.Struct, tag=True, frozen=True):
@@ -645,7 +681,9 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = Register | Heartbeat | Leave | Retire | Reserved | Prefilled | Finished | Refused | WorkFailed
-FromFront = FrontHello | Submit | Continue | Cancel | Drain
+FromFront = FrontHello | Submit | Continue | Cancel | Drain | KeepContext | DropContext
 ToConductor = FromWorker | FromFront
-ToWorker = Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort
+ToWorker = (
+    Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort | Pin | Unpin
+)
 ToFront = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains | Tokens

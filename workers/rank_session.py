@@ -17,6 +17,7 @@ from workers.latest_stats import LatestStats
 from workers.layerwise import LayerTransfers
 from workers.meeting import meeting
 from workers.next_stage import NextStage
+from workers.pinning import Pinning
 from workers.previous_stage import PreviousStage
 from workers.rank_runner import RankRunner
 from workers.stage_messages import StageHello
@@ -53,7 +54,7 @@ class RankSession(StageSession):
             await leader.join()
             self.is_registered = True
             report(Ready(f"rank {rank.number} on {self._executor.engine}"))
-            await leader.run(runner.obey, runner.follow)
+            await leader.run(runner.obey, Pinning(pool, None, group).obey, runner.follow)
         finally:
             leader.close(LINGER_S)
 

@@ -25,7 +25,7 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
-from mooncake.messages import Capacity, PoolShard, PoolStats, Prefill, TokenLogprobs
+from mooncake.messages import Capacity, Pin, PoolShard, PoolStats, Prefill, TokenLogprobs, Unpin
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
@@ -175,4 +175,6 @@ class End(msgspec.Struct, tag=True, frozen=True):
 AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed | PromptLeft
 """what goes up the chain to whoever works on the prompt"""
 FromBehind = StageHello | StageBeat | PassTaken | AboutJob
-FromBefore = StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End
+FromBefore = (
+    StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End | Pin | Unpin
+)

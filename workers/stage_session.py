@@ -18,6 +18,7 @@ from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.latest_stats import LatestStats
 from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
+from workers.pinning import Pinning
 from workers.previous_stage import PreviousStage
 from workers.stage import stage_of
 from workers.stage_messages import StageHello
@@ -98,7 +99,7 @@ class StageSession:
             await before.join()
             self.is_registered = True
             report(Ready(f"stage {self._stage.number} on {self._executor.engine}"))
-            await before.run(runner.obey)
+            await before.run(runner.obey, Pinning(pool, behind, group).obey)
         finally:
             before.close(LINGER_S)
 

@@ -5,42 +5,32 @@ Owns: paths, readiness, and that every error has OpenAI's body. Does not know: h
 """
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from prometheus_client import CollectorRegistry
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from conductor.display import Display
 from conductor.front.access import AccessControl, KeyRing
 from conductor.front.admin import admin
 from conductor.front.answer import AnswerFormat
-from conductor.front.boundary import Boundary, read_body
-from conductor.front.config import FrontConfig
-from conductor.front.errors import RETRY_AFTER_S, UnavailableError, error_response
+from conductor.front.boundary import Boundary
+from conductor.front.context_api import context_caches
+from conductor.front.errors import error_response
+from conductor.front.front import Front, key_of
 from conductor.front.generation import Generation
-from conductor.front.grammars import WantedGrammar
-from conductor.front.link import Link
-from conductor.front.metrics import Metrics, Outcome
-from conductor.front.model import ServedModel
+from conductor.front.metrics import Outcome
 from conductor.front.monitoring import monitoring
 from conductor.front.response import GenerationResponse, outcome_of
-from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, shortened
+from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, described, shortened
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
-from mooncake.api_keys import ApiKey
-from mooncake.errors import GrammarError, OverloadedError, RequestError
-from mooncake.messages import ClusterState
+from conductor.front.validation import Endpoint
+from mooncake.errors import RequestError
 
 UNSERVED_ENDPOINTS = tuple(
     f"/v1/{name}"
@@ -52,92 +42,7 @@ UNSERVED_ENDPOINTS = tuple(
 )
 """OpenAI's and vLLM's, so that a client learns that it is not a misspelling. 404: clients retry a 501"""
 
-# Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
-_MAX_INLINE_BYTES = 4096
-_MAX_WAITING_GRAMMARS = 16
-
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-class Front:
-    """What the routes share: the link to the cluster, the model, the metrics."""
-
-    def __init__(
-        self,
-        config: FrontConfig,
-        model: ServedModel,
-        registry: CollectorRegistry,
-        display: Display | None = None,
-    ) -> None:
-        """Raises ConfigError for endpoints that cannot be used."""
-        self.config, self.model = config, model
-        self.registry, self.display = registry, display
-        self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
-        self.link = Link(
-            config.control_endpoint,
-            config.reply_endpoint,
-            config.cluster_key,
-            model.fingerprint,
-            model.block_size,
-            self.metrics.output_dropped,
-        )
-
-    def cluster(self) -> ClusterState:
-        """The cluster's state. Raises UnavailableError if it is not known."""
-        cluster = self.link.cluster
-        if cluster is None:
-            raise UnavailableError("not ready: the conductor does not answer")
-        return cluster
-
-    def ready_cluster(self) -> ClusterState:
-        """The cluster's state. Raises UnavailableError that says what is missing, if it cannot serve."""
-        cluster = self.cluster()
-        missing = [
-            f"no {role} instance"
-            for role, num in (("prefill", cluster.num_prefill), ("decode", cluster.num_decode))
-            if num == 0
-        ]
-        if missing:
-            raise UnavailableError(f"not ready: {' and '.join(missing)} has registered")
-        return cluster
-
-    async def read_job(self, endpoint: Endpoint, body: bytes, key: ApiKey | None) -> Job:
-        """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
-
-        Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
-        """
-        read = functools.partial(
-            read_job,
-            endpoint,
-            body,
-            self.model,
-            self.config.served_model_name,
-            self.config.max_choices,
-            key,
-        )
-        job = fit_into_pool(await _beside(body, read), self.cluster(), self.model.block_size)
-        if job.grammar is not None:
-            await self._check(job.grammar)
-        return job
-
-    async def _check(self, grammar: WantedGrammar) -> None:
-        grammars = self.model.grammars
-        if grammars.num_waiting >= _MAX_WAITING_GRAMMARS:
-            raise OverloadedError(f"{grammars.num_waiting} grammars are being compiled", RETRY_AFTER_S)
-        try:
-            await grammars.get(grammar.text)
-        except GrammarError as error:
-            raise RequestError(
-                f"{grammar.field}: {error}", param=grammar.field, code="invalid_schema"
-            ) from None
-
-    async def about_tokens(
-        self, answer: Callable[[bytes, ServedModel, str], dict[str, Any]], request: Request
-    ) -> dict[str, Any]:
-        """What `answer` makes of a request's body. Raises RequestError."""
-        body = await read_body(request, self.config.max_request_bytes)
-        return await _beside(body, functools.partial(answer, body, self.model, self.config.served_model_name))
 
 
 def create_app(front: Front) -> FastAPI:
@@ -149,7 +54,7 @@ def create_app(front: Front) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=front.config.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -158,9 +63,8 @@ def create_app(front: Front) -> FastAPI:
     async def generate(endpoint: Endpoint, request: Request) -> Response:
         arrived_s = asyncio.get_running_loop().time()
         try:
-            body = await read_body(request, front.config.max_request_bytes)
-            key: ApiKey | None = getattr(request.state, "api_key", None)
-            job = await front.read_job(endpoint, body, key)
+            body = await front.read_body(request)
+            job = await front.read_job(endpoint, body, key_of(request))
         except RequestError as error:
             front.metrics.request_ended(outcome_of(error))
             raise
@@ -177,19 +81,19 @@ def create_app(front: Front) -> FastAPI:
             front.metrics,
         )
 
-    @app.post("/v1/chat/completions", openapi_extra=_described(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=described(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         return await generate(Endpoint.CHAT, request)
 
-    @app.post("/v1/completions", openapi_extra=_described(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await generate(Endpoint.COMPLETION, request)
 
-    @app.post("/tokenize", openapi_extra=_described(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenized(request: Request) -> Response:
         return JSONResponse(await front.about_tokens(tokenize, request))
 
-    @app.post("/detokenize", openapi_extra=_described(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenized(request: Request) -> Response:
         return JSONResponse(await front.about_tokens(detokenize, request))
 
@@ -230,6 +134,7 @@ def create_app(front: Front) -> FastAPI:
         )
 
     app.include_router(admin(front.link))
+    app.include_router(context_caches(front))
     app.include_router(monitoring(front.registry, front.display, front.link))
 
     known = ", ".join(
@@ -264,14 +169,3 @@ def create_app(front: Front) -> FastAPI:
         )
 
     return app
-
-
-async def _beside(body: bytes, read: Callable[[], T]) -> T:
-    """In a thread, if `body` may take long."""
-    return read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
-
-
-def _described(body: type[BaseModel]) -> dict[str, Any]:
-    # FastAPI describes only bodies that it parses itself. `$id` makes the references inside the schema local.
-    schema = {"$id": body.__name__, **body.model_json_schema()}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

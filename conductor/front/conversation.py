@@ -10,11 +10,11 @@ from conductor.front.schema import Message, shortened
 from mooncake.errors import RequestError
 
 
-def rendered_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Content is always text. Raises RequestError that names the place."""
+def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
+    """Content is always text. Raises RequestError that names the place, counted behind `num_before`."""
     rendered = []
     names_of_calls: dict[str, str] = {}
-    for index, message in enumerate(messages):
+    for index, message in enumerate(messages, start=-num_before):
         path = f"messages[{index}]"
         # OpenAI renamed "system" for its own models; templates know the old name.
         role = "system" if message.role == "developer" else message.role

@@ -107,7 +107,10 @@ class Generation:
                 self._metrics.choice_ended(started=choice.last_s is not None)
             for prompt_index, prompt in enumerate(self._job.prompts):
                 if any(choice.last_s is not None for choice in self._choices_of(prompt_index)):
-                    self._metrics.prompt_received(len(prompt.token_ids), self._num_cached(prompt_index))
+                    num_cached = self._num_cached(prompt_index)
+                    self._metrics.prompt_received(len(prompt.token_ids), num_cached)
+                    if self._job.cache_use is not None:
+                        self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
+from mooncake.costs import Costs
 from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.keys import ClusterKey
 from mooncake.messages import (
@@ -26,12 +27,14 @@ from mooncake.messages import (
     ClusterState,
     Continue,
     Drain,
+    DropContext,
     Ended,
     Failed,
     FinishReason,
     FrontHello,
     InstanceDrains,
     Interrupted,
+    KeepContext,
     RegisterRefused,
     Rejected,
     Request,
@@ -183,6 +186,11 @@ class Link:
         return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property
+    def prefill_costs(self) -> Costs | None:
+        """What the Conductor has learned of them; None before there was an instance."""
+        return None if self._cluster is None else self._cluster.prefill_costs
+
+    @property
     def num_in_flight(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._in_flight)
@@ -232,6 +240,13 @@ class Link:
             return await asyncio.wait_for(asyncio.shield(answer), CONDUCTOR_TIMEOUT_S)
         except (PeerGoneError, TimeoutError):
             raise UnavailableError("the conductor does not answer") from None
+
+    async def tell(self, message: KeepContext | DropContext) -> None:
+        """Of a context cache. Raises UnavailableError."""
+        try:
+            await self._conductor.send(message)
+        except PeerGoneError as error:
+            raise UnavailableError(f"the conductor does not answer: {error}") from None
 
     async def end(self, error: UnavailableError) -> None:
         """Nothing more is submitted, and what is in flight ends with `error`."""

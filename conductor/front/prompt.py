@@ -7,18 +7,43 @@ tools consist of (`conversation`, `tools`), other fields.
 import json
 import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from conductor.front.conversation import index_of_tool_use, rendered_messages
 from conductor.front.described_tools import describe_tools
 from conductor.front.model import ServedModel
 from conductor.front.schema import Message, shortened
 from conductor.front.tools import ToolFields, rendered_tools
+from mooncake.api_keys import ApiKey
+from mooncake.blocks import BlockKey, root_key
 from mooncake.errors import RequestError
 
 
-def chat_prompt(messages: Sequence[Message], tools: Sequence[ToolFields], model: ServedModel) -> list[int]:
-    """The conversation through the model's chat template, with room for an answer. Raises RequestError."""
-    prompt = chat_tokens(messages, tools, model)
+@dataclass(frozen=True, slots=True)
+class ChatPrefix:
+    """How a conversation begins; its tools are those of all of it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolFields]
+
+
+NO_PREFIX = ChatPrefix((), ())
+
+
+def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
+    """The parent of all first blocks of this client and salt, and whether they are not everybody's."""
+    salt = "\0".join(part for part in (key.salt if key else None, cache_salt) if part)
+    return root_key(model.fingerprint, salt), bool(salt)
+
+
+def chat_prompt(
+    before: ChatPrefix, messages: Sequence[Message], tools: Sequence[ToolFields], model: ServedModel
+) -> list[int]:
+    """The conversation, which goes on `before`, through the model's chat template, with room for an answer.
+
+    Raises RequestError, naming places in `messages`.
+    """
+    prompt = chat_tokens([*before.messages, *messages], tools, model, num_before=len(before.messages))
     check_token_ids(prompt, model, "messages")
     _check_room(prompt, model.context_len, "messages")
     return prompt
@@ -29,17 +54,22 @@ def chat_tokens(
     tools: Sequence[ToolFields],
     model: ServedModel,
     add_generation_prompt: bool = True,
+    num_before: int = 0,
 ) -> list[int]:
-    """The conversation through the model's chat template. Raises RequestError."""
+    """The conversation through the model's chat template. Raises RequestError.
+
+    The first `num_before` messages are not the client's of today: the others are numbered from 0.
+    """
     if len(messages) > model.context_len:  # each takes at least one token
         raise _too_long(f"{len(messages)} messages", model.context_len, "messages")
-    rendered = rendered_messages(messages)
+    rendered = rendered_messages(messages, num_before)
     _check_num_chars(sum(len(entry["content"]) for entry in rendered), model, "messages")
     described = rendered_tools(tools)
     _check_num_chars(sum(len(json.dumps(tool)) for tool in described), model, "tools")
-    if not model.template_takes_tools and (described or (at := index_of_tool_use(messages)) is not None):
+    at = None if model.template_takes_tools else index_of_tool_use(messages)
+    if at is not None or (described and not model.template_takes_tools):
         if model.tool_format is None:
-            path = "tools" if described else f"messages[{at}]"
+            path = "tools" if described or at is None else f"messages[{at - num_before}]"
             raise RequestError(
                 f"{path}: this model's chat template has no place for tools; start the server with"
                 " --http-tool-parser hermes to have them described in the system message",
@@ -61,15 +91,26 @@ def _many(prompt: object) -> list[object] | None:
     return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
 
 
-def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
-    """`prompt` is a string, token ids, or a list of either. Raises RequestError."""
+def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
+    """As `chat_prompt`, but what follows is not the answer."""
+    tokens = chat_tokens(prefix.messages, prefix.tools, model, add_generation_prompt=False)
+    check_token_ids(tokens, model, "messages")
+    _check_room(tokens, model.context_len, "messages")
+    return tokens
+
+
+def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -> list[list[int]]:
+    """`prompt` is a string, token ids, or a list of either; each goes on behind the tokens `before` it.
+
+    Raises RequestError.
+    """
     many = _many(prompt)
     given = [prompt] if many is None else many
     prompts = []
     for index, item in enumerate(given):
         path = "prompt" if many is None else f"prompt[{index}]"
         if isinstance(item, str):
-            token_ids = text_tokens(item, model, path)
+            token_ids = text_tokens(item, model, path, add_special_tokens=not before)
         elif isinstance(item, list):
             token_ids = item
         else:
@@ -79,6 +120,7 @@ def prompts_of(prompt: object, model: ServedModel) -> list[list[int]]:
         if not token_ids:
             raise RequestError(f"{path} is empty", param=path, code="invalid_value")
         check_token_ids(token_ids, model, path)
+        token_ids = [*before, *token_ids]
         _check_room(token_ids, model.context_len, path)
         prompts.append(token_ids)
     return prompts

@@ -5,8 +5,11 @@ client's connection. Does not know: what is in an answer.
 """
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import aclosing
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -15,6 +18,8 @@ from conductor.front.errors import error_body, error_response
 from conductor.front.generation import Delta, Generation, joined
 from conductor.front.metrics import Metrics, Outcome
 from mooncake.errors import RequestError
+
+T = TypeVar("T")
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,19 +44,16 @@ class GenerationResponse(Response):
         self._send_answer = self._send_stream if stream else self._send_whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = asyncio.create_task(self._send_answer(scope, receive, send))
-        hang_up = asyncio.create_task(_until_disconnect(receive))
         outcome = Outcome.ABORTED
         try:
-            await asyncio.wait((answer, hang_up), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                outcome = Outcome.FAILED
-                outcome = answer.result()
+            outcome = await until_hang_up(receive, self._send_answer(scope, receive, send))
+        except ClientDisconnect:
+            return
+        except Exception:
+            outcome = Outcome.FAILED
+            raise
         finally:
             self._metrics.request_ended(outcome)
-            answer.cancel()
-            hang_up.cancel()
-            await asyncio.gather(answer, hang_up, return_exceptions=True)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
         parts: dict[int, list[Delta]] = {}
@@ -85,6 +87,21 @@ class GenerationResponse(Response):
                 return outcome
         await send({"type": "http.response.body", "body": end})
         return outcome
+
+
+async def until_hang_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises ClientDisconnect, and nothing of it goes on, if the client hangs up."""
+    task = asyncio.create_task(work)
+    hang_up = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait((task, hang_up), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        hang_up.cancel()
+        await asyncio.gather(task, hang_up, return_exceptions=True)
 
 
 async def _until_disconnect(receive: Receive) -> None:

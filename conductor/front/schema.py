@@ -19,6 +19,7 @@ from mooncake.errors import RequestError
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 512
+MAX_CACHE_NAME_CHARS = 64
 MAX_BAD_WORDS = 128
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
@@ -70,6 +71,9 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    context_cache: Annotated[str, Field(max_length=MAX_CACHE_NAME_CHARS)] | None = Field(
+        None, description="id or name: the prompt goes on behind this context cache"
+    )
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     user: str | None = None
     metadata: dict[str, SkipValidation[Any]] | None = None
@@ -204,3 +208,10 @@ def check_model(name: str | None, served_model_name: str) -> None:
 def shortened(text: str, num_chars: int = 80) -> str:
     """`text` for an error message: a client's mistake must not come back in megabytes."""
     return text if len(text) <= num_chars else text[:num_chars] + "..."
+
+
+def described(body: type[BaseModel]) -> dict[str, Any]:
+    """A route's body for `/openapi.json`: FastAPI describes only those that it parses itself."""
+    # `$id` makes the references inside the schema local.
+    schema = {"$id": body.__name__, **body.model_json_schema()}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

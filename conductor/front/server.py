@@ -14,10 +14,11 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
-from conductor.front.app import Front, create_app
+from conductor.front.app import create_app
 from conductor.front.config import FrontConfig
 from conductor.front.connection import connections
 from conductor.front.errors import UnavailableError
+from conductor.front.front import Front
 from conductor.front.model import ServedModel
 from mooncake.errors import ConfigError
 

@@ -6,15 +6,23 @@ Everything here is a plain function of its input and may run in a thread.
 
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import msgspec
 
 from conductor.front.body import parse, refusing_depth
+from conductor.front.context_caches import CacheUse, ContextCache
 from conductor.front.grammars import WantedGrammar, wanted_grammar
 from conductor.front.model import ServedModel
-from conductor.front.prompt import chat_prompt, num_prompts_of, prompts_of
+from conductor.front.prompt import (
+    NO_PREFIX,
+    chat_prompt,
+    num_prompts_of,
+    prompts_of,
+    tenant_root,
+)
 from conductor.front.sampling import Sampling
 from conductor.front.schema import (
     MAX_STOP_CHARS,
@@ -27,11 +35,15 @@ from conductor.front.schema import (
 )
 from conductor.front.tools import ToolUse, tool_use
 from mooncake.api_keys import ApiKey
-from mooncake.blocks import block_keys, root_key
+from mooncake.blocks import block_keys
 from mooncake.errors import RequestError
 from mooncake.messages import ClusterState, Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
+
+
+FindCache = Callable[[str], ContextCache]
+"""By id or name. Raises RequestError."""
 
 
 class Endpoint(Enum):
@@ -85,6 +97,8 @@ class Job:
     grammar: WantedGrammar | None = None
     """not compiled yet"""
     priority: int = 0
+    cache_use: CacheUse | None = None
+    """of the context cache that the prompts begin with"""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -115,14 +129,15 @@ def read_job(
     served_model_name: str,
     max_choices: int,
     key: ApiKey | None = None,
+    find_cache: FindCache | None = None,
 ) -> Job:
     """Parse, check and tokenize a request's body. Raises RequestError that names the field.
 
     `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
-    further.
+    further. `find_cache` finds its context caches.
     """
     with refusing_depth():
-        return _read_job(endpoint, body, model, served_model_name, max_choices, key)
+        return _read_job(endpoint, body, model, served_model_name, max_choices, key, find_cache)
 
 
 def _read_job(
@@ -132,6 +147,7 @@ def _read_job(
     served_model_name: str,
     max_choices: int,
     key: ApiKey | None,
+    find_cache: FindCache | None,
 ) -> Job:
     request: ChatCompletionRequest | CompletionRequest
     is_chat = endpoint is Endpoint.CHAT
@@ -141,16 +157,21 @@ def _read_job(
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
     stops, tools = _stops(request.stop), None
+    cache = None
+    if request.context_cache is not None and find_cache is not None:
+        cache = find_cache(request.context_cache)
+        cache.check_salt(request.cache_salt)
     num_choices_per_prompt = request.n or 1
     if isinstance(request, ChatCompletionRequest):
         _check_choices(1, num_choices_per_prompt, max_choices)
-        offered = request.tools or []
+        before = NO_PREFIX if cache is None else cache.chat_prefix(request.tools or [])
+        offered = before.tools or request.tools or []
         tools = tool_use(offered, request.tool_choice, request.parallel_tool_calls, model.tool_format)
-        shown = [] if request.tool_choice == "none" else offered
-        prompts = [chat_prompt(request.messages, shown, model)]
+        shown = before.tools if request.tool_choice == "none" else offered
+        prompts = [chat_prompt(before, request.messages, shown, model)]
     else:
         _check_choices(num_prompts_of(request.prompt), num_choices_per_prompt, max_choices)
-        prompts = prompts_of(request.prompt, model)
+        prompts = prompts_of(request.prompt, model, () if cache is None else cache.token_ids)
     grammar = wanted_grammar(request.response_format, tools, model)
     wanted = Sampling(request, model, grammar)
     sampling = [
@@ -158,9 +179,7 @@ def _read_job(
         for prompt in prompts
         for index in range(num_choices_per_prompt)
     ]
-    key_salt = None if key is None else key.salt
-    salt = "\0".join(part for part in (key_salt, request.cache_salt) if part)
-    root = root_key(model.fingerprint, salt)
+    root, is_salted = tenant_root(model, key, request.cache_salt if cache is None else cache.cache_salt)
     return Job(
         endpoint=endpoint,
         id=f"{endpoint.id_prefix}-{secrets.token_hex(16)}",
@@ -174,10 +193,11 @@ def _read_job(
         return_token_ids=bool(request.return_token_ids),
         client_request_id=request.request_id,
         root_key=root,
-        is_salted=bool(salt),
+        is_salted=is_salted,
         tools=tools,
         grammar=grammar,
-        priority=_priority(request.priority, key),
+        priority=priority_of(request.priority, key),
+        cache_use=None if cache is None else CacheUse(cache, prompts),
     )
 
 
@@ -226,7 +246,8 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
     return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, max_tokens))
 
 
-def _priority(wanted: int | None, key: ApiKey | None) -> int:
+def priority_of(wanted: int | None, key: ApiKey | None) -> int:
+    """The one that a request gets. Raises RequestError."""
     first = None if key is None else key.priority
     if wanted is None:
         return first or 0

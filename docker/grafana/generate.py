@@ -126,6 +126,16 @@ KVCACHE = [
     Chart("Pages of DRAM by state", "short", {"sum by (state) (mooncake_pool_pages)": "{{state}}"}),
     Chart("Blocks by what happened to them", "ops", rates("mooncake_pool_blocks_total", "event")),
     Chart(
+        "Blocks of context caches", "short", {"sum by (state) (mooncake_context_cache_blocks)": "{{state}}"}
+    ),
+    Chart(
+        "Tokens saved by context caches",
+        "tokens/s",
+        {
+            f"sum by (key) (rate(mooncake_context_cache_saved_tokens_total{RATE})) or vector(0)": "{{key}}",
+        },
+    ),
+    Chart(
         "What must not be",
         "short",
         {

@@ -33,9 +33,11 @@ from mooncake.messages import (
     Heartbeat,
     HeartbeatAck,
     Interrupted,
+    KeepContext,
     KVStored,
     Leave,
     MessengerAddress,
+    Pin,
     PoolShard,
     PoolStats,
     Prefill,
@@ -55,6 +57,7 @@ from mooncake.messages import (
     Submit,
     Tier,
     TokenLogprobs,
+    Unpin,
     WorkFailed,
 )
 
@@ -86,6 +89,12 @@ def request(request_id: str = "r", num_tokens: int = 9) -> Request:
     return Request(
         request_id, list(range(num_tokens)), [b"k" * 16] * (num_tokens // 4), SamplingParams(5), "ep"
     )
+
+
+def told_to_front(effects: list[Effect]) -> list[tuple[int, int, int]]:
+    """Of each state of the cluster: instances that prefill and that decode, and blocks of a sequence."""
+    states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
+    return [(state.num_prefill, state.num_decode, state.max_sequence_blocks) for state in states]
 
 
 def ref(attempt: int = 1, request_id: str = "r") -> Ref:
@@ -381,7 +390,7 @@ def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
     conductor.handle(P0, HEARTBEAT, 5.0)
     effects = conductor.tick(5.5)
-    assert Effect(FRONT, ClusterState(EPOCH, 1, 0, 100)) in effects
+    assert (1, 0, 100) in told_to_front(effects)
     assert Effect(P0, Abort(ref())) in effects
     d0_again = peer_identity("d0", 2)
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
@@ -481,7 +490,7 @@ def test_work_of_an_instance_that_leaves_is_placed_elsewhere_at_once() -> None:
     conductor.handle(FRONT, Submit(order), 1.0)
     effects = conductor.handle(D0, Leave(), 2.0)
     assert Effect(d1, Reserve(ref(2), order)) in effects
-    assert Effect(FRONT, ClusterState(EPOCH, 1, 1, 100)) in effects
+    assert (1, 1, 100) in told_to_front(effects)
     assert conductor.handle(D0, Leave(), 2.0) == []
 
 
@@ -699,3 +708,18 @@ def test_same_input_same_output() -> None:
         effects = [conductor.handle(FRONT, Submit(request(name)), 1.0) for name in "abc"]
         transcripts.append([*effects, conductor.tick(30.0)])
     assert transcripts[0] == transcripts[1]
+
+
+def test_a_context_cache_is_pinned_and_the_front_learns_what_prefill_costs() -> None:
+    conductor = new_conductor()
+    keys = [b"k" * 16]
+    conductor.prefixes.apply("p0", [KVStored(Tier.DRAM, keys)])
+    effects = conductor.handle(FRONT, KeepContext("c", keys, 30.0), 1.0)
+    assert effects == [Effect(P0, Pin(keys, 30.0))]
+    (answer,) = conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 1.0)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(answer.message), type=ClusterState)
+    assert decoded.prefill_costs is not None
+    assert decoded.prefill_costs.seconds(100, 0) > 0
+    assert conductor.tick(2.0) == []
+    (dropped,) = conductor.tick(31.0)[-1:]
+    assert dropped == Effect(P0, Unpin(keys))

@@ -13,9 +13,9 @@ from mooncake.errors import ConfigError
 
 def test_added_keys_are_found_by_their_digests_and_are_not_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    first = add_api_key(path, "alice", None, None)
+    first = add_api_key(path, "alice", {})
     path.write_text(path.read_text().rstrip("\n"))  # as some editors leave it
-    second = add_api_key(path, "bob", 90, 4)
+    second = add_api_key(path, "bob", {"requests_per_minute": 90, "max_concurrent": 4})
     keys = load_api_keys(path)
     assert keys[digest(first)].name == "alice"
     bob = keys[digest(second)]
@@ -46,7 +46,7 @@ def test_a_wrong_file_names_what_is_wrong(tmp_path: Path, text: str, reason: str
     with pytest.raises(ConfigError, match=reason):
         load_api_keys(path)
     with pytest.raises(ConfigError, match=reason):
-        add_api_key(path, "new", None, None)
+        add_api_key(path, "new", {})
     assert path.read_text() == text
 
 

@@ -90,7 +90,7 @@ class FollowedGroup:
 
     async def _join_and_run(self, leader: PreviousStage, runner: RankRunner) -> None:
         await leader.join()
-        await leader.run(runner.obey, runner.follow)
+        await leader.run(runner.obey, lambda _: None, runner.follow)
 
     def stop(self) -> None:
         """Within its group of tasks; `close` comes after that."""

@@ -21,6 +21,7 @@ from mooncake.messages import (
     Capacity,
     Grant,
     MessengerAddress,
+    Pin,
     PoolShard,
     PoolStats,
     Prefill,
@@ -29,6 +30,7 @@ from mooncake.messages import (
     Ref,
     Request,
     SamplingParams,
+    Unpin,
     WorkFailed,
 )
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
@@ -295,7 +297,10 @@ class Lab:
                 running.append(group.create_task(before.beat()))
                 await asyncio.gather(link.join(), before.join())
                 follower = StageRunner(stage, before, group)
-                running += [group.create_task(work) for work in (follower.run(), before.run(follower.obey))]
+                running += [
+                    group.create_task(work)
+                    for work in (follower.run(), before.run(follower.obey, _nothing_is_pinned))
+                ]
                 running += [group.create_task(work) for work in (link.run(hear), link.beat())]
                 hear = follower.hear
             if ranks:
@@ -438,3 +443,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end_s, what
         time.sleep(0.002)
+
+
+def _nothing_is_pinned(order: Pin | Unpin) -> None:
+    raise AssertionError(f"nobody has asked for {order}")

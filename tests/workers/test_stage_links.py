@@ -10,7 +10,7 @@ import torch
 
 from mooncake.bus import peer_identity
 from mooncake.errors import ConfigError
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolStats
+from mooncake.messages import PROTOCOL_VERSION, Capacity, Pin, PoolStats
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
 from tests.mooncake.test_instance_metrics import STATS
 from workers.errors import SessionLostError
@@ -178,7 +178,7 @@ def test_new_life_of_the_stage_before_ends_the_session(endpoint: str) -> None:
             joining = asyncio.create_task(anew.join())
             beating = asyncio.create_task(before.beat())
             with pytest.raises(SessionLostError, match="the stage before has begun anew"):
-                await before.run(lambda message: None)
+                await before.run(lambda message: None, lambda order: None)
             joining.cancel()
             beating.cancel()
             anew.close()
@@ -194,13 +194,19 @@ def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> N
         async with joined(endpoint) as (behind, before), asyncio.TaskGroup() as group:
             heard: list[AboutJob] = []
             obeyed: list[object] = []
+            pinned: list[object] = []
 
             async def hear(message: AboutJob) -> None:
                 heard.append(message)
 
             running = [
                 group.create_task(work)
-                for work in (behind.run(hear), behind.beat(), before.run(obeyed.append), before.beat())
+                for work in (
+                    behind.run(hear),
+                    behind.beat(),
+                    before.run(obeyed.append, pinned.append),
+                    before.beat(),
+                )
             ]
             handed: list[int] = []
 
@@ -208,6 +214,7 @@ def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> N
                 for number, hidden in enumerate(states):
                     await behind.compute([PassShare(number, 0, 0, 0, 1200)], hidden)
                     handed.append(number)
+                await behind.send(Pin([b"k"], 1.0))
                 await behind.send(End(3))
 
             handing = group.create_task(hand_on())
@@ -225,7 +232,7 @@ def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> N
                 while not (heard and obeyed and behind.pools):
                     await asyncio.sleep(0.001)
             assert behind.pools == {"p.1": STATS}
-            assert (heard, obeyed) == ([Stored(3)], [End(3)])
+            assert (heard, obeyed, pinned) == ([Stored(3)], [End(3)], [Pin([b"k"], 1.0)])
             for task in running:
                 task.cancel()
 

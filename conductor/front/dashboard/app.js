@@ -125,6 +125,13 @@ function drawPicture(state) {
   }
 }
 
+function drawContexts(state) {
+  fill("contexts", state.contexts.map((context) => element("tr", {},
+    cell(context.id, "id"), number(context.num_blocks),
+    cell(context.num_pinned, context.num_pinned < context.num_blocks ? "number bad" : "number"),
+    cell(context.holder), cell(clock(context.expires_s)))), "none");
+}
+
 function drawRequests(state) {
   fill("requests", state.requests.map((request) => {
     const pick = () => show(request.id);
@@ -179,6 +186,7 @@ function draw(state) {
   drawInstances(state);
   drawPicture(state);
   drawPaths(state);
+  drawContexts(state);
   drawRequests(state);
   drawRejections(state);
 }

@@ -32,9 +32,11 @@ from mooncake.messages import (
     Cancel,
     ClusterState,
     Continue,
+    DropContext,
     Failed,
     FinishReason,
     FrontHello,
+    KeepContext,
     Ref,
     Rejected,
     Request,
@@ -142,9 +144,10 @@ class FakeCluster:
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
         self.continued: list[Request] = []
+        self.contexts: list[KeepContext | DropContext] = []
 
     async def run(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FrontHello | Submit | Continue | Cancel)
+        decoder = msgspec.msgpack.Decoder(FrontHello | Submit | Continue | Cancel | KeepContext | DropContext)
         try:
             while True:
                 self._front, payload = await self._control.recv_multipart()
@@ -161,6 +164,8 @@ class FakeCluster:
                         task.add_done_callback(self._tasks.discard)
                     case Continue(request):
                         self.continued.append(request)
+                    case KeepContext() | DropContext():
+                        self.contexts.append(message)
                     case Cancel(request_id):
                         self.cancelled.append(request_id)
                 with self._changed:

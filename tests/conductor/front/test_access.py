@@ -78,10 +78,10 @@ def test_as_many_run_as_may_and_what_was_refused_is_not_counted() -> None:
 
 def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys"
-    first = add_api_key(path, "first", None, None)
+    first = add_api_key(path, "first", {})
     ring = KeyRing(path)
     assert ring.find(f"Bearer {first}", now_s=10.0).name == "first"
-    second = add_api_key(path, "second", None, None)
+    second = add_api_key(path, "second", {})
     assert ring.find(f"bearer  {second}", now_s=20.0).name == "second"
     whole = path.read_text()
     with caplog.at_level(logging.ERROR):
@@ -135,7 +135,7 @@ def test_kvcache_is_shared_within_a_key_only() -> None:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
     folder = tmp_path_factory.mktemp("front")
-    secret = add_api_key(folder / "keys", "alice", None, 1)
+    secret = add_api_key(folder / "keys", "alice", {"max_concurrent": 1})
     config = {"api_keys_file": folder / "keys", "cors_origins": ("https://page.example",)}
     with running_front(folder, byte_model(), **config) as front:
         yield front, secret

@@ -1,0 +1,136 @@
+"""What watching costs: counting, scrapes of `/metrics`, an open dashboard.
+
+    python benchmarks/monitoring.py [--instances N] [--seconds S] [--processes N]
+
+The conductor process with instances that compute nothing (`load.instant_workers`), half of them prefill,
+whose heartbeats tell of pools that have exchanged blocks with ten others each. 64 clients stream answers of
+64 tokens, an event each, one after the other. Then, with nothing else going on, what a scrape and a dashboard
+take. Processor time is that of the conductor's process, all threads, as the kernel's scheduler counts it.
+Counting is timed by itself: all that is counted of one request, many times.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from benchmarks.front import NUM_OUTPUT, front, load
+from benchmarks.load.bench import find_server
+from benchmarks.load.clients import Clients
+from benchmarks.servers import ServerError
+from benchmarks.store.rounds import print_table, progress
+from conductor.front.metrics import Metrics, Outcome
+from mooncake.messages import FinishReason
+
+CONCURRENCY = 64
+SCRAPE_PERIOD_S = 15.0
+NUM_SCRAPES = 20
+MAX_SCRAPE_MS, MAX_METRICS_SHARE, MAX_DASHBOARD_SHARE = 50.0, 0.03, 0.01
+_NUM_COUNTED = 5000
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used, all its threads together; to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def counting_s() -> float:
+    """Of one request with an answer of so many tokens; the best of five."""
+    metrics = Metrics(CollectorRegistry(), "model", 1.0, 0.1)
+    gaps_s = [0.02] * (NUM_OUTPUT - 1)
+    best_s = float("inf")
+    for _ in range(5):
+        began_s = time.perf_counter()
+        for _ in range(_NUM_COUNTED):
+            metrics.choice_submitted()
+            metrics.choice_started(0.1)
+            metrics.tokens_received(1, None)
+            for gap_s in gaps_s:
+                metrics.tokens_received(1, gap_s)
+            metrics.choice_ended(started=True)
+            metrics.choice_finished(FinishReason.LENGTH, 1.4, 0.1, gaps_s)
+            metrics.prompt_received(1000, 0)
+            metrics.request_ended(Outcome.FINISHED)
+        best_s = min(best_s, (time.perf_counter() - began_s) / _NUM_COUNTED)
+    return best_s
+
+
+def watched(url: str, pid: int, seconds: float) -> tuple[list[float], float, float]:
+    """Seconds until each of several scrapes was answered, processor time of one, and the share of a core that
+    an open dashboard takes."""
+    with httpx.Client(base_url=url, timeout=30) as client:
+        idle_s = _spent_s(pid, seconds)
+        client.get("/metrics").raise_for_status()
+        took_s = []
+        before_s, began_s = cpu_s(pid), time.monotonic()
+        for _ in range(NUM_SCRAPES):
+            asked_s = time.perf_counter()
+            client.get("/metrics").raise_for_status()
+            took_s.append(time.perf_counter() - asked_s)
+        quiet_s = idle_s * (time.monotonic() - began_s)
+        scrape_s = (cpu_s(pid) - before_s - quiet_s) / NUM_SCRAPES
+        before_s, began_s = cpu_s(pid), time.monotonic()
+        etag = ""
+        for second in range(1, int(seconds) + 1):
+            answer = client.get("/dashboard/state", headers={"if-none-match": etag})
+            etag = answer.headers["etag"]
+            time.sleep(max(0.0, began_s + second - time.monotonic()))
+        page_share = (cpu_s(pid) - before_s) / (time.monotonic() - began_s) - idle_s
+    return took_s, scrape_s, page_share
+
+
+def _spent_s(pid: int, seconds: float) -> float:
+    """A second, while nobody asks for anything."""
+    before_s, began_s = cpu_s(pid), time.monotonic()
+    time.sleep(seconds)
+    return (cpu_s(pid) - before_s) / (time.monotonic() - began_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--instances", type=int, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="a part; default: 15")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")
+    options = parser.parse_args()
+    try:
+        with front(options.instances // 2) as server, Clients(options.processes) as clients:
+            found = find_server(server.url, None, None)
+            run = replace(load(), url=found.url, model=found.model, concurrency=CONCURRENCY)
+            clients.run(replace(run, num_requests=CONCURRENCY), lambda _: None)  # first calls allocate
+            progress(f"{CONCURRENCY} streams")
+            before_s = cpu_s(server.pid)
+            result = clients.run(replace(run, duration_s=options.seconds), lambda _: None)
+            request_s = (cpu_s(server.pid) - before_s) / len(result.outcomes)
+            requests_per_s = len(result.outcomes) / result.wall_s
+            progress("nothing but who watches")
+            took_s, scrape_s, page_share = watched(server.url, server.pid, options.seconds)
+    except ServerError as error:
+        sys.exit(str(error))
+    counted_s = counting_s()
+    streams_share = requests_per_s * request_s
+    metrics_share = (requests_per_s * counted_s + scrape_s / SCRAPE_PERIOD_S) / streams_share
+    rows = [
+        ("a request", f"{1000 * request_s:.2f} ms of CPU at {requests_per_s:.0f}/s", ""),
+        ("counting it", f"{1e6 * counted_s:.0f} us of CPU", ""),
+        ("a scrape", f"{1000 * scrape_s:.1f} ms of CPU", ""),
+        ("", f"answered after {1000 * statistics.median(took_s):.1f} ms, at most {1000 * max(took_s):.1f} ms",
+         f"{MAX_SCRAPE_MS:.0f} ms"),
+        (f"counting, and a scrape every {SCRAPE_PERIOD_S:.0f} s", f"{metrics_share:.2%} of the streams' CPU",
+         f"{MAX_METRICS_SHARE:.0%}"),
+        ("an open dashboard", f"{page_share:.2%} of a core", f"{MAX_DASHBOARD_SHARE:.0%}"),
+    ]  # fmt: skip
+    title = f"Monitoring: {options.instances} instances, {CONCURRENCY} streams"
+    print_table(title, ("", "", "bar"), rows, "")
+
+
+if __name__ == "__main__":
+    main()
