@@ -136,6 +136,8 @@ async def serve(process: ConductorProcess) -> None:
             tbt_slo_s=config.conductor.tbt_slo_s,
             max_request_bytes=int(config.http.max_request_bytes),
             api_keys_file=config.http.api_keys_file,
+            admin_listen=config.http.admin_listen,
+            admin_keys_file=config.http.admin_keys_file,
             context_cache_tokens=config.http.context_cache_tokens,
             tls_cert=config.http.tls_cert,
             tls_key=config.http.tls_key,

@@ -61,6 +61,14 @@ class HttpConfig(_Section):
     api_keys_file: Path | None = Field(
         None, description="clients need a key of this file (mooncake-serve apikey FILE NAME); default: none"
     )
+    admin_listen: str | None = Field(
+        None,
+        pattern=r"^[^:/]+:\d{1,5}$",
+        description="host:port of /metrics, /dashboard and /admin; default: beside the API",
+    )
+    admin_keys_file: Path | None = Field(
+        None, description="/dashboard and /admin at admin_listen need a key of this file; default: none"
+    )
     context_cache_tokens: int = Field(
         1 << 17,
         ge=0,
@@ -73,9 +81,11 @@ class HttpConfig(_Section):
     )
 
     @model_validator(mode="after")
-    def _check_tls(self) -> "HttpConfig":
+    def _check_pairs(self) -> "HttpConfig":
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("http.tls_cert and tls_key go together: name both or none")
+        if self.admin_keys_file is not None and self.admin_listen is None:
+            raise ValueError("http.admin_keys_file is for http.admin_listen: name that too")
         return self
 
 
@@ -336,7 +346,7 @@ class SecurityConfig(_Section):
     tls_ca: Path | None = Field(None, description="who signs the certificates of all nodes (PEM)")
 
     @model_validator(mode="after")
-    def _check_tls(self) -> "SecurityConfig":
+    def _check_pairs(self) -> "SecurityConfig":
         given = [self.tls_cert, self.tls_key, self.tls_ca]
         if None in given and given != [None] * 3:
             raise ValueError("security.tls_cert, tls_key and tls_ca go together: name all of them or none")

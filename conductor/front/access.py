@@ -7,7 +7,7 @@ Owns: the check of each request's key, each key's counts. Does not know: the fil
 import base64
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.front.errors import RateLimitedError, error_response
 from conductor.front.metrics import Denial, Metrics
+from conductor.front.watching import WatchedFiles
 from mooncake.api_keys import ApiKey, digest, load_api_keys
 from mooncake.errors import ConfigError, RequestError
 
@@ -34,6 +35,9 @@ class _Use:
     num_left: float
     at_s: float
     num_running: int = 0
+    num_let_in: int = 0
+    num_limited: int = 0
+    """refused, for a limit"""
 
 
 class KeyLimits:
@@ -44,8 +48,21 @@ class KeyLimits:
 
     def enter(self, key: ApiKey, now_s: float) -> None:
         """A request begins; `leave` must follow. Raises RateLimitedError, and then it has not begun."""
+        use = self._uses.setdefault(key.sha256, _Use(_most(key.requests_per_minute), now_s))
+        try:
+            self._check(use, key, now_s)
+        except RateLimitedError:
+            use.num_limited += 1
+            raise
+        use.num_let_in += 1
+        use.num_running += 1
+
+    def use_of(self, key: ApiKey) -> _Use | None:
+        """None before its first request."""
+        return self._uses.get(key.sha256)
+
+    def _check(self, use: _Use, key: ApiKey, now_s: float) -> None:
         rate = key.requests_per_minute
-        use = self._uses.setdefault(key.sha256, _Use(_most(rate), now_s))
         if key.max_concurrent is not None and use.num_running >= key.max_concurrent:
             message = (
                 f"{use.num_running} requests of the key {key.name!r} are running, which are all it may have"
@@ -59,7 +76,6 @@ class KeyLimits:
                 message = f"the key {key.name!r} may send {rate:g} requests a minute"
                 raise RateLimitedError(message, retry_after_s=(1 - use.num_left) / per_second)
             use.num_left -= 1
-        use.num_running += 1
 
     def leave(self, key: ApiKey) -> None:
         """A request that has begun is over."""
@@ -77,7 +93,7 @@ class KeyRing:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError."""
         self._path = path
-        self._version = self._read_version()
+        self._file = WatchedFiles([path])
         self._keys = load_api_keys(path)
         self._read_at_s = 0.0
 
@@ -98,17 +114,13 @@ class KeyRing:
             )
         return key
 
-    def _read_version(self) -> tuple[int, int, int] | None:
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    @property
+    def keys(self) -> Collection[ApiKey]:
+        """All that are valid, as the file was when last looked at."""
+        return self._keys.values()
 
     def _reload(self) -> None:
-        version = self._read_version()
-        if version != self._version:
-            self._version = version
+        if self._file.have_changed():
             try:
                 self._keys = load_api_keys(self._path)
             except ConfigError as error:  # an editor may be half-way through
@@ -121,10 +133,14 @@ class AccessControl:
     """ASGI: lets requests with a valid key through; `request.state.api_key` is the key."""
 
     def __init__(
-        self, app: ASGIApp, ring: KeyRing, metrics: Metrics, now: Callable[[], float] = time.monotonic
+        self,
+        app: ASGIApp,
+        ring: KeyRing,
+        limits: KeyLimits,
+        metrics: Metrics,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._app, self._ring, self._metrics, self._now = app, ring, metrics, now
-        self._limits = KeyLimits()
+        self._app, self._ring, self._limits, self._metrics, self._now = app, ring, limits, metrics, now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:

@@ -1,7 +1,6 @@
 """The routes.
 
-Owns: paths, readiness, and that every error has OpenAI's body. Does not know: how an answer comes about
-(`generation`, `response`).
+Owns: paths, readiness. Does not know: how an answer comes about (`generation`, `response`).
 """
 
 import asyncio
@@ -10,24 +9,22 @@ import time
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from conductor.front.access import AccessControl, KeyRing
+from conductor.front.access import AccessControl, KeyLimits, KeyRing
+from conductor.front.access_metrics import AccessMetrics
 from conductor.front.admin import admin
 from conductor.front.answer import AnswerFormat
-from conductor.front.boundary import Boundary
+from conductor.front.boundary import Boundary, answer_errors
 from conductor.front.context_api import context_caches
-from conductor.front.errors import error_response
 from conductor.front.front import Front, key_of
 from conductor.front.generation import Generation
 from conductor.front.metrics import Outcome
 from conductor.front.monitoring import monitoring
 from conductor.front.response import GenerationResponse, outcome_of
-from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, described, shortened
+from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, described
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from conductor.front.validation import Endpoint
 from mooncake.errors import RequestError
@@ -49,7 +46,9 @@ def create_app(front: Front) -> FastAPI:
     """The HTTP API of `front`, whose link someone else runs. Raises ConfigError for unusable API keys."""
     app = FastAPI(title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
     if (keys_file := front.config.api_keys_file) is not None:
-        app.add_middleware(AccessControl, ring=KeyRing(keys_file), metrics=front.metrics)
+        ring, limits = KeyRing(keys_file), KeyLimits()
+        app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
+        AccessMetrics(ring, limits, front.registry)
     if front.config.cors_origins:  # outside: browsers ask for permission without a key
         app.add_middleware(
             CORSMiddleware,
@@ -133,39 +132,9 @@ def create_app(front: Front) -> FastAPI:
             {"status": "ready", "num_prefill": cluster.num_prefill, "num_decode": cluster.num_decode}
         )
 
-    app.include_router(admin(front.link))
     app.include_router(context_caches(front))
-    app.include_router(monitoring(front.registry, front.display, front.link))
-
-    known = ", ".join(
-        f"{method} {route.path}"
-        for route in app.routes
-        if isinstance(route, APIRoute)
-        for method in sorted(route.methods or ())
-    )
-
-    @app.exception_handler(RequestError)
-    async def on_request_error(_: Request, error: RequestError) -> Response:
-        return error_response(error)
-
-    @app.exception_handler(ClientDisconnect)
-    async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # nobody reads it
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path, code = shortened(request.url.path), None
-        if error.status_code == 404:
-            if request.url.path.startswith(UNSERVED_ENDPOINTS):
-                code = "unsupported_endpoint"
-            message = f"there is no {request.method} {path} here; this server has {known}"
-        elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
-            message = f"{path} does not take {request.method}; use {allowed}"
-        else:
-            message = error.detail
-        return error_response(
-            RequestError(message, status=error.status_code, code=code), dict(error.headers or {})
-        )
-
+    if front.config.admin_listen is None:
+        app.include_router(admin(front.link, is_only_local=True))
+        app.include_router(monitoring(front.registry, front.display, front.link))
+    answer_errors(app, UNSERVED_ENDPOINTS)
     return app

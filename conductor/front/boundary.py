@@ -8,11 +8,15 @@ import logging
 import re
 import secrets
 
-from starlette.requests import Request
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conductor.front.errors import error_response
-from conductor.front.schema import REQUEST_ID_PATTERN
+from conductor.front.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -66,3 +70,37 @@ class Boundary:
                 raise
             error = RequestError("internal error; the server's log says more", status=500, code="internal")
             await error_response(error)(scope, receive, send_with_id)
+
+
+def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
+    """Call it behind the last route. `unserved` are paths that others have: their absence has a code."""
+    known = ", ".join(
+        f"{method} {route.path}"
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in sorted(route.methods or ())
+    )
+
+    @app.exception_handler(RequestError)
+    async def on_request_error(_: Request, error: RequestError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path, code = shortened(request.url.path), None
+        if error.status_code == 404:
+            if request.url.path.startswith(unserved):
+                code = "unsupported_endpoint"
+            message = f"there is no {request.method} {path} here; this server has {known}"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{path} does not take {request.method}; use {allowed}"
+        else:
+            message = error.detail
+        return error_response(
+            RequestError(message, status=error.status_code, code=code), dict(error.headers or {})
+        )

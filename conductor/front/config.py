@@ -26,6 +26,8 @@ class FrontConfig(BaseModel):
     max_request_bytes: int = Field(default=8 << 20, ge=1)
     max_choices: int = Field(default=128, ge=1, description="most choices (prompts x n) of one HTTP request")
     api_keys_file: Path | None = None
+    admin_listen: str | None = Field(default=None, description="host:port of /metrics, /dashboard, /admin")
+    admin_keys_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     context_cache_tokens: int = Field(default=1 << 17, ge=0, description="in context caches of a key")

@@ -7,19 +7,23 @@ import asyncio
 import contextlib
 import errno
 import socket
-import ssl
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
+from conductor.front.admin_app import create_admin_app
 from conductor.front.app import create_app
+from conductor.front.certificate import Certificate
 from conductor.front.config import FrontConfig
 from conductor.front.connection import connections
 from conductor.front.errors import UnavailableError
 from conductor.front.front import Front
 from conductor.front.model import ServedModel
+from mooncake.config import host_and_port
 from mooncake.errors import ConfigError
 
 _BACKLOG = 2048
@@ -41,14 +45,19 @@ class _Server(uvicorn.Server):
             listener.listen(_BACKLOG)  # asyncio made it as short as what is accepted at once
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError."""
+def listen(host: str, port: int, option: str | None = None) -> socket.socket:
+    """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError.
+
+    `option`: by which another address can be chosen, if not --host and --port.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"host {host!r} cannot be resolved ({error}); choose another with --host") from None
+        raise ConfigError(
+            f"host {host!r} cannot be resolved ({error}); choose another with {option or '--host'}"
+        ) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,26 +66,12 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
+            raise ConfigError(
+                f"port {port} on {host} is in use; choose another with {option or '--port'}"
+            ) from None
         raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
-
-
-def check_certificate(config: FrontConfig) -> None:
-    """Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
-    if config.tls_cert is None:
-        return
-    try:
-        # A password would be asked for on the terminal.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
-    except (OSError, ssl.SSLError) as error:
-        reason = error.strerror or error
-        raise ConfigError(
-            f"http.tls_cert {config.tls_cert} and http.tls_key {config.tls_key} cannot be used ({reason});"
-            " expected a PEM certificate chain and its private key without password"
-        ) from None
 
 
 async def serve(
@@ -94,38 +89,56 @@ async def serve(
     `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
     Raises ConfigError for a port, endpoint, certificate or file of API keys that cannot be used.
     """
-    check_certificate(config)
-    listener = listener or listen(config.host, config.port)
-    with contextlib.closing(listener):
+    certificate = None if config.tls_cert is None else Certificate(config.tls_cert, _key_of(config))
+    with contextlib.ExitStack() as sockets:
+        main = sockets.enter_context(contextlib.closing(listener or listen(config.host, config.port)))
+        admin = None
+        if config.admin_listen is not None:
+            admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
+            sockets.enter_context(contextlib.closing(admin))
         front = Front(config, model, registry, display)
-        server = _Server(
-            uvicorn.Config(
-                create_app(front),
-                http=connections(config.request_timeout_s),
-                ws="none",
-                lifespan="off",
-                backlog=_ACCEPTS_AT_ONCE,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=config.shutdown_grace_s + _LAST_WORDS_S,
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
-            )
-        )
+        listeners = [(main, _server(create_app(front), config, certificate))]
+        if admin is not None:
+            listeners.append((admin, _server(create_admin_app(front), config, certificate)))
         async with asyncio.TaskGroup() as group:
-            link = group.create_task(front.link.run())
-            http = asyncio.create_task(server.serve(sockets=[listener]))
+            beside = [group.create_task(front.link.run())]
+            if certificate is not None:
+                beside.append(group.create_task(certificate.follow()))
+            serving = [asyncio.create_task(server.serve(sockets=[socket])) for socket, server in listeners]
             try:
-                host, port = listener.getsockname()[:2]
-                scheme = "http" if config.tls_cert is None else "https"
+                host, port = main.getsockname()[:2]
+                scheme = "http" if certificate is None else "https"
                 on_listening(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
-                await asyncio.shield(http)
+                await asyncio.shield(asyncio.gather(*serving))
             finally:
-                server.should_exit = True
-                await asyncio.wait([http], timeout=config.shutdown_grace_s)
+                for _, server in listeners:
+                    server.should_exit = True
+                await asyncio.wait(serving, timeout=config.shutdown_grace_s)
                 await front.link.end(UnavailableError("the server is shutting down"))
-                await http
-                link.cancel()
+                await asyncio.gather(*serving)
+                for task in beside:
+                    task.cancel()
+
+
+def _key_of(config: FrontConfig) -> Path:
+    assert config.tls_key is not None, "the configuration has both or none"
+    return config.tls_key
+
+
+def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=connections(config.request_timeout_s),
+            ws="none",
+            lifespan="off",
+            backlog=_ACCEPTS_AT_ONCE,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=config.shutdown_grace_s + _LAST_WORDS_S,
+            ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
+        )
+    )

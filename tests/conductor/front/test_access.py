@@ -1,11 +1,14 @@
 """Who is let in, and how much of it; over TLS; for web pages of other origins."""
 
+import asyncio
+import base64
 import json
 import logging
 import shutil
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client import CollectorRegistry
 
+from conductor.front import server
 from conductor.front.access import KeyLimits, KeyRing
+from conductor.front.certificate import Certificate
 from conductor.front.config import FrontConfig
 from conductor.front.errors import RateLimitedError
-from conductor.front.server import check_certificate
 from conductor.front.validation import Endpoint, Job, read_job
-from mooncake.api_keys import ApiKey, add_api_key
+from mooncake.api_keys import ApiKey, add_api_key, digest
 from mooncake.errors import ConfigError, RequestError
 from mooncake.messages import Request
 from tests.conductor.front.fakes import (
@@ -31,6 +36,7 @@ from tests.conductor.front.fakes import (
     byte_model,
     running_front,
 )
+from tests.ports import free_port
 
 PROMPT = {"model": MODEL_NAME, "prompt": "x" * 40}
 
@@ -212,30 +218,137 @@ def test_web_pages_of_named_origins_may_ask(guarded: tuple[Running, str]) -> Non
     assert response.headers["access-control-allow-origin"] == "https://page.example"
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_https(tmp_path: Path) -> None:
-    cert, private = tmp_path / "cert.pem", tmp_path / "key.pem"
+def certificate(folder: Path) -> Path:
+    """A new one, with its key, and a copy that stays."""
+    cert, private = folder / "cert.pem", folder / "key.pem"
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
     )
     options = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(private), "-out", str(cert)]
     subprocess.run([*command.split(), *options], check=True, capture_output=True)
-    with running_front(tmp_path, byte_model(), tls_cert=cert, tls_key=private) as front:
+    copy = folder / f"{cert.stat().st_mtime_ns}.pem"
+    copy.write_bytes(cert.read_bytes())
+    return copy
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https_with_a_certificate_that_is_renewed(tmp_path: Path) -> None:
+    def answer_to(trusted: Path) -> str:
+        trusting = ssl.create_default_context(cafile=trusted)
+        with httpx.Client(base_url=front.url, verify=trusting, timeout=DEADLINE_S) as client:
+            while client.get("/ready").status_code == 503:  # it has not heard of its cluster yet
+                assert time.monotonic() < deadline_s
+            text: str = client.post("/v1/completions", json=PROMPT).json()["choices"][0]["text"]
+        return text
+
+    deadline_s = time.monotonic() + 2 * DEADLINE_S
+    first = certificate(tmp_path)
+    paths = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    with running_front(tmp_path, byte_model(), **paths) as front:
         assert front.url.startswith("https://")
-        trusting = ssl.create_default_context(cafile=cert)
-        answer = httpx.post(f"{front.url}/v1/completions", json=PROMPT, verify=trusting, timeout=DEADLINE_S)
-        assert answer.json()["choices"][0]["text"] == "Hello!"
+        assert answer_to(first) == "Hello!"
+        second = certificate(tmp_path)
+        while True:
+            try:
+                assert answer_to(second) == "Hello!"
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline_s
+        with pytest.raises(httpx.ConnectError):
+            answer_to(first)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_certificate_that_is_half_written_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate(tmp_path)
+    used = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+    (tmp_path / "cert.pem").write_text("no certificate")
+    used.look()
+    assert "the certificate stays as it was: http.tls_cert" in caplog.text
+    caplog.clear()
+    used.look()
+    assert not caplog.text
+    certificate(tmp_path)
+    used.look()
+    assert "read again" in caplog.text
 
 
 def test_an_unusable_certificate_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
-    config = FrontConfig(
-        control_endpoint="ipc://x",
-        reply_endpoint="ipc://x",
-        cluster_key=CLUSTER_KEY,
-        served_model_name=MODEL_NAME,
-        tls_cert=tmp_path / "cert.pem",
-        tls_key=tmp_path / "key.pem",
-    )
     with pytest.raises(ConfigError, match=r"http\.tls_cert"):
-        check_certificate(config)
+        Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+
+def test_who_looks_after_the_cluster_has_a_listener_and_keys_of_its_own(tmp_path: Path) -> None:
+    client, admin = (add_api_key(tmp_path / name, name, {}) for name in ("clients", "admins"))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    files = {"api_keys_file": tmp_path / "clients", "admin_keys_file": tmp_path / "admins"}
+    with running_front(tmp_path, byte_model(), admin_listen=f"127.0.0.1:{port}", **files) as front:
+
+        def status(url: str, key: str = "") -> int:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return httpx.get(url, headers=headers, timeout=DEADLINE_S).status_code
+
+        assert [status(f"{url}{path}") for path in ("/metrics", "/health", "/dashboard/state")] == [
+            200,
+            200,
+            401,
+        ]
+        assert [status(f"{url}/dashboard/state", key) for key in (client, admin)] == [401, 404]
+        assert [status(f"{front.url}{path}", client) for path in ("/metrics", "/dashboard")] == [404, 404]
+        assert [status(f"{front.url}/v1/models", key) for key in (client, admin)] == [200, 401]
+        assert status(f"{url}/v1/models", admin) == 404
+        drain = "/admin/instances/p0/drain"
+        assert httpx.post(url + drain, timeout=DEADLINE_S).status_code == 401
+        headers = {"authorization": f"Bearer {client}"}
+        assert httpx.post(front.url + drain, headers=headers, timeout=DEADLINE_S).status_code == 404
+
+
+def test_the_address_of_the_admin_listener_may_be_taken(tmp_path: Path) -> None:
+    with server.listen("127.0.0.1", 0) as taken:
+        config = FrontConfig(
+            port=0,
+            admin_listen=f"127.0.0.1:{taken.getsockname()[1]}",
+            control_endpoint=f"ipc://{tmp_path}/control",
+            reply_endpoint=f"ipc://{tmp_path}/reply",
+            cluster_key=CLUSTER_KEY,
+            served_model_name=MODEL_NAME,
+        )
+        with pytest.raises(ConfigError, match="in use; choose another with --http-admin-listen"):
+            asyncio.run(server.serve(config, byte_model(), CollectorRegistry()))
+
+
+def test_what_keys_may_and_do_is_measured_and_no_key_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    keys = tmp_path / "keys"
+    secret = add_api_key(keys, "alice", {"requests_per_minute": 2, "max_context_cache_tokens": 5})
+    wrong, login = "mck-" + "w" * 43, ("anyone", secret)
+    with running_front(tmp_path, byte_model(), api_keys_file=keys) as front:
+        told = []
+        for _ in range(4):
+            for key in (secret, wrong):
+                headers = {"authorization": f"Bearer {key}"}
+                response = httpx.post(
+                    f"{front.url}/v1/completions", json=PROMPT, headers=headers, timeout=DEADLINE_S
+                )
+                told += [response.text, str(response.headers)]
+        for path in ("/v1/completions", "/dashboard", "/metrics"):
+            told.append(httpx.get(front.url + path, auth=login, timeout=DEADLINE_S).text)
+        add_api_key(keys, "bob", {})
+        bare = httpx.post(f"{front.url}/v1/completions", json=PROMPT, headers={"authorization": secret})
+        told.append(bare.text)
+        assert front.metric("mooncake_api_key_limit", key="alice", limit="requests_per_minute") == 2
+        assert front.metric("mooncake_api_key_limit", key="alice", limit="max_context_cache_tokens") == 5
+        assert front.metric("mooncake_api_key_requests_total", key="alice", outcome="let_in") == 2
+        assert front.metric("mooncake_api_key_requests_total", key="alice", outcome="limited") == 2
+        assert front.metric("mooncake_api_key_running", key="alice") == 0
+    told += [caplog.text, Path("/proc/self/cmdline").read_text()]
+    basic = base64.b64encode(":".join(login).encode()).decode()
+    for text in told:
+        for hidden in (secret, wrong, basic, digest(secret), digest(wrong), CLUSTER_KEY.to_text()):
+            assert hidden not in text
