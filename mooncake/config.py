@@ -280,7 +280,11 @@ class PipelineConfig(_Section):
     def _check_together(self) -> "PipelineConfig":
         if self.stage is not None and self.stage >= self.stages:
             raise ValueError(f"pipeline.stage {self.stage} is none of the {self.stages} of pipeline.stages")
-        if self.stage is not None and self.stages > 1 and not self.endpoints:
+        if self.stage is not None and self.stages == 1:
+            raise ValueError(
+                "pipeline.stage needs pipeline.stages of 2 or more: an instance of one has no parts"
+            )
+        if self.stage is not None and not self.endpoints:
             raise ValueError(
                 "pipeline.stage needs pipeline.endpoints: where the stages on other nodes find each other"
             )

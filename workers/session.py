@@ -14,7 +14,7 @@ from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.config import WorkerProcess
-from mooncake.errors import ConfigError, PoolError
+from mooncake.errors import ConfigError
 from mooncake.instance_metrics import InstanceReport
 from mooncake.messages import (
     PROTOCOL_VERSION,
@@ -46,7 +46,6 @@ from workers.block_transfers import BlockTransfers
 from workers.chunks import ChunkPlan, Costs
 from workers.copies import copies_for
 from workers.decode import DecodeRunner
-from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.followers import Followers, followers_of
@@ -61,6 +60,7 @@ from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.rank_messages import Meet
 from workers.retirement import Retirement, end, is_sending
+from workers.session_tasks import session_tasks
 from workers.stage import stage_of
 
 HEARTBEATS_PER_TIMEOUT = 5
@@ -124,8 +124,7 @@ class Session:
         )
         leaving = asyncio.create_task(self._leave_when_a_rank_is_lost())
         try:
-            async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-                group.create_task(self._watch(pool))
+            async with contextlib.AsyncExitStack() as stack, session_tasks(pool) as group:
                 if self._next is not None:
                     await self._next.join()
                 if self._followers is not None:
@@ -143,10 +142,6 @@ class Session:
                     group.create_task(self._next.beat())
                 report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
                 await self._obey()
-        except* (SessionLostError, PoolError, RankLost) as errors:
-            raise SessionLostError(str(errors.exceptions[0])) from None
-        except* ConfigError as errors:
-            raise errors.exceptions[0] from None
         finally:
             leaving.cancel()
             with contextlib.suppress(PeerGoneError):
@@ -311,10 +306,6 @@ class Session:
         )
         self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
         return heartbeat
-
-    async def _watch(self, pool: WorkerClient) -> None:
-        await pool.closed.wait()
-        raise SessionLostError("the messenger is gone")
 
     async def _emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
         """One message for each front."""

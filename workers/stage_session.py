@@ -10,16 +10,14 @@ from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import WorkerProcess
-from mooncake.errors import ConfigError, PoolError
 from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, Ready, report
-from workers.engine.tensor_parallel import RankLost
-from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.latest_stats import LatestStats
 from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
 from workers.pinning import Pinning
 from workers.previous_stage import PreviousStage
+from workers.session_tasks import session_tasks
 from workers.stage import stage_of
 from workers.stage_messages import StageHello
 from workers.stage_runner import StageRunner
@@ -61,15 +59,10 @@ class StageSession:
         )
         behind = next_stage_of(self._process, self._fingerprint)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_watch(pool))
+            async with session_tasks(pool) as group:
                 if behind is not None:
                     await behind.join()
                 await self._serve(group, pool, behind)
-        except* (SessionLostError, PoolError, RankLost) as errors:
-            raise SessionLostError(str(errors.exceptions[0])) from None
-        except* ConfigError as errors:
-            raise errors.exceptions[0] from None
         finally:
             if behind is not None:
                 behind.close()
@@ -113,8 +106,3 @@ class StageSession:
             engines_of(self._executor.engine, behind),
             shards_of(PoolShard(pool.address, pool.segment.layout), behind),
         )
-
-
-async def _watch(pool: WorkerClient) -> None:
-    await pool.closed.wait()
-    raise SessionLostError("the messenger is gone")

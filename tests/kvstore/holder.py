@@ -103,13 +103,19 @@ class HandMadeHolder:
             self._die()
         if answer is Answer.HANG:
             self._closing.wait(DEADLINE_S)
-        layer_bytes = self._identity.layout.layer_bytes
+        layout = self._identity.layout
+        begin, end = fetch.heads or (0, layout.num_kv_heads)
         found, payload = [], bytearray()
         for index, key in enumerate(fetch.keys):
             if key not in self._blocks or (answer is Answer.EVICTED and index == len(fetch.keys) - 1):
                 continue
             layers = range(fetch.layer_begin, fetch.layer_end)
-            pieces = [self._blocks[key][layer * layer_bytes : (layer + 1) * layer_bytes] for layer in layers]
+            pieces = [
+                self._blocks[key][layer * layout.layer_bytes :][
+                    begin * layout.head_bytes : end * layout.head_bytes
+                ]
+                for layer in layers
+            ]
             checksums = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(piece)) for piece in pieces)
             found.append(FoundBlock(index, checksums, 0))
             payload += b"".join(pieces)

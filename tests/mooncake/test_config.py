@@ -102,6 +102,12 @@ def test_stages_must_be_able_to_find_each_other(endpoints: str, message: str) ->
     load_config(None, {}, {**flags, ("pipeline", "endpoints"): "tcp://10.0.0.1:1,ipc:///run/stage"})
 
 
+def test_stage_of_an_instance_that_has_none_is_refused() -> None:
+    flags = {("role",): "prefill", ("instance",): "p", ("pipeline", "stage"): "0"}
+    with pytest.raises(ConfigError, match=r"pipeline\.stage needs pipeline\.stages of 2"):
+        load_config(None, {}, flags)
+
+
 def test_stages_of_ranks_are_refused() -> None:
     flags = {("pipeline", "stages"): "2", ("worker", "tensor_parallel"): "2"}
     with pytest.raises(

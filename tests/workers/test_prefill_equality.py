@@ -179,30 +179,41 @@ def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: P
     run(test())
 
 
+FAILURES = [
+    *itertools.product([Answer.EVICTED, Answer.DAMAGED, Answer.DIE], range(4)),
+    (Answer.HANG, 0),
+    (Answer.HANG, 2),
+]
+FAILURES_OF_TWO_LAYERS = [(answer, layer) for answer, layer in FAILURES if layer < 2]
+
+
 @pytest.mark.parametrize(
-    ("num_local", "overlap", "num_stages"), [(0, True, 1), (2, True, 1), (2, False, 1), (2, True, 2)]
-)
-@pytest.mark.parametrize(
-    ("answer", "layer"),
+    ("num_local", "overlap", "num_stages", "num_ranks", "answer", "layer"),
     [
-        *itertools.product([Answer.EVICTED, Answer.DAMAGED, Answer.DIE], range(4)),
-        (Answer.HANG, 0),
-        (Answer.HANG, 2),
+        *(
+            (*place, 1, *failure)
+            for place in ((0, True, 1), (2, True, 1), (2, False, 1), (2, True, 2))
+            for failure in FAILURES
+        ),
+        *((2, True, 1, 2, *failure) for failure in FAILURES_OF_TWO_LAYERS),
     ],
 )
 def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
-    model: transformers.PreTrainedModel,
+    models: dict[int, transformers.PreTrainedModel],
     tmp_path: Path,
-    answer: Answer,
-    layer: int,
     num_local: int,
     overlap: bool,
     num_stages: int,
+    num_ranks: int,
+    answer: Answer,
+    layer: int,
 ) -> None:
     prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp", num_stages=num_stages) as lab:
+        async with prefill_lab(
+            models[num_ranks], tmp_path, "tcp", num_stages=num_stages, num_ranks=num_ranks
+        ) as lab:
             plain = await plain_run(lab, prompt)
             keys = lab.keys_of(prompt)
             lab.put_local(keys[:num_local], plain.blocks[:num_local])

@@ -33,7 +33,7 @@ def model() -> transformers.PreTrainedModel:
     "sizes",
     [
         Sizes(num_ranks=2),
-        Sizes(num_ranks=3, num_device_pages=12),
+        Sizes(num_ranks=3, num_device_pages=10),
         Sizes(num_ranks=2, num_device_pages=10, num_pool_pages=10),
         Sizes(num_ranks=2, inline_prefill_tokens=20),
     ],
