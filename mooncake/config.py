@@ -235,6 +235,11 @@ class WorkerConfig(_Section):
     layerwise_overlap: bool = Field(
         True, description="load and store KVCache beside the computation, layer by layer"
     )
+    prefill_layer_window: Annotated[int, Field(ge=2)] | Literal["all"] = Field(
+        "all",
+        description="layers that device_bytes of a prefill instance hold at a time; fewer: longer prompts"
+        " fit, whose passes load again what stands before them",
+    )
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
     metrics_listen: str | None = Field(
         None,

@@ -1,14 +1,15 @@
 """Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
 
 Before a layer's attention its load is waited for and that of the next layer launched; after it its store is
-launched. Nobody waits for a store before the prompt is through.
+launched. Nobody waits for a store before the prompt is through, unless the device has memory for a window of
+layers only: then a layer waits for the store of the one whose memory it takes.
 
 Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -48,24 +49,31 @@ class Part:
     damaged_pages: list[int] = field(default_factory=list)
     """of the pool, found by loads"""
     storing: deque[Future[None]] = field(default_factory=deque)
+    store_of: dict[int, Future[None]] = field(default_factory=dict)
+    """those of this pass, by layer"""
     is_dropped: bool = False
 
 
 class LayerTransfers:
-    """Loads and stores of all passes, each kind in order. Without `overlap` they are done when launched."""
+    """Loads and stores of all passes, each kind in order. Without `overlap` they are done when launched.
 
-    def __init__(self, copies: Copies, *, overlap: bool) -> None:
-        self._copies = copies
+    `window`: that of the device's KVCache (`DeviceKVCache.window`), 2 or more.
+    """
+
+    def __init__(self, copies: Copies, *, overlap: bool, window: int | None = None) -> None:
+        assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
+        self._copies, self._window = copies, window
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
     def launch_load(self, layer: int, parts: Sequence[Part]) -> "Future[list[Mark]] | None":
-        """On the device thread. None if there is nothing to load."""
-        loading = [part for part in parts if part.loads and not part.is_dropped]
+        """On the device thread. None if there is nothing to load, and no store to wait for."""
+        loading = [part for part in parts if (part.loads or self._window) and not part.is_dropped]
         return self._loading.submit(self._load, layer, loading, self._copies.mark()) if loading else None
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
-        """On the device thread: what it computes from now on finds the layer, or its part was dropped."""
+        """On the device thread: what it computes from now on finds the layer, and memory for it, or its part
+        was dropped."""
         if loading is not None:
             for mark in loading.result():
                 self._copies.wait(mark)
@@ -78,7 +86,9 @@ class LayerTransfers:
             if blocks and not part.is_dropped:
                 for block in blocks:
                     block.next_layer = layer + 1
-                part.storing.append(self._storing.submit(self._store, layer, part, blocks, computed))
+                storing = self._storing.submit(self._store, layer, part, blocks, computed)
+                part.storing.append(storing)
+                part.store_of[layer] = storing
 
     def close(self) -> None:
         """After the last pass. Waits for what has been launched."""
@@ -88,6 +98,10 @@ class LayerTransfers:
     def _load(self, layer: int, parts: Sequence[Part], free: Mark) -> list[Mark]:
         marks = []
         for part in parts:
+            if self._window is not None and (storing := part.store_of.get(layer - self._window)):
+                wait([storing])  # what has failed is found when the prompt is through
+            if not part.loads:
+                continue
             if not part.await_pool(layer):
                 part.is_dropped = True
                 continue

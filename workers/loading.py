@@ -12,6 +12,7 @@ from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
 from mooncake.config import KVCacheConfig, RankProcess, StageProcess, WorkerProcess
 from mooncake.errors import ConfigError, ModelError
 from mooncake.grammar import Grammars
+from mooncake.messages import Role
 from mooncake.process import Progress, report
 from mooncake.tokenizer import load_vocabulary
 from workers.engine.cuda import warm_up
@@ -61,8 +62,9 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
         spec = ModelSpec.from_hf_config(checkpoint.config)
         _check_layout(spec, layout)
         layers = layers_of_stage(spec.num_layers, process.stage)
+        window = layer_window(process, layers, device)
         num_pages = _num_device_pages(
-            config.kvcache, layout.of_layers(layers).of_heads(heads_of(spec, rank)[0])
+            config.kvcache, layout.of_layers(layers).of_heads(heads_of(spec, rank)[0]), window
         )
         shard = shard_of(rank.number, rank.size, device) if rank.size > 1 else None
         model = DecoderModel(spec, layers, dtype, device, shard=shard)
@@ -73,7 +75,9 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
             model.load_weights(iter_weights(checkpoint, layers, _report_weights))
     except (UnsupportedModel, WeightsError) as error:
         raise ModelError(f"{checkpoint.name}: {error}") from None
-    kv = DeviceKVCache(spec, layers, num_pages, layout.block_size, dtype, device, kv_heads=model.kv_heads)
+    kv = DeviceKVCache(
+        spec, layers, num_pages, layout.block_size, dtype, device, kv_heads=model.kv_heads, window=window
+    )
     if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
         warm_up(model, kv)
     return Executor(model, kv, Grammars(lambda: load_vocabulary(checkpoint)))
@@ -87,12 +91,28 @@ def _check_layout(spec: ModelSpec, layout: KVLayout) -> None:
         raise ModelError(f"config.json is ambiguous: layers, KV heads and head_dim are {cluster} or {engine}")
 
 
-def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout) -> int:
+def layer_window(process: WorkerProcess, layers: range, device: torch.device) -> int | None:
+    """How many of its layers the device has memory for at a time; None: for all."""
+    config = process.config
+    window = config.worker.prefill_layer_window
+    if process.role is not Role.PREFILL or window == "all":
+        return None
+    chunk = pick_prefill_chunk(config.worker.prefill_chunk, device)
+    if chunk < config.kvcache.block_size:
+        raise ConfigError(
+            f"worker.prefill_layer_window needs passes of whole blocks: worker.prefill_chunk is {chunk},"
+            f" kvcache.block_size {config.kvcache.block_size}"
+        )
+    return window if window < len(layers) else None
+
+
+def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | None) -> int:
     device_bytes = int(kvcache.device_bytes)
-    num_pages = device_bytes // layout.block_bytes
+    page_bytes = layout.layer_bytes * (window or layout.num_layers)
+    num_pages = device_bytes // page_bytes
     if num_pages < 2:
         raise ConfigError(
-            f"kvcache.device_bytes: {device_bytes} bytes hold {num_pages} blocks of {layout.block_bytes}"
+            f"kvcache.device_bytes: {device_bytes} bytes hold {num_pages} blocks of {page_bytes}"
             " bytes; at least 2 are needed"
         )
     return num_pages

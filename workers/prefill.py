@@ -99,7 +99,7 @@ class PrefillRunner:
         request = order.request
         queued = self._queue.add(len(request.token_ids), order.time_left_s, now_s, request.priority)
         stage = self._stage
-        job = PrefillJob(next(self._job_ids), order, queued, stage.pool, stage.layers)
+        job = stage.job(next(self._job_ids), order, queued)
         self._job_of[queued] = job
         try:
             async with stage.serving(job):

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
@@ -23,6 +23,9 @@ from workers.prefix_fetch import PrefixFetch
 from workers.scope import FailureScope
 from workers.stage_messages import PassShare
 
+_COMMIT_TIMEOUT_S = 10.0
+"""of the own messenger, which takes far less than a millisecond"""
+
 
 class PrefillJob:
     """Made when an order comes; its memory comes with `begin`. `job_id` names it in all stages.
@@ -32,8 +35,17 @@ class PrefillJob:
     """
 
     def __init__(
-        self, job_id: int, order: Prefill, progress: Progress, pool: WorkerClient, layers: range
+        self,
+        job_id: int,
+        order: Prefill,
+        progress: Progress,
+        pool: WorkerClient,
+        layers: range,
+        *,
+        is_windowed: bool = False,
     ) -> None:
+        """`is_windowed`: its device pages have one layer after the other (`DeviceKVCache.window`), so each of
+        its passes loads what stands before it."""
         self.job_id, self.order, self.progress = job_id, order, progress
         self.scope = FailureScope()
         self.turn = asyncio.Event()
@@ -54,7 +66,7 @@ class PrefillJob:
         """what the first token must follow, where that is drawn"""
         self.damaged_pages: list[int] = []
         """of the pool, found by loads"""
-        self._pool, self._layers = pool, layers
+        self._pool, self._layers, self._is_windowed = pool, layers, is_windowed
         self._loop = asyncio.get_running_loop()
         self.begin_round(0)
         self._blocks: list[PromptBlock] = []
@@ -176,7 +188,7 @@ class PrefillJob:
         stores = self._blocks[max(start // page_size, self._num_cached_blocks) : end_block]
         self._part = Part(
             chunk=Chunk(tokens[start:end], start, self.device_pages),
-            loads=self._blocks[: self._num_cached_blocks] if self._must_load else [],
+            loads=self._blocks[: self._num_to_load(start, page_size)],
             stores=[block for block in stores if block.next_layer < self._layers.stop],
             await_pool=self._await_pool,
             on_stored=self._commit,
@@ -184,6 +196,12 @@ class PrefillJob:
         )
         self._pass_ended.clear()
         return self._part
+
+    def _num_to_load(self, start: int, page_size: int) -> int:
+        """Blocks before token `start` that are not on the device, or will not be when their layer comes."""
+        if self._is_windowed:
+            return -(-start // page_size)
+        return self._num_cached_blocks if self._must_load else 0
 
     def leave_pass(self, *, is_computed: bool) -> None:
         """The pass has ended."""
@@ -226,8 +244,8 @@ class PrefillJob:
 
     async def untouched(self) -> None:
         """Returns when neither memory is read or written for it any more, however often it is cancelled."""
-        for wait in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
-            waiting = asyncio.ensure_future(wait)
+        for end in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
+            waiting = asyncio.ensure_future(end)
             while not waiting.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([waiting])
@@ -241,18 +259,28 @@ class PrefillJob:
     def _await_pool(self, layer: int) -> bool:
         num_blocks = self._num_expected_blocks
         first = self._layers.start
+        if self._is_windowed and layer == first:
+            # What passes before this one have computed is loaded with the checksums that are committed; what
+            # has none by then counts as damaged.
+            wait(tuple(self._storing))
+            wait(tuple(self._committing), _COMMIT_TIMEOUT_S)
         return not num_blocks or self.fetch is None or self.fetch.await_layer(layer - first, num_blocks)
 
     def _commit(self, layer: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
         assert self.reservation is not None
-        position = layer - self._layers.start
-        commit = self._pool.commit(
+        commit = self._commit_layer(layer - self._layers.start, blocks, checksums)
+        self._committing.append(asyncio.run_coroutine_threadsafe(commit, self._loop))
+
+    async def _commit_layer(self, position: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
+        assert self.reservation is not None
+        await self._pool.commit(
             self.reservation.reservation_id,
             range(position, position + 1),
             [block.pool_page for block in blocks],
             [[checksum] for checksum in checksums],
         )
-        self._committing.append(asyncio.run_coroutine_threadsafe(commit, self._loop))
+        if self._is_windowed:
+            await self._pool.settled()
 
 
 def _has_succeeded(future: Future[None]) -> bool:

@@ -88,10 +88,19 @@ class PrefillQueue:
 
     No further prompt comes to a pass of `saturating_tokens` (default: `prefill_chunk`) or more: where a
     larger one is no faster, prompts that share it only wait for one another.
+
+    A share that begins at a multiple of `multiple` tokens, and does not end its prompt, ends at one.
     """
 
-    def __init__(self, prefill_chunk: int, cut: Cut = uncut, saturating_tokens: int | None = None) -> None:
-        self._prefill_chunk, self._cut = prefill_chunk, cut
+    def __init__(
+        self,
+        prefill_chunk: int,
+        cut: Cut = uncut,
+        saturating_tokens: int | None = None,
+        multiple: int = 1,
+    ) -> None:
+        assert multiple <= prefill_chunk, "the first prompt always has a share"
+        self._prefill_chunk, self._cut, self._multiple = prefill_chunk, cut, multiple
         self._saturating_tokens = min(saturating_tokens or prefill_chunk, prefill_chunk)
         self._prompts: list[QueuedPrompt] = []
         self._num_arrived = 0
@@ -138,7 +147,13 @@ class PrefillQueue:
         shares, num_taken = [], 0
         for prompt in self._prompts:
             if prompt.state is PromptState.READY and num_taken < self._saturating_tokens:
-                share = Share(prompt, min(prompt.num_left_of_chunk, self._prefill_chunk - num_taken))
-                shares.append(share)
-                num_taken += share.num_tokens
+                num_tokens = self._num_next(prompt, self._prefill_chunk - num_taken)
+                if num_tokens:
+                    shares.append(Share(prompt, num_tokens))
+                    num_taken += num_tokens
         return shares
+
+    def _num_next(self, prompt: QueuedPrompt, room: int) -> int:
+        num_tokens = min(prompt.num_left_of_chunk, room)
+        end = prompt.num_done + num_tokens
+        return num_tokens if end == prompt.num_tokens else max(0, num_tokens - end % self._multiple)

@@ -61,7 +61,8 @@ class RankSession(StageSession):
     def _runner(self, group: asyncio.TaskGroup, pool: WorkerClient, leader: PreviousStage) -> RankRunner:
         executor, kv = self._executor, self._executor.kv
         overlap = self._process.config.worker.layerwise_overlap
-        stage = FollowerStage(executor, pool, LayerTransfers(copies_for(kv, pool.segment), overlap=overlap))
+        copies = copies_for(kv, pool.segment)
+        stage = FollowerStage(executor, pool, LayerTransfers(copies, overlap=overlap, window=kv.window))
         transfers = BlockTransfers(copies_for(kv, pool.segment), kv)
         held = HeldSequences(pool, transfers, leader.send, group)
         return RankRunner(

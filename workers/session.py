@@ -193,15 +193,22 @@ class Session:
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
-        """In a pipeline passes may have as many more tokens as a stage has fewer layers."""
-        pipeline = self._process.config.pipeline
+        """In a pipeline passes may have as many more tokens as a stage has fewer layers.
+
+        Where layers are loaded again, here or in another stage, passes end with whole blocks.
+        """
+        config, page_size = self._process.config, self._executor.kv.page_size
+        pipeline = config.pipeline
+        multiple = 1 if config.worker.prefill_layer_window == "all" else page_size
+        chunk -= chunk % multiple
         if self._next is None:
-            return PrefillQueue(chunk, saturating_tokens=pick_saturating_tokens(self._executor.kv.device))
+            saturating = pick_saturating_tokens(self._executor.kv.device)
+            return PrefillQueue(chunk, saturating_tokens=saturating, multiple=multiple)
         if pipeline.chunks == "fixed":
-            return PrefillQueue(chunk)
+            return PrefillQueue(chunk, multiple=multiple)
         most_tokens = pipeline.stages * chunk
-        costs, page_size = Costs.of(self._executor.model.spec), self._executor.kv.page_size
-        return PrefillQueue(most_tokens, ChunkPlan(costs, pipeline.stages, most_tokens, page_size))
+        plan = ChunkPlan(Costs.of(self._executor.model.spec), pipeline.stages, most_tokens, page_size)
+        return PrefillQueue(most_tokens, plan, multiple=multiple)
 
     async def _obey(self) -> None:
         """The loop: receive, act."""
@@ -211,8 +218,9 @@ class Session:
             match message:
                 case Prefill():
                     self._prefill.start(message)
-                case Reserve(ref=ref) if self._next is not None:
-                    await self._tell(WorkFailed(ref, "a pipeline of stages does not decode", retryable=True))
+                case Reserve(ref=ref) if self._next is not None or self._executor.kv.window is not None:
+                    reason = "an instance that has not all layers on its device does not decode"
+                    await self._tell(WorkFailed(ref, reason, retryable=True))
                 case Reserve():
                     self._decode.reserve(message)
                 case Decode():

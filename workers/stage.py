@@ -17,6 +17,7 @@ import torch
 from kvstore.worker_client import WorkerClient
 from mooncake.config import WorkerConfig
 from mooncake.errors import PoolError
+from mooncake.messages import Prefill
 from workers.copies import copies_for
 from workers.draws import Draws, FirstToken, Row, rules_of
 from workers.errors import SessionLostError
@@ -25,6 +26,7 @@ from workers.followers import Followers
 from workers.layerwise import LayerTransfers, Part
 from workers.next_stage import NextStage
 from workers.prefill_job import PrefillJob
+from workers.prefill_queue import Progress
 from workers.prefix_fetch import PrefixFetch
 from workers.rank_messages import PassChunk, PrefillPass
 from workers.reserving import reserve_prompt
@@ -71,7 +73,7 @@ def stage_of(
 ) -> "Stage":
     """A stage as it is configured."""
     copies = copies_for(executor.kv, pool.segment)
-    transfers = LayerTransfers(copies, overlap=config.layerwise_overlap)
+    transfers = LayerTransfers(copies, overlap=config.layerwise_overlap, window=executor.kv.window)
     return Stage(executor, pool, transfers, next_stage, followers)
 
 
@@ -104,6 +106,11 @@ class Stage:
     def layers(self) -> range:
         """Of the model."""
         return self._executor.model.layers
+
+    def job(self, job_id: int, order: Prefill, progress: Progress) -> PrefillJob:
+        """A prompt's part here; its time here is to be spent in `serving`."""
+        is_windowed = self._executor.kv.window is not None
+        return PrefillJob(job_id, order, progress, self.pool, self.layers, is_windowed=is_windowed)
 
     def close(self) -> None:
         """After the last pass."""

@@ -87,7 +87,7 @@ class StageRunner:
     async def _follow(self, begin: Begin) -> None:
         stage, order = self._stage, begin.order
         progress = Progress(len(order.request.token_ids))
-        job = PrefillJob(begin.job_id, order, progress, stage.pool, stage.layers)
+        job = stage.job(begin.job_id, order, progress)
         job.device_pages = begin.device_pages or []
         async with stage.serving(job):
             async with self._admitting:

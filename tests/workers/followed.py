@@ -76,7 +76,9 @@ class FollowedGroup:
         for leader, rank in zip(self._leaders, self._ranks, strict=True):
             self._tasks.append(group.create_task(leader.beat()))
             kv, segment = rank.executor.kv, rank.pool.segment
-            transfers = LayerTransfers(rank.copies or copies_for(kv, segment), overlap=rank.overlap)
+            transfers = LayerTransfers(
+                rank.copies or copies_for(kv, segment), overlap=rank.overlap, window=kv.window
+            )
             stage = FollowerStage(rank.executor, rank.pool, transfers)
             held = HeldSequences(rank.pool, BlockTransfers(copies_for(kv, segment), kv), leader.send, group)
             runner = RankRunner(rank.executor, stage, held, leader, group, nowhere)

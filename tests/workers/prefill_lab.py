@@ -140,6 +140,7 @@ class Lab:
         folder: Path,
         nodes: contextlib.ExitStack,
         num_device_pages: int,
+        layer_window: int | None,
     ) -> None:
         self.spec = ModelSpec.from_hf_config(model.config.to_dict())
         self._hf_model = model
@@ -147,6 +148,7 @@ class Lab:
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, BLOCK_SIZE, "float32"
         )
         self._folder, self._nodes, self._num_device_pages = folder, nodes, num_device_pages
+        self._layer_window = layer_window
         self._decoder = self._executor(self.layout)
         self._layout_of: dict[Node, KVLayout] = {}
         self.parts: list[PrefillPart] = []
@@ -176,7 +178,9 @@ class Lab:
         """Of the first stage."""
         return self.parts[0].executor
 
-    def _executor(self, layout: KVLayout, shard: TensorShard | None = None) -> Executor:
+    def _executor(
+        self, layout: KVLayout, shard: TensorShard | None = None, window: int | None = None
+    ) -> Executor:
         model = DecoderModel(self.spec, layout.layers, torch.float32, shard=shard)
         model.load_weights(self._hf_model.state_dict().items())
         kv = DeviceKVCache(
@@ -186,6 +190,7 @@ class Lab:
             BLOCK_SIZE,
             torch.float32,
             kv_heads=model.kv_heads,
+            window=window,
         )
         return Executor(model, kv)
 
@@ -204,7 +209,7 @@ class Lab:
             for number, shard in enumerate(ThreadGroup(num_ranks).shards):
                 layout = self.layout.of_heads(kv_heads_of(self.spec, number, num_ranks))
                 node = self._node(f"p.{number}", transport, kvcache, num_pages, layout)
-                executor = self._executor(layout, shard)
+                executor = self._executor(layout, shard, self._layer_window)
                 self.parts.append(PrefillPart(layout, executor, node, await self.connect(node)))
             return
         for number in range(num_stages):
@@ -212,7 +217,8 @@ class Lab:
             layout = self.layout.of_layers(layers_of_stage(self.spec.num_layers, stage))
             node = self._node(stage.part_of("p"), transport, kvcache, num_pages, layout)
             client = await self.connect(node)
-            self.parts.append(PrefillPart(layout, self._executor(layout), node, client))
+            executor = self._executor(layout, window=self._layer_window)
+            self.parts.append(PrefillPart(layout, executor, node, client))
 
     def _node(
         self,
@@ -288,7 +294,9 @@ class Lab:
                 part, transfers = self.parts[number], self._transfers(setting, number)
                 followers = ranks.followers if ranks else None
                 stages.append(Stage(part.executor, part.client, transfers, link, followers))
-            self.runner = PrefillRunner(stages[0], PrefillQueue(setting.prefill_chunk), send, self.jobs)
+            multiple = BLOCK_SIZE if self._layer_window else 1
+            queue = PrefillQueue(setting.prefill_chunk, multiple=multiple)
+            self.runner = PrefillRunner(stages[0], queue, send, self.jobs)
             running = [group.create_task(self.runner.run())]
             hear, befores = self.runner.hear, []
             for link, stage in zip(links, stages[1:], strict=True):
@@ -329,7 +337,8 @@ class Lab:
         return make_copies(self.parts[number].executor.kv, self.parts[number].client.segment)
 
     def _transfers(self, setting: Setting, number: int) -> LayerTransfers:
-        return LayerTransfers(self._copies(setting, number), overlap=setting.overlap)
+        window = self.parts[number].executor.kv.window
+        return LayerTransfers(self._copies(setting, number), overlap=setting.overlap, window=window)
 
     def _ranks(self, setting: Setting) -> FollowedGroup:
         ranks = [
@@ -427,10 +436,11 @@ async def prefill_lab(
     num_stages: int = 1,
     num_ranks: int = 1,
     num_device_pages: int = NUM_PAGES,
+    layer_window: int | None = None,
 ) -> AsyncIterator[Lab]:
     """Starts the messengers of both sides; ends them, and all others that the test has started."""
     with contextlib.ExitStack() as nodes:
-        lab = Lab(model, folder, nodes, num_device_pages)
+        lab = Lab(model, folder, nodes, num_device_pages, layer_window)
         await lab.start(transport, kvcache or KVCacheConfig(), num_pages, num_stages, num_ranks)
         yield lab
         for client in (*(part.client for part in lab.parts), lab.decode):

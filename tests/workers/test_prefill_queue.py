@@ -144,3 +144,13 @@ def test_priority_goes_before_deadlines() -> None:
     for prompt in (later, urgent, first):
         queue.ready(prompt, 0)
     assert [compute(queue)[0][0] for _ in range(3)] == [first, urgent, later]
+
+
+def test_shares_end_with_whole_blocks_but_for_ends_of_prompts() -> None:
+    queue = PrefillQueue(20, multiple=8)
+    first, second, third = (queue.add(num_tokens, None, 0) for num_tokens in (30, 13, 3))
+    for prompt in (first, second, third):
+        queue.ready(prompt, 0)
+    assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 16), (third, 3)]
+    first.num_done = 16
+    assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 14), (third, 3)]

@@ -28,6 +28,9 @@ class DeviceKVCache:
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.blocks.KVLayout`).
+
+    With a `window` there is memory for so many layers only, which they take in turn: layer l has that of
+    layer `l - window`, whose pages have to be stored, or not to be wanted any more, before l's are written.
     """
 
     def __init__(
@@ -40,17 +43,21 @@ class DeviceKVCache:
         device: torch.device | str = "cpu",
         *,
         kv_heads: range | None = None,
+        window: int | None = None,
     ) -> None:
         self.spec, self.layers = spec, layers
+        self.window = window if window is not None and window < len(layers) else None
+        """None: every layer has its own memory"""
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self.device = dtype, torch.device(device)
         self.layer_shape = (num_pages, len(self.kv_heads), 2, page_size, spec.head_dim)
+        tensors = range(self.window or len(layers))
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
         if self.device.type == "cpu":
-            self._tensors = [huge_zeros(self.layer_shape, dtype) for _ in layers]
+            self._tensors = [huge_zeros(self.layer_shape, dtype) for _ in tensors]
         else:
-            self._tensors = [torch.zeros(self.layer_shape, dtype=dtype, device=self.device) for _ in layers]
+            self._tensors = [torch.zeros(self.layer_shape, dtype=dtype, device=self.device) for _ in tensors]
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = [True] * num_pages
 
@@ -61,7 +68,7 @@ class DeviceKVCache:
     def layer(self, layer: int) -> torch.Tensor:
         """The pages of `layer` (its number in the whole model): a view, not a copy."""
         assert layer in self.layers, f"layer {layer} is not in {self.layers}"
-        return self._tensors[layer - self.layers.start]
+        return self._tensors[(layer - self.layers.start) % len(self._tensors)]
 
     def allocate(self, num_pages: int) -> list[int]:
         """Takes `num_pages` pages; their content is undefined. Raises OutOfPages and takes none."""

@@ -1,0 +1,166 @@
+"""Device memory for some layers at a time: each is freed once stored, and loaded again in later passes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from mooncake.config import WorkerProcess, load_config
+from mooncake.errors import ConfigError
+from mooncake.keys import ClusterKey
+from mooncake.messages import Role
+from tests.kvstore.holder import Answer
+from tests.kvstore.nodes import DEADLINE_S, run
+from tests.tiny_models import tiny_model
+from tests.workers.gate import Gate
+from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
+from tests.workers.test_prefill_equality import assert_equal, holding, plain_run, prompt_of
+from tests.workers.test_prefill_faults import gone
+from workers.loading import layer_window
+
+NUM_LAYERS, WINDOW = 4, 2
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return tiny_model("smollm2")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("window", "num_stages", "num_ranks", "overlap"),
+    [(2, 1, 1, True), (2, 1, 1, False), (3, 1, 1, True), (2, 2, 1, True), (3, 1, 2, True)],
+)
+def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
+    model: transformers.PreTrainedModel,
+    tmp_path: Path,
+    window: int,
+    num_stages: int,
+    num_ranks: int,
+    overlap: bool,
+) -> None:
+    if num_ranks > 1:
+        model = tiny_model("smollm2", num_key_value_heads=3)
+    if num_stages > 1:
+        model = tiny_model("smollm2", num_hidden_layers=6)
+    prompts = [prompt_of(seed, length) for seed, length in enumerate((5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE, 9))]
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path) as lab:
+            plain = [await plain_run(lab, prompt) for prompt in prompts]
+        folder = tmp_path / "w"
+        folder.mkdir()
+        async with prefill_lab(
+            model, folder, num_stages=num_stages, num_ranks=num_ranks, layer_window=window
+        ) as lab:
+            assert lab.executor.kv.window == window
+            for chunk in (BLOCK_SIZE, 20, 1000):
+                for num_cached in (0, 2, 5):
+                    lab.clear(*lab.prefill_nodes)
+                    if num_cached:
+                        lab.put_local(lab.keys_of(prompts[0])[:num_cached], plain[0].blocks[:num_cached])
+                    results = await lab.results(Setting(chunk, overlap), prompts)
+                    assert results[0].num_cached_tokens == num_cached * BLOCK_SIZE
+                    for result, expected in zip(results, plain, strict=True):
+                        assert_equal(result, expected, 0, same_arithmetic=False)
+
+    run(test())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("answer", [Answer.EVICTED, Answer.DAMAGED, Answer.DIE, Answer.HANG])
+def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
+    model: transformers.PreTrainedModel, tmp_path: Path, answer: Answer
+) -> None:
+    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, "tcp", layer_window=WINDOW) as lab:
+            plain = await plain_run(lab, prompt)  # one pass: nothing is loaded again
+            keys = lab.keys_of(prompt)
+            lab.put_local(keys[:1], plain.blocks[:1])
+            with holding(lab, keys, plain, answer, 2) as holder:
+                source = lab.source(holder.address, len(keys))
+                (result,) = await lab.results(Setting(16), [prompt], source)
+            assert_equal(result, plain, 1, same_arithmetic=False)
+
+    run(test())
+
+
+async def reaches(gate: Gate, num_marks: int) -> None:
+    """So many loads and stores have been launched."""
+    async with asyncio.timeout(DEADLINE_S):
+        while gate.num_marks < num_marks:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.cluster
+def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompt, gate = prompt_of(1, 50), Gate(store=1)
+    num_marks = NUM_LAYERS + 3  # of all loads, and of stores of the layers 0 to 2
+
+    async def test() -> None:
+        async with prefill_lab(model, tmp_path, layer_window=WINDOW) as lab:
+            plain = await plain_run(lab, prompt)
+            lab.clear(lab.decode_node)
+            async with lab.running(Setting(make_copies=gate.make)):
+                receiving = await lab.order(prompt)
+                await gate.reached()
+                await reaches(gate, num_marks)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(reaches(gate, num_marks + 1), 0.2)
+                assert gate.stored_layers == [0]
+                gate.open()
+                assert_equal(await receiving.result(), plain, 0, same_arithmetic=True)
+
+    run(test())
+
+
+@pytest.mark.cluster
+def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    gate = Gate(store=1)
+
+    async def test() -> None:
+        async with (
+            prefill_lab(model, tmp_path, layer_window=WINDOW) as lab,
+            lab.running(Setting(16, make_copies=gate.make)),
+        ):
+            receiving = await lab.order(prompt_of(1, 50))
+            await gate.reached()
+            lab.jobs.cancel(receiving.ref)
+            gate.open()
+            await gone(lab, receiving)
+            await receiving.release()
+
+    run(test())
+
+
+def process(role: Role, flags: dict[tuple[str, ...], str]) -> WorkerProcess:
+    return WorkerProcess(
+        cluster_key=ClusterKey.generate(),
+        config=load_config(None, {}, {("worker", "prefill_layer_window"): "2", **flags}),
+        role=role,
+        instance="p",
+        incarnation=1,
+        messenger_socket="",
+        num_local_workers=1,
+    )
+
+
+def test_only_prefill_instances_have_a_window_if_it_is_smaller_than_their_layers() -> None:
+    device = torch.device("cpu")
+    assert layer_window(process(Role.PREFILL, {}), range(3, 6), device) == 2
+    assert layer_window(process(Role.PREFILL, {}), range(3, 5), device) is None
+    assert layer_window(process(Role.DECODE, {}), range(6), device) is None
+
+
+def test_passes_that_end_in_the_middle_of_a_block_are_refused() -> None:
+    flags = {("worker", "prefill_chunk"): "16", ("kvcache", "block_size"): "32"}
+    with pytest.raises(ConfigError, match=r"passes of whole blocks: worker\.prefill_chunk is 16"):
+        layer_window(process(Role.PREFILL, flags), range(6), torch.device("cpu"))
