@@ -11,11 +11,12 @@ from contextlib import aclosing
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import Field, SkipValidation
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.body import parse, refusing_depth
 from conductor.front.context_caches import ContextCache
+from conductor.front.fields import KnownFields, ListOf
 from conductor.front.front import Front, beside, key_of
 from conductor.front.generation import Generation
 from conductor.front.model import ServedModel
@@ -45,25 +46,21 @@ _NAME_PATTERN = r"^[A-Za-z0-9._-]+$"
 Ttl = Annotated[int, Field(ge=1, le=MAX_TTL_S)]
 
 
-class ContextCacheRequest(BaseModel):
+class ContextCacheRequest(KnownFields):
     """Body of `POST /v1/context_caches`: a conversation's beginning, or that of a prompt."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     name: Annotated[str, Field(pattern=_NAME_PATTERN, max_length=MAX_CACHE_NAME_CHARS)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
+    tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
     prompt: SkipValidation[str | list[int] | None] = Field(None, description="a text, or token ids")
     ttl: Ttl | None = Field(None, description=f"seconds; default: {DEFAULT_TTL_S}")
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Priority | None = None
 
 
-class ExtendRequest(BaseModel):
+class ExtendRequest(KnownFields):
     """Body of `POST /v1/context_caches/ID`: so long from now on."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     ttl: Ttl
 
