@@ -6,6 +6,7 @@ decode instance, of the traffic of its source, and of the forecast: exactly once
 Owns: those memberships. Does not know: messages, states, why a request ends.
 """
 
+import math
 from dataclasses import dataclass
 
 from conductor.cluster_view import ClusterView
@@ -30,7 +31,16 @@ class Assignment:
     fetched_bytes: float
     stay: Stay
     """in the forecast"""
+    device_s: float
+    """what it is predicted to take of the devices"""
+    delay_s: float = 0.0
+    """of prefills that came later and go first"""
     decode_began_s: float | None = None
+
+    @property
+    def first_token_s(self) -> float:
+        """When it is expected, by now."""
+        return self.assigned_s + self.placement.prediction.ttft_s + self.delay_s
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +60,10 @@ class Assignments:
         assignment = self._assignments.get(request_id)
         return None if assignment is None else assignment.placement
 
+    def get(self, request_id: str) -> Assignment:
+        """That of a placed request."""
+        return self._assignments[request_id]
+
     def is_computed(self, request_id: str) -> bool:
         """Whether it is the turn of its prompt on its prefill instance."""
         return self._view.loads.is_computed(self._assignments[request_id].prefill_slot, request_id)
@@ -66,14 +80,21 @@ class Assignments:
             source = view.slot_of(placement.source.name)
             fetched_bytes = placement.num_fetched_blocks * float(view.layout.block_bytes)
             view.transfers.ordered_bytes[source] += fetched_bytes
-        loads.assign_prefill(prefill, request.request_id, prediction.prefill_s)
+        loads.assign_prefill(prefill, request.request_id, prediction.prefill_s, request.priority)
         loads.assign_decode(decode, len(request.token_ids))
         view.decode_changed(decode)
         stay = self._forecast.expect(request, now_s + prediction.ttft_s, prediction.tbt_s)
         self._assignments[request.request_id] = Assignment(
-            request, placement, now_s, prefill, decode, source, fetched_bytes, stay
+            request, placement, now_s, prefill, decode, source, fetched_bytes, stay, self._device_s(placement)
         )
         self._outcomes.placed(placement)
+
+    def _device_s(self, placement: Placement) -> float:
+        """Its prefill, and its part of the decode steps for as long as requests usually are decoded."""
+        slot, decode_s = self._view.slot_of(placement.decode.name), self._forecast.decode_s
+        assert slot is not None
+        part_s = self._view.decode_costs.first_s.item(slot) / placement.prediction.tbt_s
+        return placement.prediction.prefill_s + (part_s * decode_s if decode_s < math.inf else 0.0)
 
     def order_prefill(
         self, request_id: str, decode: Instance, num_held_blocks: int, now_s: float

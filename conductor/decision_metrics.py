@@ -29,6 +29,11 @@ def decision_metrics(outcomes: Outcomes) -> Iterator[Metric]:
     )
     for reason in Reason:
         rejections.add_metric([reason.value], outcomes.num_rejections[reason])
+    displaced = CounterMetricFamily(
+        "mooncake_displacements",
+        "placed requests that had not begun and gave way to those of a higher class or a tenant with less",
+    )
+    displaced.add_metric([], outcomes.num_displaced)
     fetches = CounterMetricFamily(
         "mooncake_ordered_fetches", "prefixes that prefill instances were told to fetch from others"
     )
@@ -45,7 +50,7 @@ def decision_metrics(outcomes: Outcomes) -> Iterator[Metric]:
     for of, errors in (("ttft", outcomes.ttft), ("tbt", outcomes.tbt)):
         seconds.add_metric([of, "predicted"], errors.predicted_s)
         seconds.add_metric([of, "actual"], errors.actual_s)
-    yield from (placements, rejections, fetches, blocks, seconds)
+    yield from (placements, rejections, displaced, fetches, blocks, seconds)
     yield _histogram("mooncake_ttft_prediction_error_seconds", "from placement to first token", outcomes.ttft)
     yield _histogram("mooncake_tbt_prediction_error_seconds", "of a request's mean TBT", outcomes.tbt)
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 
 from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
+from conductor.displacement import Displacement
 from conductor.effects import Effect
 from conductor.instances import Instance, Instances
 from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
 from conductor.outcomes import Outcomes
-from conductor.overload import Admission, forecast_of
+from conductor.overload import NOTHING, Admission, Freed, forecast_of
 from conductor.placement import Placement, Reason, Rejection, why_too_large
-from conductor.rules import Limits, Rules
+from conductor.rules import Limits, Rules, SLOs
 from conductor.scheduling import Scheduler
 from mooncake.messages import (
     Abort,
@@ -48,9 +49,17 @@ class Dispatcher:
         self._instances, self._view, self._limits, self._outcomes = instances, view, limits, outcomes
         forecast = forecast_of(rules.overload)
         self._scheduler = Scheduler(view, rules)
-        self._admission = Admission(view, forecast, rules.overload, limits.ttft_slo_s, limits.tbt_slo_s)
+        self._admission = Admission(view, forecast, rules.overload)
         self._assignments = Assignments(view, forecast, outcomes, rules)
         self.requests: dict[str, TrackedRequest] = {}
+        self._displacement = Displacement(self.requests, self._assignments)
+        self._room: dict[str, TrackedRequest] = {}
+        """those that wait for load to fall"""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for load to fall, while their TTFT SLO allows it."""
+        return len(self._room)
 
     def placement_of(self, request_id: str) -> Placement | None:
         """Where a request is, and what was predicted; None while it waits."""
@@ -61,7 +70,24 @@ class Dispatcher:
     def submit(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """It has been accepted, unless its SLOs say otherwise."""
         self.requests[tracked.request_id] = tracked
-        return self._place_or_wait(tracked, now_s)
+        if not self._room or self._limits.slos_of(tracked.request).ttft_s is None:
+            return self._place_or_wait(tracked, now_s)
+        if len(self._room) >= self._limits.max_waiting:
+            message = (
+                f"{len(self._room)} requests wait for load to fall, the limit is {self._limits.max_waiting}"
+            )
+            return self._reject(tracked, Reason.TOO_MANY_WAIT, message)
+        self._room[tracked.request_id] = tracked
+        return self._place_those_that_wait(now_s)
+
+    def make_place(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """There are as many requests as there may be: one gives way, or (no effect) nobody does."""
+        other = self._displacement.first(tracked, now_s)
+        if other is None:
+            return []
+        self._outcomes.num_displaced += 1
+        message = "it gave way to a request of a higher class, or of a tenant that has less"
+        return self._reject(other, Reason.TOO_MANY, message)
 
     def go_on(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
         """The front has said how far the answer of an interrupted one has come."""
@@ -71,8 +97,11 @@ class Dispatcher:
 
     def place_waiting(self, now_s: float) -> list[Effect]:
         """Time has passed, or there is another instance."""
-        waiting = [tracked for tracked in self.requests.values() if tracked.state is RequestState.WAITING]
-        return [effect for tracked in waiting for effect in self._place_or_wait(tracked, now_s)]
+        effects = self._place_those_that_wait(now_s, reject=True)
+        for tracked in list(self.requests.values()):
+            if tracked.state is RequestState.WAITING and tracked.request_id not in self._room:
+                effects += self._place_or_wait(tracked, now_s)
+        return effects
 
     def ask_again(self) -> list[Effect]:
         """The fronts that have not said how far an answer has come."""
@@ -119,19 +148,13 @@ class Dispatcher:
         effects = []
         for request_id in list(instance.requests):
             tracked = self.requests[request_id]
-            if self._is_queued(tracked) and self._schedule(tracked, now_s) is not None:
-                effects += self._release_pair(tracked)
-                tracked.move_to(RequestState.WAITING)
+            if self._displacement.is_queued(tracked) and self._schedule(tracked, now_s) is not None:
+                effects += self._take_back(tracked)
+                tracked.is_promised = True
                 placement = self._schedule(tracked, now_s)  # now it is not in a queue before itself
                 assert placement is not None
                 effects += self._assign(tracked, placement, now_s)
         return effects
-
-    def _is_queued(self, tracked: TrackedRequest) -> bool:
-        """Nothing of its prompt has been computed for it."""
-        if tracked.state is RequestState.PREFILLING:
-            return not self._assignments.is_computed(tracked.request_id)
-        return tracked.state is RequestState.RESERVING
 
     # -- what workers say ---------------------------------------------------------------------------
 
@@ -148,7 +171,8 @@ class Dispatcher:
             case Finished() if tracked.state is RequestState.DECODING:
                 self._assignments.end_decode(tracked.request_id, now_s, message.num_output_tokens)
                 self._end(tracked, RequestState.FINISHED)
-                return [Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
+                ended = Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))
+                return [ended, *self._place_those_that_wait(now_s)]
             case Refused():
                 return self._on_refused(tracked, sender, message, now_s)
             case WorkFailed():
@@ -179,14 +203,15 @@ class Dispatcher:
 
     def _time_left_s(self, tracked: TrackedRequest, now_s: float) -> float | None:
         """Until the first token is due."""
-        ttft_slo_s = self._limits.ttft_slo_s
+        ttft_slo_s = self._limits.slos_of(tracked.request).ttft_s
         return None if ttft_slo_s is None else tracked.submitted_s + ttft_slo_s - now_s
 
     def _on_prefilled(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
         decode = self._instances.get(tracked.decode)
         assert decode is not None
         if not tracked.may_have_begun:
-            rejection = self._admission.check_decode(decode, len(tracked.request.token_ids))
+            num_tokens = len(tracked.request.token_ids)
+            rejection = self._admission.check_decode(decode, num_tokens, self._slos(tracked))
             if rejection is not None:
                 return self._reject_by_slo(tracked, rejection)
         self._prefill_is_done(tracked, now_s, prefilled.num_cached_tokens)
@@ -224,6 +249,7 @@ class Dispatcher:
             return self.fail(tracked, reason)
         effects = self._release_pair(tracked)
         tracked.refused_by.clear()
+        tracked.is_promised = True
         tracked.last_failure, tracked.waiting_since_s = reason, now_s
         if tracked.may_have_begun:
             tracked.move_to(RequestState.INTERRUPTED)
@@ -233,18 +259,25 @@ class Dispatcher:
 
     # -- placing ------------------------------------------------------------------------------------
 
-    def _place_or_wait(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+    def _place_or_wait(
+        self, tracked: TrackedRequest, now_s: float, *, may_displace: bool = True
+    ) -> list[Effect]:
         placement = self._schedule(tracked, now_s)
         if placement is not None:
-            if not tracked.attempt:
-                waited_s = now_s - tracked.submitted_s
-                num_tokens = len(tracked.request.token_ids)
-                rejection = self._admission.check_arrival(placement, num_tokens, waited_s, now_s)
-                if rejection is not None:
-                    return self._reject_by_slo(tracked, rejection)
+            if tracked.must_meet_slos and (rejection := self._check(tracked, placement, now_s)) is not None:
+                if may_displace and (others := self._who_gives_way(tracked, placement, rejection, now_s)):
+                    return self._displace(others, tracked, now_s)
+                if rejection.reason is Reason.TBT and self._may_wait(tracked, placement, now_s):
+                    return []
+                return self._reject_by_slo(tracked, rejection)
             return self._assign(tracked, placement, now_s)
-        if tracked.refused_by and self._scheduler.schedule(tracked.request, now_s) is not None:
-            return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure)
+        if tracked.refused_by:
+            placement = self._scheduler.schedule(tracked.request, now_s)
+            if placement is not None:
+                if self._may_wait(tracked, placement, now_s):
+                    tracked.refused_by.clear()
+                    return []
+                return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure)
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large)
         if now_s - tracked.waiting_since_s > self._limits.placement_timeout_s:
@@ -252,6 +285,114 @@ class Dispatcher:
             message = f"no pair of instances came back in time{why}"
             return self._give_up(tracked, Reason.NEVER_PLACED, message)
         return []
+
+    def _check(
+        self, tracked: TrackedRequest, placement: Placement, now_s: float, freed: Freed = NOTHING
+    ) -> Rejection | None:
+        num_tokens, waited_s = len(tracked.request.token_ids), now_s - tracked.submitted_s
+        return self._admission.check_arrival(
+            placement, num_tokens, self._slos(tracked), waited_s, now_s, freed
+        )
+
+    def _slos(self, tracked: TrackedRequest) -> SLOs:
+        """Its own, and the TBT of the strictest with which it would share a batch."""
+        slos = self._limits.slos_of(tracked.request)
+        if not self._limits.slo_classes:
+            return slos
+        all_s = [slos.tbt_s] + [
+            self._limits.slos_of(other.request).tbt_s
+            for other in self.requests.values()
+            if other.state not in NOT_PLACED
+        ]
+        return slos._replace(tbt_s=min((tbt_s for tbt_s in all_s if tbt_s is not None), default=None))
+
+    # -- waiting for load to fall -------------------------------------------------------------------
+
+    def _may_wait(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        """Section 7: within its TTFT slack, if there is room; then it does."""
+        ttft_slo_s = self._limits.slos_of(tracked.request).ttft_s
+        first_token_s = now_s + placement.prediction.ttft_s
+        if ttft_slo_s is None or first_token_s > tracked.submitted_s + ttft_slo_s:
+            return False
+        if tracked.request_id not in self._room and len(self._room) >= self._limits.max_waiting:
+            return False
+        self._room[tracked.request_id] = tracked
+        return True
+
+    def _place_those_that_wait(self, now_s: float, *, reject: bool = False) -> list[Effect]:
+        """In order, up to the first one that cannot be placed; and `reject` those whose slack is over."""
+        if not self._room:
+            return []
+        effects: list[Effect] = []
+        is_blocked = False
+        for tracked in self._displacement.in_order(self._room.values(), now_s):
+            if is_blocked:
+                effects += self._reject_if_late(tracked, now_s)
+                continue
+            effects += self._place_or_wait(tracked, now_s)
+            if tracked.request_id in self._room:
+                if not reject:
+                    break
+                is_blocked = True
+        return effects
+
+    def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        placement = self._schedule(tracked, now_s)
+        if placement is not None and tracked.must_meet_slos:
+            rejection = self._check(tracked, placement, now_s)
+            if rejection is not None and rejection.reason is Reason.TTFT:
+                return self._reject_by_slo(tracked, rejection)
+        return []
+
+    # -- giving way ---------------------------------------------------------------------------------
+
+    def _who_gives_way(
+        self, tracked: TrackedRequest, placement: Placement, rejection: Rejection, now_s: float
+    ) -> list[TrackedRequest]:
+        """Enough for `tracked` to meet its SLOs; nobody if that cannot be."""
+
+        def is_enough(freed: Freed) -> bool:
+            return self._check(tracked, placement, now_s, freed) is None
+
+        elsewhere_too = rejection.reason is not Reason.TTFT
+        return self._displacement.enough(tracked, placement, now_s, is_enough, elsewhere_too=elsewhere_too)
+
+    def _displace(self, others: list[TrackedRequest], tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        effects = [effect for other in others for effect in self._take_back(other)]
+        self._outcomes.num_displaced += len(others)
+        placement = self._schedule(tracked, now_s)
+        assert placement is not None
+        effects += self._assign(tracked, placement, now_s)
+        for other in others:
+            effects += self._place_or_wait(other, now_s, may_displace=False)
+        return effects
+
+    def _displace_those_that_are_late(
+        self, tracked: TrackedRequest, placement: Placement, now_s: float
+    ) -> list[Effect]:
+        """Prompts of a lower class stand behind it now, and some of them too long."""
+        late = []
+        for request_id in placement.prefill.requests:
+            other = self.requests[request_id]
+            if other.request.priority > tracked.request.priority and self._displacement.may_give_way(other):
+                assignment = self._assignments.get(request_id)
+                assignment.delay_s += placement.prediction.prefill_s
+                ttft_slo_s = self._limits.slos_of(other.request).ttft_s
+                if ttft_slo_s is not None and assignment.first_token_s > other.submitted_s + ttft_slo_s:
+                    late.append(other)
+        self._outcomes.num_displaced += len(late)
+        effects = [effect for other in late for effect in self._take_back(other)]
+        for other in late:
+            effects += self._place_or_wait(other, now_s, may_displace=False)
+        return effects
+
+    def _take_back(self, tracked: TrackedRequest) -> list[Effect]:
+        """It has not begun: it waits for another pair."""
+        effects = self._release_pair(tracked)
+        tracked.move_to(RequestState.WAITING)
+        return effects
+
+    # -- pairs --------------------------------------------------------------------------------------
 
     def _schedule(self, tracked: TrackedRequest, now_s: float) -> Placement | None:
         return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
@@ -274,6 +415,7 @@ class Dispatcher:
         return self._reject(tracked, rejection.reason, rejection.message, rejection.retry_after_s)
 
     def _assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
+        self._room.pop(tracked.request_id, None)
         tracked.attempt += 1
         tracked.prefill, tracked.decode = placement.prefill.name, placement.decode.name
         num_tokens = len(tracked.request.token_ids)
@@ -281,8 +423,9 @@ class Dispatcher:
             instance.requests[tracked.request_id] = num_tokens
         self._assignments.assign(tracked.request, placement, now_s)
         tracked.move_to(RequestState.RESERVING)
-        tbt_slo_s = None if tracked.may_have_begun else self._admission.tbt_slo_s
-        return [Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))]
+        tbt_slo_s = None if tracked.may_have_begun else self._admission.double_check(self._slos(tracked))
+        order = Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))
+        return [order, *self._displace_those_that_are_late(tracked, placement, now_s)]
 
     def _release_pair(self, tracked: TrackedRequest) -> list[Effect]:
         """Take the request off its instances and tell those that are alive to stop."""
@@ -295,6 +438,7 @@ class Dispatcher:
         return effects
 
     def _end(self, tracked: TrackedRequest, state: RequestState) -> None:
+        self._room.pop(tracked.request_id, None)
         self._assignments.release(tracked.request_id)
         for instance in self._pair(tracked):
             instance.requests.pop(tracked.request_id, None)

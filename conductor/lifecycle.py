@@ -60,6 +60,8 @@ class TrackedRequest:
     attempt: int = 0
     num_failures: int = 0
     refused_by: set[str] = field(default_factory=set)
+    is_promised: bool = False
+    """it has lost its instances: no prediction may reject it any more"""
     may_have_begun: bool = False
     """tokens of it may have left: nobody may refuse it any more"""
     prefill: str | None = None
@@ -75,6 +77,11 @@ class TrackedRequest:
     def ref(self) -> Ref:
         """Names the current attempt."""
         return Ref(self.epoch, self.request.request_id, self.attempt)
+
+    @property
+    def must_meet_slos(self) -> bool:
+        """Whether it may be rejected, or displaced. Whom one decode instance has refused gets another."""
+        return not (self.is_promised or self.may_have_begun or self.refused_by)
 
     def move_to(self, state: RequestState) -> None:
         """Change state along the table above."""

@@ -7,6 +7,7 @@ Owns: roles, room, queues of prefills, batches of decodes. Does not know: messag
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ class AssignedPrefill:
     """A prompt in the queue of a prefill instance. `ordered_s` is set when it may be computed."""
 
     predicted_s: float
+    priority: int
     ordered_s: float | None = None
 
 
@@ -30,6 +32,10 @@ class _Prefills:
     waiting: dict[str, AssignedPrefill]
     ordered: dict[str, AssignedPrefill]
     last_ended_s: float = -math.inf
+
+    @property
+    def all(self) -> list[AssignedPrefill]:
+        return [*self.waiting.values(), *self.ordered.values()]
 
 
 class Loads:
@@ -51,7 +57,11 @@ class Loads:
         """of the requests assigned to a decode instance: how many, and tokens of their prompts"""
         self.num_decoding, self.num_decoding_tokens = np.zeros(0), np.zeros(0)
         """the same of those whose prefill has ended"""
+        self.head_priority = np.zeros(0, np.int64)
         self._prefills: list[_Prefills] = []
+        self._queued_s: dict[int, Floats] = {}
+        """`queued_s` by priority, of those that somebody has"""
+        self._num_queued: Counter[int] = Counter()
 
     @property
     def num_slots(self) -> int:
@@ -67,6 +77,12 @@ class Loads:
                 grown = np.append(array, np.zeros(self.num_slots - len(array), array.dtype))
                 grown[slot] = 0
                 setattr(self, name, grown)
+        for prefill in self._prefills[slot].all:
+            self._leave_level(slot, prefill)
+        self._queued_s = {
+            priority: np.append(queued_s, np.zeros(self.num_slots - len(queued_s)))
+            for priority, queued_s in self._queued_s.items()
+        }
         self._prefills[slot] = _Prefills({}, {})
         self.set_role(slot, role, room_blocks)
 
@@ -80,19 +96,29 @@ class Loads:
         self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
-    def queue_s(self, now_s: float) -> Floats:
-        """Until each instance has computed all that it was given; what the one that is computed has had of
-        its time is taken off."""
+    def queue_s(self, now_s: float, priority: int = 0) -> Floats:
+        """Until each instance has computed all that it was given and that is not of a higher priority number;
+        what the one that is computed has had of its time is taken off."""
         progress_s = np.minimum(np.maximum(now_s - self.head_began_s, 0.0), self.head_s)
-        return self.queued_s - progress_s
+        behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
+        if not behind:
+            return self.queued_s - progress_s
+        # What is computed is not interrupted for long.
+        stays_s = np.where(self.head_priority > priority, self.head_s, 0.0)
+        ahead_s: Floats = self.queued_s - np.sum(behind, axis=0) + stays_s - progress_s
+        return ahead_s
 
     # -- prefill ------------------------------------------------------------------------------------
 
-    def assign_prefill(self, slot: int, request_id: str, predicted_s: float) -> None:
+    def assign_prefill(self, slot: int, request_id: str, predicted_s: float, priority: int = 0) -> None:
         """It is about to be ordered."""
-        self._prefills[slot].waiting[request_id] = AssignedPrefill(predicted_s)
+        self._prefills[slot].waiting[request_id] = AssignedPrefill(predicted_s, priority)
         self.num_assigned[slot] += 1
         self.queued_s[slot] += predicted_s
+        if priority not in self._queued_s:
+            self._queued_s[priority] = np.zeros(self.num_slots)
+        self._num_queued[priority] += 1
+        self._queued_s[priority][slot] += predicted_s
         self._set_head(slot)
 
     def order_prefill(self, slot: int, request_id: str, now_s: float) -> None:
@@ -120,8 +146,16 @@ class Loads:
         prefills.ordered.pop(request_id, None)
         self.num_assigned[slot] -= 1
         self.queued_s[slot] -= prefill.predicted_s
+        self._leave_level(slot, prefill)
         self._set_head(slot)
         return seconds
+
+    def _leave_level(self, slot: int, prefill: AssignedPrefill) -> None:
+        priority = prefill.priority
+        self._queued_s[priority][slot] -= prefill.predicted_s
+        self._num_queued[priority] -= 1
+        if not self._num_queued[priority]:
+            del self._queued_s[priority], self._num_queued[priority]
 
     def has_ordered_prefills(self, slot: int) -> bool:
         """Whether something is computed there, or could be."""
@@ -140,7 +174,7 @@ class Loads:
                 self.queued_s[slot] = 0.0  # rounding does not add up
         else:
             assert head.ordered_s is not None
-            self.head_s[slot] = head.predicted_s
+            self.head_s[slot], self.head_priority[slot] = head.predicted_s, head.priority
             self.head_began_s[slot] = max(head.ordered_s, prefills.last_ended_s)
 
     # -- decode -------------------------------------------------------------------------------------

@@ -51,6 +51,12 @@ class ConductorMetrics(Collector):
             requests.add_metric([state.name.lower()], counts[state])
         yield requests
 
+        yield GaugeMetricFamily(
+            "mooncake_requests_waiting_for_load",
+            "accepted requests that wait for load to fall, while their TTFT SLO allows it",
+            self._conductor.num_waiting,
+        )
+
         draining = GaugeMetricFamily(
             "mooncake_instance_draining", "1 for an instance that is given no more work", labels=["instance"]
         )

@@ -10,12 +10,17 @@ A load is what is predicted in relation to the SLO. Without an SLO nothing is re
 Owns: the rules. Does not know: how a pair is chosen, messages.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
+from conductor.assignments import Assignment
 from conductor.cluster_view import ClusterView
 from conductor.forecast import Forecast, RequestForecast, SystemForecast
 from conductor.instances import Instance
 from conductor.placement import Placement, Reason, Rejection
+from conductor.rules import SLOs
+from conductor.timeline import Work
 from mooncake.config import Overload
 
 PROBE_AFTER_S = 5.0
@@ -24,49 +29,68 @@ were rejected would never be corrected"""
 _SHORTEST_RETRY_S = 1.0
 
 
+class Freed(NamedTuple):
+    """What would not have to be done: seconds of a prefill instance, and what would have been decoded."""
+
+    prefill_s: float
+    work: Work
+
+    def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
+        """One more; `is_ahead` if what has to wait waits for its prefill."""
+        num_requests, num_tokens = self.work
+        return Freed(
+            self.prefill_s + (assignment.placement.prediction.prefill_s if is_ahead else 0.0),
+            Work(num_requests + 1, num_tokens + assignment.num_tokens),
+        )
+
+
+NOTHING = Freed(0.0, Work(0, 0))
+
+
 def forecast_of(policy: Overload) -> Forecast:
     """What the policy predicts decode's load with."""
     return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
 
 
 class Admission:
-    """Checks requests against the SLOs; None for no SLO."""
+    """Checks requests against their SLOs; None for no SLO."""
 
-    def __init__(
-        self,
-        view: ClusterView,
-        forecast: Forecast,
-        policy: Overload,
-        ttft_slo_s: float | None,
-        tbt_slo_s: float | None,
-    ) -> None:
+    def __init__(self, view: ClusterView, forecast: Forecast, policy: Overload) -> None:
         self._view, self._forecast, self._policy = view, forecast, policy
-        self._ttft_slo_s, self._tbt_slo_s = ttft_slo_s, tbt_slo_s
 
-    @property
-    def tbt_slo_s(self) -> float | None:
-        """What a decode instance is to double-check when it is asked to reserve pages."""
-        return None if self._policy is Overload.BASELINE else self._tbt_slo_s
+    def double_check(self, slos: SLOs) -> float | None:
+        """The TBT SLO that a decode instance is to check when prefill has ended."""
+        return None if self._policy is Overload.BASELINE else slos.tbt_s
 
     def check_arrival(
-        self, placement: Placement, num_tokens: int, waited_s: float, now_s: float
+        self,
+        placement: Placement,
+        num_tokens: int,
+        slos: SLOs,
+        waited_s: float,
+        now_s: float,
+        freed: Freed = NOTHING,
     ) -> Rejection | None:
-        """Before anything is done for it; it has waited so long already. Algorithm 1, line 25."""
-        ttft_s = waited_s + placement.prediction.ttft_s
-        ttft_slo_s = self._ttft_slo_s
-        if ttft_slo_s is not None and ttft_s > ttft_slo_s and not self._is_probe(placement, now_s):
-            return _rejection(Reason.TTFT, ttft_s, ttft_slo_s, ttft_s - ttft_slo_s)
-        if self._tbt_slo_s is None:
+        """Before anything is done for it; it has waited so long already. Algorithm 1, line 25.
+
+        `freed`: what would give way to it.
+        """
+        ttft_s = placement.prediction.ttft_s - min(freed.prefill_s, placement.prediction.queue_s)
+        first_token_s, ttft_slo_s = waited_s + ttft_s, slos.ttft_s
+        if ttft_slo_s is not None and first_token_s > ttft_slo_s and not self._is_probe(placement, now_s):
+            return _rejection(Reason.TTFT, first_token_s, ttft_slo_s, first_token_s - ttft_slo_s)
+        if slos.tbt_s is None:
             return None
         match self._policy:
             case Overload.BASELINE:
                 return None
             case Overload.EARLY_REJECTION:
-                return self._check_tbt(self._mean_tbt_now_s(num_tokens))
+                return self._check_tbt(self._mean_tbt_now_s(num_tokens), slos.tbt_s)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
-                return self._check_tbt(self._mean_tbt_at_s(now_s + placement.prediction.ttft_s, num_tokens))
+                tbt_s = self._mean_tbt_at_s(now_s + ttft_s, num_tokens, freed.work)
+                return self._check_tbt(tbt_s, slos.tbt_s)
 
-    def check_decode(self, decode: Instance, num_tokens: int) -> Rejection | None:
+    def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Its prefill has ended, which is wasted if the decode instance rejects it now."""
         if self._policy is not Overload.BASELINE:
             return None
@@ -77,7 +101,7 @@ class Admission:
         if not num_others:
             return None
         num_kv_tokens = loads.num_decoding_tokens[slot] + num_tokens
-        return self._check_tbt(costs.predict_s(slot, num_others + 1, num_kv_tokens))
+        return self._check_tbt(costs.predict_s(slot, num_others + 1, num_kv_tokens), slos.tbt_s)
 
     def _is_probe(self, placement: Placement, now_s: float) -> bool:
         if placement.prediction.queue_s > 0:
@@ -86,9 +110,8 @@ class Admission:
         assert slot is not None
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
-    def _check_tbt(self, tbt_s: float | None) -> Rejection | None:
+    def _check_tbt(self, tbt_s: float | None, tbt_slo_s: float | None) -> Rejection | None:
         """`tbt_s`: predicted; None if nobody else is decoded then."""
-        tbt_slo_s = self._tbt_slo_s
         if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
             return None
         return _rejection(Reason.TBT, tbt_s, tbt_slo_s, self._decode_s() * (1 - tbt_slo_s / tbt_s))
@@ -111,10 +134,11 @@ class Admission:
         )
         return float(step_s @ loads.is_decode) / pool.num_instances
 
-    def _mean_tbt_at_s(self, time_s: float, num_tokens: int) -> float | None:
+    def _mean_tbt_at_s(self, time_s: float, num_tokens: int, freed: Work) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
         work = self._forecast.at(time_s)
-        if not work.num_requests:
+        work = Work(work.num_requests - freed.num_requests, work.num_tokens - freed.num_tokens)
+        if work.num_requests <= 0:
             return None
         pool = self._view.decode_pool()
         return pool.mean_costs.seconds(

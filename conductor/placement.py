@@ -66,6 +66,7 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
     TOO_LARGE = "too_large"
     TOO_MANY = "max_running_requests"
+    TOO_MANY_WAIT = "max_waiting"
     TTFT = "ttft_slo_s"
     TBT = "tbt_slo_s"
     DOUBLE_CHECK = "double_check"

@@ -80,6 +80,11 @@ class Conductor:
         """Accepted requests that have not ended."""
         return len(self.requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Of these, those that wait for load to fall."""
+        return self._dispatcher.num_waiting
+
     def placement_of(self, request_id: str) -> Placement | None:
         """Where a request is, and what was predicted; None while it waits."""
         return self._dispatcher.placement_of(request_id)
@@ -151,12 +156,15 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
+        tracked = TrackedRequest(request, sender, self.epoch, submitted_s=now_s, waiting_since_s=now_s)
         refusal = self._reason_to_reject(sender, submit)
-        if refusal is not None:
+        given_way: list[Effect] = []
+        if refusal is not None and refusal[0] is Reason.TOO_MANY:
+            given_way = self._dispatcher.make_place(tracked, now_s)
+        if refusal is not None and not given_way:
             return [self._dispatcher.rejected(sender, request.request_id, *refusal)]
         self._fronts[sender] = now_s
-        tracked = TrackedRequest(request, sender, self.epoch, submitted_s=now_s, waiting_since_s=now_s)
-        return self._dispatcher.submit(tracked, now_s)
+        return given_way + self._dispatcher.submit(tracked, now_s)
 
     def _reason_to_reject(self, front: bytes, submit: Submit) -> tuple[Reason, str] | None:
         request_id = submit.request.request_id

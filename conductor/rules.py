@@ -1,8 +1,11 @@
 """How the Conductor decides, as configured. Pure values."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mooncake.config import Overload, Scheduling
+from mooncake.messages import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,13 @@ class Rules:
         return self.scheduling in (Scheduling.KVCACHE_CENTRIC, Scheduling.BANASERVE)
 
 
+class SLOs(NamedTuple):
+    """What a request is promised, in seconds; None: nothing."""
+
+    ttft_s: float | None
+    tbt_s: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the Conductor may keep and how long it waits. Times in seconds."""
@@ -33,3 +43,10 @@ class Limits:
     retry_after_s: float = 1.0
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
+    slo_classes: Mapping[str, SLOs] = field(default_factory=dict)
+    max_waiting: int = 0
+    """requests that may wait for load to fall, while their TTFT SLO allows it"""
+
+    def slos_of(self, request: Request) -> SLOs:
+        """Those of its class, or of all."""
+        return self.slo_classes.get(request.slo_class) or SLOs(self.ttft_slo_s, self.tbt_slo_s)

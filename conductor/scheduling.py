@@ -50,7 +50,7 @@ class Scheduler:
             return None
         match = view.prefixes.match(request.block_keys)
         best = self.find_best_prefix_match(match, layout) if self._fetches else None
-        candidates = self._candidates(len(request.token_ids), match, best, layout, now_s)
+        candidates = self._candidates(request, match, best, layout, now_s)
         p = self._choose(candidates, view.loads)
         if candidates.ttft_s[p] == np.inf:
             return None
@@ -67,12 +67,13 @@ class Scheduler:
         return Placement(*pair, num_local_blocks, view.instance_at(best.slot), best.num_blocks, prediction)
 
     def _candidates(
-        self, num_tokens: int, match: PrefixMatch, best: BestMatch | None, layout: KVLayout, now_s: float
+        self, request: Request, match: PrefixMatch, best: BestMatch | None, layout: KVLayout, now_s: float
     ) -> Candidates:
         """Lines 5 to 23: the TTFT on every instance."""
+        num_tokens = len(request.token_ids)
         # At least one token is computed: the first token comes from it.
         prefix_len = np.minimum(match.num_blocks * float(layout.block_size), num_tokens - 1.0)
-        queue_s = self.estimate_prefill_queue_time(now_s)
+        queue_s = self.estimate_prefill_queue_time(now_s, request.priority)
         prefill_s = self.estimate_prefill_execution_time(num_tokens, prefix_len)
         local = Times(self._estimate_load_time(match, layout), prefill_s)
         remote, is_remote, rest_s = None, None, local.sum_s
@@ -104,9 +105,9 @@ class Scheduler:
             slot = int(holders[(on_ssd_bytes + ahead_bytes).argmin()])
         return BestMatch(slot, best, best - match.num_dram_blocks.item(slot))
 
-    def estimate_prefill_queue_time(self, now_s: float) -> Floats:
-        """Line 7: the sum of the predicted times of all queued prompts, less what has passed."""
-        return self._view.loads.queue_s(now_s)
+    def estimate_prefill_queue_time(self, now_s: float, priority: int) -> Floats:
+        """Line 7: the sum of the predicted times of all prompts queued before it, less what has passed."""
+        return self._view.loads.queue_s(now_s, priority)
 
     def estimate_prefill_execution_time(self, num_tokens: int, prefix_len: Floats | float) -> Floats:
         """Lines 9 and 17: of `num_tokens` tokens, `prefix_len` of which have KVCache."""

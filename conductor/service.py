@@ -27,7 +27,7 @@ from conductor.front.tool_calls import ToolFormat
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.rules import Limits, Rules, SLOs
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import ConductorProcess
@@ -117,6 +117,11 @@ async def serve(process: ConductorProcess) -> None:
             placement_timeout_s=config.conductor.placement_timeout_s,
             ttft_slo_s=config.conductor.ttft_slo_s,
             tbt_slo_s=config.conductor.tbt_slo_s,
+            slo_classes={
+                name: SLOs(promised.ttft_slo_s, promised.tbt_slo_s)
+                for name, promised in config.conductor.slo_classes.items()
+            },
+            max_waiting=config.conductor.max_waiting,
         )
         registry = CollectorRegistry()
         rules = Rules(
@@ -134,6 +139,7 @@ async def serve(process: ConductorProcess) -> None:
             served_model_name=config.served_model_name or checkpoint.name,
             ttft_slo_s=config.conductor.ttft_slo_s,
             tbt_slo_s=config.conductor.tbt_slo_s,
+            slo_classes={name: promised.priority for name, promised in config.conductor.slo_classes.items()},
             max_request_bytes=int(config.http.max_request_bytes),
             api_keys_file=config.http.api_keys_file,
             admin_listen=config.http.admin_listen,

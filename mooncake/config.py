@@ -4,6 +4,7 @@ Owns: keys, types, defaults, and the errors that name them. Does not know: who u
 """
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -180,6 +181,22 @@ class KVCacheConfig(_Section):
         return self
 
 
+class SLOClass(_Section):
+    """What requests of one class are promised, and before whom they go."""
+
+    ttft_slo_s: PositiveSeconds | None = None
+    tbt_slo_s: PositiveSeconds | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+
+def _from_json(value: object) -> object:
+    """A flag or variable has JSON for what is a mapping in YAML."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+SLOClassName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
 class ConductorConfig(_Section):
     """The conductor's listeners and limits."""
 
@@ -191,6 +208,17 @@ class ConductorConfig(_Section):
     )
     tbt_slo_s: PositiveSeconds | None = Field(
         None, description="how long a token may take: decode instances refuse requests beyond; default: any"
+    )
+    slo_classes: Annotated[dict[SLOClassName, SLOClass], BeforeValidator(_from_json)] = Field(
+        {},
+        description="what clients may name in X-Mooncake-SLO-Class: ttft_slo_s, tbt_slo_s and priority (lower"
+        " goes first) of each",
+    )
+    max_waiting: int = Field(
+        0,
+        ge=0,
+        description="requests that wait for decode's load to fall while their TTFT SLO allows it, instead of"
+        " HTTP 429 at once",
     )
     scheduling: Scheduling = Field(
         Scheduling.KVCACHE_CENTRIC,

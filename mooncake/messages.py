@@ -107,6 +107,10 @@ class Request(msgspec.Struct, frozen=True):
     is_salted: bool = False
     root_key: BlockKey = b""
     priority: int = 0
+    slo_class: str = ""
+    """whose SLOs it is promised; empty: those of all"""
+    tenant: str = ""
+    """on whose behalf: tenants share an overloaded cluster fairly"""
     num_output_tokens: int = 0
     """the last so many of `token_ids` were drawn in earlier attempts: this one goes on behind them"""
 

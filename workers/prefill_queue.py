@@ -1,13 +1,13 @@
-"""Which prompts are computed next: lowest priority number first, then earliest TTFT deadline, then arrival.
+"""Which prompts are computed next: those whose TTFT deadline is earliest, a minute added for each step of
+their priority number; then the first that came.
 
 Prompts pass through three states; only READY ones are computed:
 
     WAITING ──> ADMITTED ──> READY
                     ^──────────┘     reuse failed: what to compute is being found out again
 
-A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a deadline of its own that
-does not move, and sooner or later all prompts of its priority that arrive have later ones: none starves, but
-for others of a lower number.
+A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a rank of its own that does
+not move, and sooner or later all prompts that arrive have later ones, of whatever priority: none starves.
 
 Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
 """
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
+
+from mooncake.aging import standing_s
 
 PATIENCE_S = 30.0
 """how long a prompt without a deadline stands behind those that have one"""
@@ -62,9 +64,9 @@ class QueuedPrompt(Progress):
         return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
 
     @property
-    def rank(self) -> tuple[int, float, int]:
+    def rank(self) -> tuple[float, int]:
         """Lower ones go first."""
-        return self.priority, self.deadline_s, self.arrival
+        return standing_s(self.priority, self.deadline_s), self.arrival
 
 
 class Share(NamedTuple):

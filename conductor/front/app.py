@@ -25,6 +25,7 @@ from conductor.front.metrics import Outcome
 from conductor.front.monitoring import monitoring
 from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, described
+from conductor.front.slo_classes import SLO_CLASS_HEADER, in_class
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from conductor.front.validation import Endpoint
 from mooncake.errors import RequestError
@@ -64,6 +65,8 @@ def create_app(front: Front) -> FastAPI:
         try:
             body = await front.read_body(request)
             job = await front.read_job(endpoint, body, key_of(request))
+            slo_class = request.headers.get(SLO_CLASS_HEADER)
+            job = in_class(job, slo_class, front.config.slo_classes, key_of(request))
         except RequestError as error:
             front.metrics.request_ended(outcome_of(error))
             raise

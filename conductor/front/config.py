@@ -23,6 +23,7 @@ class FrontConfig(BaseModel):
     served_model_name: str = Field(min_length=1)
     ttft_slo_s: float | None = Field(default=None, gt=0, description="what counts as in time; None: any")
     tbt_slo_s: float | None = Field(default=None, gt=0)
+    slo_classes: dict[str, int] = Field(default={}, description="their priorities, by name")
     max_request_bytes: int = Field(default=8 << 20, ge=1)
     max_choices: int = Field(default=128, ge=1, description="most choices (prompts x n) of one HTTP request")
     api_keys_file: Path | None = None

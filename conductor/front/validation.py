@@ -97,6 +97,8 @@ class Job:
     grammar: WantedGrammar | None = None
     """not compiled yet"""
     priority: int = 0
+    slo_class: str = ""
+    tenant: str = ""
     cache_use: CacheUse | None = None
     """of the context cache that the prompts begin with"""
 
@@ -117,6 +119,8 @@ class Job:
                 root_key=self.root_key,
                 is_salted=self.is_salted,
                 priority=self.priority,
+                slo_class=self.slo_class,
+                tenant=self.tenant,
             )
             for index, sampling in enumerate(self.sampling)
         ]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.effects import Effect
-from conductor.lifecycle import RequestState
+from conductor.lifecycle import NOT_PLACED, RequestState
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.rules import Limits, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import Overload
@@ -23,6 +23,7 @@ from mooncake.messages import (
     ClusterState,
     Continue,
     Decode,
+    Drain,
     Ended,
     Failed,
     Finished,
@@ -584,7 +585,13 @@ class RequestsEndOnce(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # SLOs that some requests would miss: whom the generic costs reject is told so.
-        limits = Limits(ttft_slo_s=0.004, tbt_slo_s=0.0053)
+        limits = Limits(
+            max_running_requests=12,
+            ttft_slo_s=0.004,
+            tbt_slo_s=0.0053,
+            slo_classes={"patient": SLOs(5.0, 0.0052)},
+            max_waiting=3,
+        )
         self.conductor = Conductor(EPOCH, "model", limits, Rules(overload=self.overload))
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
         for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)):
@@ -603,11 +610,16 @@ class RequestsEndOnce(RuleBasedStateMachine):
             if isinstance(effect.message, Reserve | Prefill | Decode):
                 self.orders.append(effect)
 
-    @rule()
-    def submit(self) -> None:
+    @rule(priority=st.integers(-1, 1), tenant=st.sampled_from("ab"), slo=st.sampled_from(["", "patient"]))
+    def submit(self, priority: int, tenant: str, slo: str) -> None:
         self.count += 1
         self.open.add(f"r{self.count}")
-        order = request(f"r{self.count}", 9 + 40 * (self.count % 3))
+        order = msgspec.structs.replace(
+            request(f"r{self.count}", 9 + 40 * (self.count % 3)),
+            priority=priority,
+            tenant=tenant,
+            slo_class=slo,
+        )
         self.take(self.conductor.handle(FRONT, Submit(order), self.now_s))
 
     @rule(name=st.sampled_from(["p0", "p1", "d0"]), num_blocks=st.integers(1, 4))
@@ -660,6 +672,10 @@ class RequestsEndOnce(RuleBasedStateMachine):
         elif (instance := self.conductor.instances.get(name)) is not None:
             self.take(self.conductor.peer_gone(instance.identity, self.now_s))
 
+    @rule(name=st.sampled_from(["p0", "p1", "d0"]), is_wanted=st.booleans())
+    def drain(self, name: str, is_wanted: bool) -> None:
+        self.take(self.conductor.handle(FRONT, Drain(name, is_wanted), self.now_s))
+
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -680,7 +696,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
             slot = self.conductor.prefixes.slots[instance.name]
             assert loads.num_assigned[slot] == len(instance.requests)
         states = [tracked.state for tracked in self.conductor.requests.values()]
-        num_placed = sum(state is not RequestState.WAITING for state in states)
+        num_placed = sum(state not in NOT_PLACED for state in states)
         assert loads.batch_size.sum() == num_placed
         assert loads.num_decoding.sum() == states.count(RequestState.DECODING)
         if not num_placed:

@@ -4,14 +4,15 @@ A file is a list of entries: commands, one a line, `----`, the lines that came o
 follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` share their blocks.
 
     cluster prefill=2 decode=1 [ttft_slo=S] [tbt_slo=S] [scheduling=...] [overload=...] [threshold=X]
-            [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
+            [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N] [max_running=N] [max_waiting=N]
+            [classes=NAME:TTFT:TBT,...]
     at T                       it is T now
     join INSTANCE [pages=N]    gone INSTANCE    tick
     drain INSTANCE [wanted=no]                 somebody asks for it, or for the opposite
     retire INSTANCE                            it wants to end itself
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
-    submit R tokens=N [prompt=P] [max_tokens=N]            cancel R
+    submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
     refused R    failed R
     learned                    what the Conductor has learned about prefills
@@ -24,7 +25,7 @@ from conductor.effects import Effect
 from conductor.instances import Instance
 from conductor.outcomes import Outcomes
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.rules import Limits, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import Overload, Scheduling
@@ -114,12 +115,19 @@ class Transcript:
         pages: str = str(PAGES),
         block: str = "4",
         max_running: str = "256",
+        max_waiting: str = "0",
+        classes: str = "",
     ) -> list[str]:
         limits = Limits(
             max_running_requests=int(max_running),
             ttft_slo_s=None if ttft_slo is None else float(ttft_slo),
             tbt_slo_s=None if tbt_slo is None else float(tbt_slo),
             peer_timeout_s=1e6,
+            max_waiting=int(max_waiting),
+            slo_classes={
+                name: SLOs(float(ttft), float(tbt))
+                for name, ttft, tbt in (words.split(":") for words in classes.split(",") if words)
+            },
         )
         rules = Rules(Scheduling(scheduling), float(threshold), Overload(overload))
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
@@ -204,10 +212,28 @@ class Transcript:
 
     # -- requests -----------------------------------------------------------------------------------
 
-    def _do_submit(self, request_id: str, tokens: str, prompt: str = "a", max_tokens: str = "4") -> list[str]:
+    def _do_submit(
+        self,
+        request_id: str,
+        tokens: str,
+        prompt: str = "a",
+        max_tokens: str = "4",
+        priority: str = "0",
+        slo: str = "",
+        tenant: str = "",
+    ) -> list[str]:
         num_tokens = int(tokens)
         keys = _keys(prompt, num_tokens // self._block_size)
-        request = Request(request_id, [1] * num_tokens, keys, SamplingParams(int(max_tokens)), "front")
+        request = Request(
+            request_id,
+            [1] * num_tokens,
+            keys,
+            SamplingParams(int(max_tokens)),
+            "front",
+            priority=int(priority),
+            slo_class=slo,
+            tenant=tenant,
+        )
         return self._shown(self._conductor.handle(FRONT, Submit(request), self._now_s))
 
     def _do_cancel(self, request_id: str) -> list[str]:
