@@ -18,7 +18,7 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.jobs import see_out
-from workers.layerwise import LayerTransfers, Part
+from workers.layerwise import LayerTransfers, PassPart
 
 T = TypeVar("T")
 
@@ -64,15 +64,15 @@ class Executor:
         return self._thread.submit(call)
 
     def prefill(
-        self, parts: Sequence[Part], transfers: LayerTransfers, hidden: torch.Tensor | None = None
+        self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One pass of layer-wise prefill: the hidden states `[T, hidden_size]` behind this model's layers, of
         all parts' tokens, one part after the other. `hidden`: those before them, on any device; None in the
         first stage.
 
-        Loads run one layer ahead, stores behind. Stores may be under way when it returns (`Part.storing`),
-        loads are not. Raises `CancelledOnDevice` between two layers once all parts are dropped; all ranks of
-        a tensor-parallel group stop at the same one.
+        Loads run one layer ahead, stores behind. Stores may be under way when it returns
+        (`PassPart.storing`), loads are not. Raises `CancelledOnDevice` between two layers once all parts are
+        dropped; all ranks of a tensor-parallel group stop at the same one.
         """
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)
@@ -87,7 +87,7 @@ class Executor:
             transfers.launch_store(layer, parts)
         return hidden
 
-    def dropped(self, parts: Sequence[Part]) -> list[bool]:
+    def dropped(self, parts: Sequence[PassPart]) -> list[bool]:
         """Which parts of a pass have been dropped by now, by any rank: a decision that all ranks share."""
         are_dropped = [part.is_dropped for part in parts]
         if self.model.shard is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from workers.engine.batch import Chunk
 from workers.executor import CancelledOnDevice
-from workers.layerwise import Part
+from workers.layerwise import PassPart
 from workers.prefill_job import PrefillJob
 from workers.rank_messages import PrefillPass
 from workers.stage import Stage
@@ -41,7 +41,7 @@ class FollowerStage(Stage):
                         job.stored_behind.set()
         return are_computed
 
-    def _follow_on_device(self, parts: Sequence[Part], are_last: Sequence[bool]) -> list[bool]:
+    def _follow_on_device(self, parts: Sequence[PassPart], are_last: Sequence[bool]) -> list[bool]:
         hidden = self._executor.prefill(parts, self._transfers)
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         ends = self._ends(parts, are_computed, are_last)
@@ -53,6 +53,6 @@ class FollowerStage(Stage):
         job.device_pages = []
 
 
-def _dropped(chunk: Chunk) -> Part:
+def _dropped(chunk: Chunk) -> PassPart:
     """Tokens that are only computed because others' are, in the same pass."""
-    return Part(chunk, [], [], lambda _: False, lambda *_: None, is_dropped=True)
+    return PassPart(chunk, [], [], lambda _: False, lambda *_: None, is_dropped=True)

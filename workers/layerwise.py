@@ -33,7 +33,7 @@ class PromptBlock:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PassPart:
     """One prompt's part of a forward pass; shared by the device thread, the transfer threads and the loop.
 
     `await_pool(layer)`: on the load thread, blocks until that layer of `loads` is in the pool; False if it
@@ -49,8 +49,6 @@ class Part:
     damaged_pages: list[int] = field(default_factory=list)
     """of the pool, found by loads"""
     storing: deque[Future[None]] = field(default_factory=deque)
-    store_of: dict[int, Future[None]] = field(default_factory=dict)
-    """those of this pass, by layer"""
     is_dropped: bool = False
 
 
@@ -63,13 +61,18 @@ class LayerTransfers:
     def __init__(self, copies: Copies, *, overlap: bool, window: int | None = None) -> None:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
+        self._last_stores: dict[int, Future[None]] = {}
+        """from the memory that every `window`-th layer takes: when the last one ends, so have those before"""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
-    def launch_load(self, layer: int, parts: Sequence[Part]) -> "Future[list[Mark]] | None":
+    def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
         """On the device thread. None if there is nothing to load, and no store to wait for."""
-        loading = [part for part in parts if (part.loads or self._window) and not part.is_dropped]
-        return self._loading.submit(self._load, layer, loading, self._copies.mark()) if loading else None
+        loading = [part for part in parts if part.loads and not part.is_dropped]
+        last_store = self._last_stores.get(layer % self._window) if self._window is not None else None
+        if not loading and last_store is None:
+            return None
+        return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
         """On the device thread: what it computes from now on finds the layer, and memory for it, or its part
@@ -78,7 +81,7 @@ class LayerTransfers:
             for mark in loading.result():
                 self._copies.wait(mark)
 
-    def launch_store(self, layer: int, parts: Sequence[Part]) -> None:
+    def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
         """On the device thread: `layer` has been computed."""
         computed = self._copies.mark() if any(part.stores for part in parts) else None
         for part in parts:
@@ -88,20 +91,21 @@ class LayerTransfers:
                     block.next_layer = layer + 1
                 storing = self._storing.submit(self._store, layer, part, blocks, computed)
                 part.storing.append(storing)
-                part.store_of[layer] = storing
+                if self._window is not None:
+                    self._last_stores[layer % self._window] = storing
 
     def close(self) -> None:
         """After the last pass. Waits for what has been launched."""
         self._loading.shutdown()
         self._storing.shutdown()
 
-    def _load(self, layer: int, parts: Sequence[Part], free: Mark) -> list[Mark]:
+    def _load(
+        self, layer: int, parts: Sequence[PassPart], free: Mark, last_store: Future[None] | None
+    ) -> list[Mark]:
+        if last_store is not None:
+            wait([last_store])  # whether it has failed is for its own prompt to say
         marks = []
         for part in parts:
-            if self._window is not None and (storing := part.store_of.get(layer - self._window)):
-                wait([storing])  # what has failed is found when the prompt is through
-            if not part.loads:
-                continue
             if not part.await_pool(layer):
                 part.is_dropped = True
                 continue
@@ -112,7 +116,7 @@ class LayerTransfers:
                 part.is_dropped = True
         return marks
 
-    def _store(self, layer: int, part: Part, blocks: Sequence[PromptBlock], computed: Mark) -> None:
+    def _store(self, layer: int, part: PassPart, blocks: Sequence[PromptBlock], computed: Mark) -> None:
         part.on_stored(layer, blocks, self._copies.store(layer, blocks, computed))
 
 

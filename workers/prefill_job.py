@@ -17,7 +17,7 @@ from mooncake.grammar import GrammarState
 from mooncake.messages import COMPUTED, REMOTE, Prefill
 from workers.draws import FirstToken
 from workers.engine.batch import Chunk
-from workers.layerwise import Part, PromptBlock
+from workers.layerwise import PassPart, PromptBlock
 from workers.prefill_queue import Progress
 from workers.prefix_fetch import PrefixFetch
 from workers.scope import FailureScope
@@ -70,7 +70,7 @@ class PrefillJob:
         self._loop = asyncio.get_running_loop()
         self.begin_round(0)
         self._blocks: list[PromptBlock] = []
-        self._part: Part | None = None
+        self._part: PassPart | None = None
         """in the pass that runs now"""
         self._pass_ended = asyncio.Event()
         self._pass_ended.set()
@@ -179,14 +179,14 @@ class PrefillJob:
         """What the stages behind are told of its part of a pass, before it joins that."""
         return PassShare(self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens)
 
-    def join_pass(self, num_tokens: int, page_size: int) -> Part:
+    def join_pass(self, num_tokens: int, page_size: int) -> PassPart:
         """Its next tokens. Every block that they complete is stored, as far as the pool has not got it."""
         tokens, start = self.order.request.token_ids, self.progress.num_done
         end = start + num_tokens
         end_block = len(self._blocks) if end == len(tokens) else end // page_size
         # What is reused is not stored, though its last token may be computed again.
         stores = self._blocks[max(start // page_size, self._num_cached_blocks) : end_block]
-        self._part = Part(
+        self._part = PassPart(
             chunk=Chunk(tokens[start:end], start, self.device_pages),
             loads=self._blocks[: self._num_to_load(start, page_size)],
             stores=[block for block in stores if block.next_layer < self._layers.stop],

@@ -23,7 +23,7 @@ from workers.draws import Draws, FirstToken, Row, rules_of
 from workers.errors import SessionLostError
 from workers.executor import CancelledOnDevice, Executor
 from workers.followers import Followers
-from workers.layerwise import LayerTransfers, Part
+from workers.layerwise import LayerTransfers, PassPart
 from workers.next_stage import NextStage
 from workers.prefill_job import PrefillJob
 from workers.prefill_queue import Progress
@@ -304,7 +304,7 @@ class Stage:
     def _pass_on_device(
         self,
         jobs: Sequence[PrefillJob],
-        parts: Sequence[Part],
+        parts: Sequence[PassPart],
         told: Sequence[PassShare],
         are_last: Sequence[bool],
         hidden: torch.Tensor | None,
@@ -325,7 +325,7 @@ class Stage:
         return Computed(outcomes, shares, torch.cat(wanted).cpu() if wanted else None)
 
     def _ends(
-        self, parts: Sequence[Part], are_computed: Sequence[bool], are_last: Sequence[bool]
+        self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
     ) -> dict[int, int]:
         """The rows of hidden states from which first tokens are drawn, by part."""
         ends, row = {}, -1
@@ -356,7 +356,7 @@ class Stage:
     # -- passes of a group --------------------------------------------------------------------------
 
     def _announced(
-        self, told: Sequence[PassShare], parts: Sequence[Part], are_last: Sequence[bool]
+        self, told: Sequence[PassShare], parts: Sequence[PassPart], are_last: Sequence[bool]
     ) -> PrefillPass | None:
         """A pass as the followers are told of it, if there are any."""
         if self._followers is None:

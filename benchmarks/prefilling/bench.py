@@ -38,7 +38,7 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.executor import Executor
 from workers.jobs import Jobs
-from workers.layerwise import LayerTransfers, Part
+from workers.layerwise import LayerTransfers, PassPart
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.stage import Stage
@@ -56,10 +56,10 @@ _CATCH_UP_S = 0.005
 class NoTransfers(LayerTransfers):
     """The computation alone: nothing is loaded, stored or committed."""
 
-    def launch_load(self, layer: int, parts: Sequence[Part]) -> "Future[list[Mark]] | None":
+    def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
         return None
 
-    def launch_store(self, layer: int, parts: Sequence[Part]) -> None:
+    def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
         pass
 
 
@@ -133,11 +133,12 @@ class Instance:
 class Bench:
     """Prefills one prompt after the other, each timed from its order to its first token."""
 
-    def __init__(self, pool: WorkerClient) -> None:
+    def __init__(self, pool: WorkerClient, window: int | None = None) -> None:
+        """`window`: layers that the device has memory for at a time."""
         self.pool = pool
         model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16)
         model.init_dummy_weights()
-        kv = DeviceKVCache(SPEC, model.layers, NUM_PAGES, BLOCK_SIZE, torch.bfloat16)
+        kv = DeviceKVCache(SPEC, model.layers, NUM_PAGES, BLOCK_SIZE, torch.bfloat16, window=window)
         self._executor = Executor(model, kv)
         self._num_prompts = 0
         self._generator = torch.Generator().manual_seed(0)
@@ -152,7 +153,7 @@ class Bench:
         copies = copies_for(self._executor.kv, self.pool.segment)
         if seconds_per_copy is not None:
             copies = Throttled(copies, seconds_per_copy)
-        return LayerTransfers(copies, overlap=overlap)
+        return LayerTransfers(copies, overlap=overlap, window=self._executor.kv.window)
 
     def no_transfers(self) -> LayerTransfers:
         return NoTransfers(copies_for(self._executor.kv, self.pool.segment), overlap=False)

@@ -16,7 +16,7 @@ from mooncake.config import WorkerProcess
 from mooncake.process import child_main
 from workers import loading
 from workers.executor import Executor
-from workers.layerwise import LayerTransfers, Part
+from workers.layerwise import LayerTransfers, PassPart
 from workers.service import serve
 
 TRACE_VARIABLE = "BENCH_TRACE"
@@ -26,7 +26,7 @@ class TracedExecutor(Executor):
     """Times are those of the machine's monotonic clock, the same in all processes."""
 
     def prefill(
-        self, parts: Sequence[Part], transfers: LayerTransfers, hidden: torch.Tensor | None = None
+        self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
         begin_s = time.monotonic()
         computed = super().prefill(parts, transfers, hidden)

@@ -11,7 +11,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.executor import Executor
-from workers.layerwise import LayerTransfers, Part
+from workers.layerwise import LayerTransfers, PassPart
 
 
 class FakeModel:
@@ -32,7 +32,7 @@ def test_hidden_states_of_the_stage_before_come_to_the_device() -> None:
     """They arrive in host memory. The device is one without memory, so that no GPU is needed."""
     spec = ModelSpec.from_hf_config(tiny_model("smollm2").config.to_dict())
     kv, model = DeviceKVCache(spec, FakeModel.layers, 2, 8, torch.float32, "meta"), FakeModel()
-    part = Part(Chunk([1, 2], 0, [0]), [], [], lambda _: True, lambda *_: None)
+    part = PassPart(Chunk([1, 2], 0, [0]), [], [], lambda _: True, lambda *_: None)
     transfers: Any = SimpleNamespace(
         launch_load=lambda *_: None, wait_loaded=lambda _: None, launch_store=lambda *_: None
     )

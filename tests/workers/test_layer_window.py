@@ -1,6 +1,8 @@
 """Device memory for some layers at a time: each is freed once stored, and loaded again in later passes."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
 from tests.workers.test_prefill_equality import assert_equal, holding, plain_run, prompt_of
 from tests.workers.test_prefill_faults import gone
+from workers.copies import BlockCopy, Loaded, Mark
+from workers.engine.batch import Chunk
+from workers.layerwise import LayerTransfers, PassPart, PromptBlock
 from workers.loading import layer_window
 
 NUM_LAYERS, WINDOW = 4, 2
@@ -101,7 +106,7 @@ def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt, gate = prompt_of(1, 50), Gate(store=1)
-    num_marks = NUM_LAYERS + 3  # of all loads, and of stores of the layers 0 to 2
+    num_marks = WINDOW + 3  # of waits for stores, and of stores of the layers 0 to 2
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, layer_window=WINDOW) as lab:
@@ -139,6 +144,45 @@ def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(
             await receiving.release()
 
     run(test())
+
+
+class HeldStores:
+    """Copies whose stores from one page do not end until they are `released`."""
+
+    def __init__(self, held_page: int) -> None:
+        self._held_page, self.released = held_page, threading.Event()
+
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+        return Loaded(None, [])
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+        if blocks[0].device_page == self._held_page:
+            assert self.released.wait(DEADLINE_S)
+        return [0] * len(blocks)
+
+    def mark(self) -> Mark:
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
+
+def test_memory_is_not_taken_from_stores_of_a_prompt_that_was_dropped_meanwhile() -> None:
+    copies = HeldStores(held_page=1)
+    transfers = LayerTransfers(copies, overlap=True, window=WINDOW)
+    kept, dropped = (
+        PassPart(Chunk([1], 0, [page]), [], [PromptBlock(page, page, 0)], lambda _: True, lambda *_: None)
+        for page in range(2)
+    )
+    transfers.launch_store(0, [kept, dropped])
+    dropped.is_dropped = True
+    waiting = transfers.launch_load(WINDOW, [kept, dropped])
+    assert waiting is not None
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    copies.released.set()
+    waiting.result(DEADLINE_S)
+    transfers.close()
 
 
 def process(role: Role, flags: dict[tuple[str, ...], str]) -> WorkerProcess:
