@@ -1,13 +1,15 @@
 """What loads, stores and reuse cost and save, beside the computation alone.
 
-    python benchmarks/prefill.py [--only overlap|reuse|pipeline|vllm] [--rounds N] [--tokens N,N,...]
+    python benchmarks/prefill.py [--only overlap|slow|reuse|window|pipeline|vllm] [--rounds N]
+                                 [--tokens N,N,...]
 
 SmolLM2-135M's shape with random weights, bfloat16, one thread; real messenger processes, nothing leaves the
 machine. All ways are measured in turn in each round; tables have medians, and bars as far as there are any.
 
-- overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored;
-  and Figure 7 of the Mooncake paper: computed whole, stores throttled to take as long as the computation.
+- overlap: prompts whose first half is in the pool, so that half of the KVCache is loaded and half is stored.
+- slow: Figure 7 of the Mooncake paper: computed whole, stores throttled to take as long as the computation.
 - reuse: a prompt of 4k tokens, of which 95% are in the own pool's DRAM, or in another instance's over TCP.
+- window: whole prompts on a device that has memory for some layers at a time, beside one that has all.
 - pipeline: two stages of one core each against one stage of one core, as `mooncake-serve` runs them, with the
   default model. The timeline of the last prompt of each size is written to `--timelines FOLDER`, as a Chrome
   trace and as a picture.
@@ -43,6 +45,7 @@ REUSE_TOKENS, REUSED_SHARE = 4096, 0.95
 MAX_EXTRA, MIN_SAVED = 0.05, 0.30
 MAX_FROM_DRAM, MAX_FROM_TCP = 0.15, 0.25
 ALONE, OVERLAP, NO_OVERLAP = "alone", "overlap", "no overlap"
+WINDOWS = (4, 2)
 
 
 async def both_ways(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> bool:
@@ -139,8 +142,33 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
     return is_met
 
 
+async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
+    """No bar: what the smaller memory costs."""
+    benches: dict[int | None, Bench] = {None: bench}
+    for window in WINDOWS:
+        benches[window] = Bench(bench.pool, window)
+    for each in benches.values():
+        await each.prefill_s(bench.new_prompt(1024), each.transfers())
+    print(f"| tokens | all layers | {' | '.join(f'{window} of {LAYOUT.num_layers}' for window in WINDOWS)} |")
+    print("|---|---|" + "---|" * len(WINDOWS), flush=True)
+    for num_tokens in sizes:
+        times: defaultdict[int | None, list[float]] = defaultdict(list)
+        for number in range(num_rounds):
+            order = list(benches.items())
+            for key, each in order[number % len(order) :] + order[: number % len(order)]:
+                times[key].append(await each.prefill_s(bench.new_prompt(num_tokens), each.transfers()))
+        cells = []
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        for key in benches:
+            size_bytes = num_blocks * LAYOUT.layer_bytes * (key or LAYOUT.num_layers)
+            elapsed_s, all_s = statistics.median(times[key]), statistics.median(times[None])
+            extra = f" ({elapsed_s / all_s - 1:+.1%})" if key else ""
+            cells.append(f"{elapsed_s:.3f} s{extra}, {size_bytes / 2**20:.0f} MiB")
+        print(f"| {num_tokens} | {' | '.join(cells)} |", flush=True)
+
+
 async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[int]) -> bool:
-    """Whether all bars of overlap and reuse are met."""
+    """Whether all bars of overlap, slow stores and reuse are met."""
     is_met = True
     async with instances() as (pool, holder):
         bench = Bench(pool)
@@ -148,10 +176,14 @@ async def beside_transfers(only: str | None, num_rounds: int, sizes: Sequence[in
         if only in (None, "overlap"):
             is_met &= await both_ways(bench, num_rounds, sizes)
             print()
+        if only in (None, "slow"):
             is_met &= await slow_stores(bench, num_rounds, sizes)
             print()
         if only in (None, "reuse"):
             is_met &= await reuse(bench, holder, num_rounds)
+            print()
+        if only in (None, "window"):
+            await windows(bench, num_rounds, sizes)
     return is_met
 
 
@@ -177,9 +209,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--only", choices=["overlap", "reuse", "pipeline", "vllm"])
+    parser.add_argument("--only", choices=["overlap", "slow", "reuse", "window", "pipeline", "vllm"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", help="of sections overlap, pipeline and vllm")
+    parser.add_argument("--tokens", help="of all sections but reuse")
     parser.add_argument("--stages", type=int, default=2, help="of section pipeline")
     parser.add_argument(
         "--chunks", choices=["balanced", "fixed"], default="balanced", help="of section pipeline"
