@@ -23,7 +23,7 @@ Owns: per-page facts that outlive a process. Does not know: who uses a page.
 
 import math
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -130,7 +130,7 @@ class PageTable:
         self._checksums = arrays["checksums"].data.cast("B")
 
     @classmethod
-    def in_memory(cls, num_pages: int, num_layers: int) -> "PageTable":
+    def in_memory(cls, num_pages: int, num_layers: int) -> Self:
         return cls(bytearray(table_bytes(num_pages, num_layers)), num_pages, num_layers)
 
     def state(self, page: int) -> PageState:

@@ -7,7 +7,7 @@ machine. What has not varied lately is taken to cost nothing more: it will be me
 Owns: the model of one device. Does not know: the clock, requests, limits.
 """
 
-import numpy as np
+from typing import NamedTuple
 
 DECAY = 0.995
 MIN_ITERATIONS = 8
@@ -17,41 +17,65 @@ _RIDGE = 0.01
 """variance of a feature, in requests or 1,000 tokens, squared, that tells about as much as nothing"""
 
 
+class _Moments(NamedTuple):
+    """Weighted sums of products of deviations from the means: of requests (b), 1,000 KV tokens (k), seconds
+    (s)."""
+
+    bb: float = 0.0
+    bk: float = 0.0
+    kk: float = 0.0
+    bs: float = 0.0
+    ks: float = 0.0
+
+
 class TBTPredictor:
     """Time between tokens: of the next one of everybody in the batch."""
 
     def __init__(self) -> None:
         self._num_iterations = 0
         self._weight = 0.0
-        self._mean = np.zeros(3)
-        """of requests, 1,000 KV tokens, seconds"""
-        self._moment = np.zeros((3, 3))
-        """weighted sum of products of deviations from the mean"""
+        self._mean_b = self._mean_k = self._mean_s = 0.0
+        self._moments = _Moments()
 
     def observe(self, batch_size: int, num_kv_tokens: int, seconds: float) -> None:
         """One iteration has been measured."""
         self._num_iterations += 1
-        point = np.array([batch_size, num_kv_tokens / _TOKENS_PER_UNIT, seconds])
         self._weight = DECAY * self._weight + 1.0
-        deviation = point - self._mean
-        self._mean = self._mean + deviation / self._weight
-        self._moment = DECAY * self._moment + np.outer(deviation, point - self._mean)
+        b = batch_size - self._mean_b
+        k = num_kv_tokens / _TOKENS_PER_UNIT - self._mean_k
+        s = seconds - self._mean_s
+        self._mean_b += b / self._weight
+        self._mean_k += k / self._weight
+        self._mean_s += s / self._weight
+        share = 1.0 - 1.0 / self._weight  # of a deviation that is left from the new mean
+        old = self._moments
+        self._moments = _Moments(
+            DECAY * old.bb + share * b * b,
+            DECAY * old.bk + share * b * k,
+            DECAY * old.kk + share * k * k,
+            DECAY * old.bs + share * b * s,
+            DECAY * old.ks + share * k * s,
+        )
 
     def predict_s(self, batch_size: int, num_kv_tokens: int) -> float | None:
         """Seconds of an iteration over so many requests of so many tokens in all; None while too little is
         known."""
         if self._num_iterations < MIN_ITERATIONS:
             return None
-        point = np.array([batch_size, num_kv_tokens / _TOKENS_PER_UNIT])
-        seconds = self._mean[2] + self._slopes() @ (point - self._mean[:2])
-        return max(0.0, float(seconds))
+        request_s, unit_s = self._slopes()
+        more_units = num_kv_tokens / _TOKENS_PER_UNIT - self._mean_k
+        return max(0.0, self._mean_s + request_s * (batch_size - self._mean_b) + unit_s * more_units)
 
-    def _slopes(self) -> np.ndarray:
+    def _slopes(self) -> tuple[float, float]:
         """Seconds for each more request and each 1,000 more tokens; neither makes an iteration shorter."""
-        covariance = self._moment[:2, :2] / self._weight + _RIDGE * np.eye(2)
-        with_seconds = self._moment[:2, 2] / self._weight
-        slopes = np.linalg.solve(covariance, with_seconds)
-        if (slopes >= 0).all():
-            return slopes
-        alone = np.maximum(0.0, with_seconds / np.diag(covariance))
-        return np.where(slopes < 0, 0.0, alone)
+        weight, of = self._weight, self._moments
+        bb, bk, kk = of.bb / weight + _RIDGE, of.bk / weight, of.kk / weight + _RIDGE
+        bs, ks = of.bs / weight, of.ks / weight
+        determinant = bb * kk - bk * bk  # above 0, for the ridge is
+        request_s, unit_s = (bs * kk - ks * bk) / determinant, (ks * bb - bs * bk) / determinant
+        if request_s >= 0 and unit_s >= 0:
+            return request_s, unit_s
+        return (
+            0.0 if request_s < 0 else max(0.0, bs / bb),
+            0.0 if unit_s < 0 else max(0.0, ks / kk),
+        )

@@ -11,8 +11,8 @@ somebody joins.
 import heapq
 import math
 from dataclasses import dataclass, field
-
-import numpy as np
+from operator import itemgetter
+from typing import NamedTuple
 
 LONGEST_SHARE = 0.1
 """TBT of a request: the mean of its longest 10% of token gaps (Mooncake, FAST'25)"""
@@ -43,8 +43,7 @@ class Member:
         return self.joined_step + self.num_left
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Of one step of a batch as it is: fixed, and for each token of KVCache."""
 
     fixed_s: float
@@ -156,9 +155,12 @@ def tbt_s(gaps: Gaps) -> float | None:
     """Time between tokens of a request; None without gaps."""
     if not gaps:
         return None
-    numbers, seconds = np.array(gaps).T
-    order = np.argsort(-seconds, kind="stable")
-    numbers, seconds = numbers[order], seconds[order]
-    num_longest = math.ceil(LONGEST_SHARE * numbers.sum())
-    taken = np.clip(num_longest - (np.cumsum(numbers) - numbers), 0, numbers)
-    return float((taken * seconds).sum() / num_longest)
+    num_longest = num_left = math.ceil(LONGEST_SHARE * sum(number for number, _ in gaps))
+    sum_s = 0.0
+    for number, seconds in sorted(gaps, key=itemgetter(1), reverse=True):
+        num_taken = min(number, num_left)
+        sum_s += num_taken * seconds
+        num_left -= num_taken
+        if not num_left:
+            break
+    return sum_s / num_longest

@@ -46,6 +46,13 @@ class Reservation:
         return missing + list(range(len(self.keys), len(self.pages)))
 
 
+class _Pages(PageTable):
+    """Without bytes there is nothing to seal against damage."""
+
+    def _sealed_digest(self, page: int) -> int:
+        return 0
+
+
 class SimulatedPool:
     """`publish` gets the events of each batch, oldest first."""
 
@@ -60,7 +67,7 @@ class SimulatedPool:
         self._events = EventLog(capacity_batches=1)
         self._events.seal()
         self._events.on_event(lambda: clock.after(PUBLISH_DELAY_S, self._flush))
-        self._table = PageTable.in_memory(num_pages, 1)
+        self._table = _Pages.in_memory(num_pages, 1)
         self.shelf = Shelf(self._table, policy, lambda key: self._events.removed(Tier.DRAM, key))
         self._low = int(_WATERMARKS.low_watermark * num_pages)
         self._high = int(_WATERMARKS.high_watermark * num_pages)

@@ -16,6 +16,7 @@ from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.coupled import CoupledInstance, least_loaded, num_pages_of
 from benchmarks.simulator.decode import DecodeInstance
+from benchmarks.simulator.machine import Machine, StepJitter
 from benchmarks.simulator.network import Network
 from benchmarks.simulator.node import INCARNATION, Node
 from benchmarks.simulator.prefill import PrefillInstance
@@ -24,6 +25,7 @@ from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
+from mooncake.blocks import KVLayout
 from mooncake.config import EvictionPolicy
 from mooncake.errors import ConfigError
 from mooncake.messages import (
@@ -49,6 +51,7 @@ from mooncake.messages import (
     ToFront,
     ToWorker,
 )
+from workers.prefill_queue import PrefillQueue
 
 FRONT = b"front"
 FINGERPRINT = "simulated"
@@ -73,18 +76,29 @@ class InstanceShape:
     max_batch: int = 256
     checks_reservations: bool = False
     """as in `DecodeInstance`"""
+    block_tokens: int = BLOCK_TOKENS
+    saturating_tokens: int | None = None
+    """as in `PrefillQueue`"""
+    first_token_s: float = 0.0
+    """of everything on the way to the first token but queues and computing: front, dispatch"""
+    slowdowns: tuple[float, float] | None = None
+    """of prefill and decode while others compute, if all instances share one machine"""
+    jitter: StepJitter | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.model.layout(self.block_tokens)
 
     @property
     def num_blocks_in_pool(self) -> int:
-        block_bytes = self.model.layout(BLOCK_TOKENS).block_bytes
-        return self.num_pool_blocks or int(self.hardware.pool_bytes // block_bytes)
+        return self.num_pool_blocks or int(self.hardware.pool_bytes // self.layout.block_bytes)
 
     @property
     def num_device_blocks(self) -> int:
         """KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
         memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
         left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
-        num_blocks = int(left_bytes // self.model.layout(BLOCK_TOKENS).block_bytes)
+        num_blocks = int(left_bytes // self.layout.block_bytes)
         if num_blocks < 1:
             raise ConfigError(
                 f"the weights of {self.model.name} ({self.model.weights_bytes / 1e9:.0f} GB) leave no room"
@@ -97,9 +111,13 @@ class Feed:
     """Brings each request when it arrives; holds one that has not."""
 
     def __init__(
-        self, clock: Clock, load: Iterable[TraceRequest], submit: Callable[[SimulatedRequest], None]
+        self,
+        clock: Clock,
+        load: Iterable[TraceRequest],
+        block_tokens: int,
+        submit: Callable[[SimulatedRequest], None],
     ) -> None:
-        self._clock, self._submit = clock, submit
+        self._clock, self._block_tokens, self._submit = clock, block_tokens, submit
         self._load: Iterator[TraceRequest] = iter(load)
         self.num_submitted = 0
         self.is_over = False
@@ -114,7 +132,7 @@ class Feed:
 
     def _arrive(self, request: TraceRequest) -> None:
         self.num_submitted += 1
-        self._submit(SimulatedRequest.of(self.num_submitted, request))
+        self._submit(SimulatedRequest.of(self.num_submitted, request, self._block_tokens))
         self._plan_next()
 
 
@@ -136,7 +154,8 @@ class DisaggregatedCluster:
     ) -> None:
         self.clock = Clock()
         self.conductor = Conductor(1, FINGERPRINT, limits, rules, shape.costs.profiled)
-        self.results = Results()
+        self.results = Results(shape.jitter)
+        self._machine = Machine({}) if shape.slowdowns is not None else None
         self.limits = limits
         self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
         self._network = Network(self.clock)
@@ -159,7 +178,7 @@ class DisaggregatedCluster:
         for role, instances in ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes)):
             for instance in instances:
                 self._tell(instance.node.identity, self._registration(instance.node, role))
-        self._feed = Feed(self.clock, load, self._submit)
+        self._feed = Feed(self.clock, load, self._shape.block_tokens, self._submit)
         self._each_second()
         self.clock.run()
         assert not self._live
@@ -168,16 +187,19 @@ class DisaggregatedCluster:
     # -- instances ----------------------------------------------------------------------------------
 
     def _add_prefill(self, name: str) -> PrefillInstance:
-        node = self._add_node(name)
+        node = self._add_node(name, Role.PREFILL)
         instance = PrefillInstance(
-            node, self._shape.prefill_chunk, self._live.__getitem__, lambda name: self._decode_of[name]
+            node,
+            PrefillQueue(self._shape.prefill_chunk, saturating_tokens=self._shape.saturating_tokens),
+            self._live.__getitem__,
+            lambda name: self._decode_of[name],
         )
         self._receivers[node.identity] = instance.receive
         return instance
 
     def _add_decode(self, name: str) -> DecodeInstance:
-        node = self._add_node(name)
-        num_tokens = self._shape.num_device_blocks * BLOCK_TOKENS
+        node = self._add_node(name, Role.DECODE)
+        num_tokens = self._shape.num_device_blocks * self._shape.block_tokens
         instance = DecodeInstance(
             node,
             self._shape.max_batch,
@@ -188,9 +210,10 @@ class DisaggregatedCluster:
         self._receivers[node.identity] = instance.receive
         return instance
 
-    def _add_node(self, name: str) -> Node:
+    def _add_node(self, name: str, role: Role) -> Node:
         shape, identity = self._shape, f"{name}#{INCARNATION}".encode()
-
+        if shape.slowdowns is not None and self._machine is not None:
+            self._machine.slowdown[name] = shape.slowdowns[role is Role.DECODE]
         node = self._nodes[name] = Node(
             name,
             self.clock,
@@ -202,11 +225,12 @@ class DisaggregatedCluster:
                 shape.eviction,
                 partial(self.conductor.prefixes.apply, name),
             ),
-            shape.model.layout(BLOCK_TOKENS),
+            shape.layout,
             shape.hardware.nic_bytes_per_s * shape.efficiencies.nic,
             shape.hardware.pcie_bytes_per_s * shape.efficiencies.pcie,
             lambda message: self.clock.after(MESSAGE_S, self._tell, identity, message),
             self._nodes,
+            self._machine,
         )
         return node
 
@@ -232,7 +256,7 @@ class DisaggregatedCluster:
         for prefill in self.prefills:
             self._beat(prefill.node, 0, prefill.num_queued, self._shape.num_device_blocks, DecodeStats())
         for decode in self.decodes:
-            num_running, num_free = decode.batch.size, decode.num_free_tokens // BLOCK_TOKENS
+            num_running, num_free = decode.batch.size, decode.num_free_tokens // self._shape.block_tokens
             num_waiting = decode.num_sequences - num_running
             self._beat(decode.node, num_running, num_waiting, num_free, decode.stats())
         self._carry_out(self.conductor.tick(self.clock.now_s))
@@ -268,7 +292,7 @@ class DisaggregatedCluster:
             SamplingParams(max_tokens=max(self._max_tokens, request.num_output_tokens)),
             reply_to="",
         )
-        self._tell(FRONT, Submit(message))
+        self.clock.after(self._shape.first_token_s, self._tell, FRONT, Submit(message))
 
     def _end(self, message: ToWorker | ToFront) -> None:
         now_s = self.clock.now_s
@@ -297,6 +321,7 @@ class CoupledCluster:
     ) -> None:
         self.clock = Clock()
         self.results = Results()
+        self._block_tokens = shape.block_tokens
         self.instances = [
             CoupledInstance(
                 self.clock,
@@ -312,7 +337,7 @@ class CoupledCluster:
 
     def run(self, load: Iterable[TraceRequest]) -> Results:
         """All of `load`, until every request has ended."""
-        Feed(self.clock, load, self._submit)
+        Feed(self.clock, load, self._block_tokens, self._submit)
         self.clock.run()
         return self.results
 

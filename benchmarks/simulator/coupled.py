@@ -11,13 +11,12 @@ Owns: one coupled instance. Does not know: which requests it gets.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulator.batch import Batch, Member
+from benchmarks.simulator.batch import Batch, Member, StepCost
 from benchmarks.simulator.cache import Reservation, SimulatedPool
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.costs import Costs, PromptShare
 from benchmarks.simulator.decoding import BatchRunner
 from benchmarks.simulator.requests import SimulatedRequest
-from benchmarks.traces.request import BLOCK_TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class CoupledInstance:
         self._max_batch, self._chunk_tokens = max_batch, chunk_tokens
         self._max_prefill_tokens = max_prefill_tokens
         self.batch = Batch()
-        self._runner = BatchRunner(clock, costs, self.batch, self._run_ended)
+        self._runner = BatchRunner(clock, self._step_cost, self.batch, self._run_ended)
         self._waiting: list[SimulatedRequest] = []
         self._prompts: list[CoupledSequence] = []
         self._sequence_of: dict[Member, CoupledSequence] = {}
@@ -65,6 +64,9 @@ class CoupledInstance:
     def num_requests(self) -> int:
         """That have not ended."""
         return len(self._waiting) + len(self._prompts) + self.batch.size
+
+    def _step_cost(self) -> StepCost:
+        return StepCost(self._costs.iteration_s((), self.batch.size), self._costs.kv_token_s)
 
     def submit(self, request: SimulatedRequest) -> None:
         """Takes a request."""
@@ -85,7 +87,7 @@ class CoupledInstance:
                 take_back()
                 return
             del self._waiting[0]
-            num_found = admitted[0].num_found * BLOCK_TOKENS
+            num_found = admitted[0].num_found * request.block_tokens
             request.num_cached_tokens = min(num_found, request.num_reusable_tokens)
             member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
             sequence = CoupledSequence(request, admitted[0], member, request.num_cached_tokens)
@@ -170,7 +172,7 @@ class CoupledInstance:
 
 def num_pages_of(request: SimulatedRequest) -> int:
     """Of the prompt and the answer."""
-    return -(-(request.num_input_tokens + request.num_output_tokens) // BLOCK_TOKENS)
+    return -(-(request.num_input_tokens + request.num_output_tokens) // request.block_tokens)
 
 
 def least_loaded(instances: Sequence[CoupledInstance]) -> CoupledInstance:

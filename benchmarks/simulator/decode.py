@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.simulator.batch import Batch, Member
+from benchmarks.simulator.batch import Batch, Member, StepCost
 from benchmarks.simulator.cache import Reservation
 from benchmarks.simulator.decoding import BatchRunner
 from benchmarks.simulator.node import Node
@@ -69,7 +69,9 @@ class DecodeInstance:
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
         self._find_request, self._checks_reservations = find_request, checks_reservations
         self.batch = Batch()
-        self._runner = BatchRunner(node.clock, node.costs, self.batch, self._run_ended)
+        self._runner = BatchRunner(node.clock, self._step_cost, self.batch, self._run_ended)
+        if node.machine is not None:
+            node.machine.on_change[node.name] = self._runner.cut
         self._tbt = TBTPredictor()
         self._sequences: dict[Ref, Sequence] = {}
         self._sequence_of: dict[Member, Sequence] = {}
@@ -212,6 +214,11 @@ class DecodeInstance:
             self._preempt(self._sequence_of[self.batch.newest()])
         if self.batch.size:
             self._runner.start(max(1, self.num_free_tokens // self.batch.size))
+        self.node.computes(self.batch.size > 0)
+
+    def _step_cost(self) -> StepCost:
+        factor, costs = self.node.factor, self.node.costs
+        return StepCost(factor * costs.iteration_s((), self.batch.size), factor * costs.kv_token_s)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -7,17 +7,20 @@ from collections.abc import Callable
 
 from benchmarks.simulator.batch import Batch, Member, StepCost
 from benchmarks.simulator.clock import Clock
-from benchmarks.simulator.costs import Costs
 
 
 class BatchRunner:
-    """`on_end(num_steps, seconds, ended members)` is called when a run has ended; until somebody starts
-    another one nothing happens."""
+    """`step_cost` is that of the batch as it is. `on_end(num_steps, seconds, ended members)` is called when a
+    run has ended; until somebody starts another one nothing happens."""
 
     def __init__(
-        self, clock: Clock, costs: Costs, batch: Batch, on_end: Callable[[int, float, list[Member]], None]
+        self,
+        clock: Clock,
+        step_cost: Callable[[], StepCost],
+        batch: Batch,
+        on_end: Callable[[int, float, list[Member]], None],
     ) -> None:
-        self._clock, self._costs, self._batch, self._on_end = clock, costs, batch, on_end
+        self._clock, self._step_cost, self._batch, self._on_end = clock, step_cost, batch, on_end
         self._num_steps = 0
         """of the run that is under way; 0: none is"""
         self._cost = StepCost(0.0, 0.0)
@@ -34,7 +37,7 @@ class BatchRunner:
         self._num_steps = batch.num_steps_to_first_end()
         if max_steps is not None:
             self._num_steps = min(self._num_steps, max_steps)
-        self._cost = StepCost(self._costs.iteration_s((), batch.size), self._costs.kv_token_s)
+        self._cost = self._step_cost()
         self._began_s = self._clock.now_s
         self._plan_end()
 

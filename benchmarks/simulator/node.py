@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.simulator.cache import SimulatedPool
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.machine import Machine
 from benchmarks.simulator.network import Network, Port
 from benchmarks.simulator.traffic import Traffic
 from mooncake.blocks import KVLayout
@@ -32,6 +33,8 @@ class Node:
     send: Callable[[FromWorker], None]
     peers: Mapping[str, "Node"]
     """all instances by name"""
+    machine: Machine | None = None
+    """None: one of its own"""
     outgoing: Port = field(init=False)
     incoming: Port = field(init=False)
     traffic: Traffic = field(init=False)
@@ -82,6 +85,16 @@ class Node:
             received_bytes={},
             peers=self.traffic.stats(),
         )
+
+    @property
+    def factor(self) -> float:
+        """By which everything takes longer now, because others on this machine compute."""
+        return 1.0 if self.machine is None else self.machine.factor(self.name)
+
+    def computes(self, is_computing: bool) -> None:
+        """Tell the others on this machine."""
+        if self.machine is not None:
+            self.machine.computes(self.name, is_computing)
 
     @property
     def kv_bytes_per_token(self) -> float:

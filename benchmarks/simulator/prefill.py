@@ -68,12 +68,12 @@ class PrefillInstance:
     def __init__(
         self,
         node: Node,
-        prefill_chunk: int,
+        queue: PrefillQueue,
         find_request: Callable[[str], SimulatedRequest],
         destinations: Callable[[str], Destination],
     ) -> None:
         self.node = node
-        self._queue = PrefillQueue(prefill_chunk)
+        self._queue = queue
         self._find_request, self._destinations = find_request, destinations
         self._jobs: dict[Ref, Job] = {}
         self._job_of: dict[QueuedPrompt, Job] = {}
@@ -176,7 +176,8 @@ class PrefillInstance:
                 job.has_begun = True
                 num_copied_tokens += job.request.num_cached_tokens
                 self._begin_stream(job)
-        compute_s = node.costs.iteration_s(shares, 0)
+        node.computes(True)
+        compute_s = node.factor * node.costs.iteration_s(shares, 0)
         copy_s = num_copied_tokens * node.kv_bytes_per_token / node.pcie_bytes_per_s
         self._pass_began_s, self._pass_layer_s = node.clock.now_s, compute_s / node.layout.num_layers
         node.clock.after(node.overlapped_s(compute_s, copy_s), self._compute_ended)
@@ -205,6 +206,8 @@ class PrefillInstance:
             elif not prompt.num_left:
                 self._end_prefill(job)
         self._begin_pass()
+        if not self._pass:
+            node.computes(False)
         self._admit_next()
 
     def _end_prefill(self, job: Job) -> None:

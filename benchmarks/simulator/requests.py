@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.simulator.batch import tbt_s
+from benchmarks.simulator.machine import StepJitter
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.blocks import KEY_BYTES, BlockKey
 
@@ -33,6 +34,7 @@ class SimulatedRequest:
     num_output_tokens: int
     block_keys: list[BlockKey]
     """of its full blocks; none if it shares nothing"""
+    block_tokens: int = BLOCK_TOKENS
     num_cached_tokens: int = 0
     num_fetched_tokens: int = 0
     """of those, from other instances"""
@@ -43,16 +45,18 @@ class SimulatedRequest:
     """(number, seconds) of the gaps between its tokens"""
 
     @classmethod
-    def of(cls, number: int, request: TraceRequest) -> "SimulatedRequest":
+    def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":
         """A trace's ids stand for blocks and all tokens before them, as keys do."""
-        num_full = request.num_input_tokens // BLOCK_TOKENS
+        num_full = request.num_input_tokens // block_tokens
         keys = [hash_id.to_bytes(KEY_BYTES, "little") for hash_id in request.hash_ids[:num_full]]
-        return cls(number, request.arrival_s, request.num_input_tokens, request.num_output_tokens, keys)
+        return cls(
+            number, request.arrival_s, request.num_input_tokens, request.num_output_tokens, keys, block_tokens
+        )
 
     @property
     def num_pages(self) -> int:
         """Of the pool, for the prompt."""
-        return -(-self.num_input_tokens // BLOCK_TOKENS)
+        return -(-self.num_input_tokens // self.block_tokens)
 
     @property
     def num_private_pages(self) -> int:
@@ -77,7 +81,8 @@ class Results:
     not count as output.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, jitter: StepJitter | None = None) -> None:
+        self._jitter = jitter
         self._columns: dict[str, array[Any]] = {name: array("d") for name in _TIMES}
         self._columns |= {name: array("q") for name in _COUNTS}
 
@@ -86,21 +91,23 @@ class Results:
         ttft_s = tbt = None
         if outcome is Outcome.FINISHED:
             assert request.first_token_s is not None
-            ttft_s, tbt = request.first_token_s - request.arrival_s, tbt_s(request.gaps)
-        row = {
-            "arrival_s": request.arrival_s,
-            "ttft_s": _NEVER if ttft_s is None else ttft_s,
-            "tbt_s": _NEVER if tbt is None else tbt,
-            "end_s": now_s,
-            "prefill_s": request.prefill_s,
-            "num_input_tokens": request.num_input_tokens,
-            "num_output_tokens": request.num_output_tokens if ttft_s is not None else 0,
-            "num_cached_tokens": request.num_cached_tokens,
-            "num_fetched_tokens": request.num_fetched_tokens,
-            "outcome": outcome,
-        }
-        for name, column in self._columns.items():
-            column.append(row[name])
+            gaps = request.gaps if self._jitter is None else self._jitter.applied(request.gaps)
+            ttft_s, tbt = request.first_token_s - request.arrival_s, tbt_s(gaps)
+        num_output_tokens = request.num_output_tokens if ttft_s is not None else 0
+        row = (
+            request.arrival_s,
+            _NEVER if ttft_s is None else ttft_s,
+            _NEVER if tbt is None else tbt,
+            now_s,
+            request.prefill_s,
+            request.num_input_tokens,
+            num_output_tokens,
+            request.num_cached_tokens,
+            request.num_fetched_tokens,
+            outcome,
+        )
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
 
     def __len__(self) -> int:
         return len(self._columns["end_s"])

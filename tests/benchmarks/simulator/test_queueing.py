@@ -24,6 +24,7 @@ from mooncake.messages import (
     Request,
     SamplingParams,
 )
+from workers.prefill_queue import PrefillQueue
 
 CHUNK = 512
 NOBODY = MessengerAddress("nobody", 1, "", "", ())
@@ -71,7 +72,9 @@ def waits_of(arrivals_s: Sequence[float], service: DrawnService) -> list[float]:
         {},
     )
     requests = [SimulatedRequest(i, arrival_s, CHUNK, 1, []) for i, arrival_s in enumerate(arrivals_s)]
-    instance = PrefillInstance(node, CHUNK, lambda name: requests[int(name)], lambda name: Nowhere())
+    instance = PrefillInstance(
+        node, PrefillQueue(CHUNK), lambda name: requests[int(name)], lambda name: Nowhere()
+    )
     for request in requests:
         ref = Ref(1, str(request.number), 1)
         sampling = SamplingParams(max_tokens=1)

@@ -1,0 +1,67 @@
+"""What instances on one machine do to each other, and what a real machine does to every step.
+
+Where instances have machines of their own, as in all clusters made from cards, there is none of this.
+
+Owns: who computes beside whom, how steps vary. Does not know: what is computed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+LONGEST_SHARE = 0.1
+"""of a request's gaps, whose mean is its TBT"""
+_SEED = 0
+
+
+@dataclass(slots=True)
+class Machine:
+    """While others on it compute, an instance's iterations take `slowdown` times as long. `on_change` of an
+    instance is called when that begins or ends for it."""
+
+    slowdown: dict[str, float]
+    """by instance"""
+    on_change: dict[str, Callable[[], None]] = field(default_factory=dict)
+    _computing: set[str] = field(default_factory=set)
+
+    def factor(self, name: str) -> float:
+        """Of the time that something takes now."""
+        return self.slowdown[name] if self._computing - {name} else 1.0
+
+    def computes(self, name: str, is_computing: bool) -> None:
+        """From now on, or no longer."""
+        if is_computing == (name in self._computing):
+            return
+        if is_computing:
+            self._computing.add(name)
+        else:
+            self._computing.remove(name)
+        for other, on_change in self.on_change.items():
+            if other != name:
+                on_change()
+
+
+class StepJitter:
+    """Lognormal factors of steps, with mean 1. `longest_mean`: that of the longest tenth of them."""
+
+    def __init__(self, longest_mean: float) -> None:
+        self._sigma = _sigma_of(longest_mean)
+        self._rng = np.random.default_rng(_SEED)
+
+    def applied(self, gaps: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """(number, seconds) of gaps, each of which now has a length of its own."""
+        seconds = np.repeat([each_s for _, each_s in gaps], [number for number, _ in gaps])
+        factors: np.ndarray[Any, Any] = self._rng.lognormal(-(self._sigma**2) / 2, self._sigma, len(seconds))
+        return [(1, float(gap_s)) for gap_s in seconds * factors]
+
+
+def _sigma_of(longest_mean: float) -> float:
+    """A lognormal variable with mean 1 has a mean of (1 - Phi(z - sigma)) / share beyond its quantile z."""
+    normal = NormalDist()
+    beyond = min(max(LONGEST_SHARE * longest_mean, LONGEST_SHARE), 1 - 1e-6)
+    sigma = normal.inv_cdf(1 - LONGEST_SHARE) - normal.inv_cdf(1 - beyond)
+    return 0.0 if math.isclose(longest_mean, 1.0) else max(0.0, sigma)

@@ -1,0 +1,111 @@
+import numpy as np
+import pytest
+
+from benchmarks.load.outcomes import Kind, Outcome
+from benchmarks.simulator.against_real import Row
+from benchmarks.simulator.batch import tbt_s
+from benchmarks.simulator.calibration import BUSY, LONG, LOOPS, SHORT, calibrated
+from benchmarks.simulator.cluster import DisaggregatedCluster
+from benchmarks.simulator.machine import Machine, StepJitter
+from benchmarks.simulator.requests import Results
+from conductor.rules import Limits, Rules
+from mooncake.costs import Costs, prefill_quantities
+from tests.benchmarks.simulator.loads import SMALL, conversations
+
+PREFILL, DECODE = Costs(0.01, 1e-3, 0.0), Costs(0.02, 0.0, 0.0)
+
+
+def looped(name: str, ttft_s: float, gap_s: float, each_s: float) -> list[Outcome]:
+    """A loop that takes `each_s` for each of its requests."""
+    loop = LOOPS[name]
+    answered_s = ttft_s + gap_s * (loop.num_output_tokens - 1)
+    last_s = loop.num_requests * each_s - answered_s
+    return [
+        Outcome(
+            number=n,
+            kind=Kind.FINISHED,
+            scheduled_s=last_s if n == loop.num_requests - 1 else 0.0,
+            num_input_tokens=loop.num_input_tokens,
+            lag_s=0.0,
+            answered_s=answered_s,
+            ttft_s=ttft_s,
+            tbt_s=1.3 * gap_s,
+            num_output_tokens=loop.num_output_tokens,
+        )
+        for n in range(loop.num_requests)
+    ]
+
+
+def test_calibration_finds_what_the_profile_does_not_know() -> None:
+    """A server that is a tenth slower, takes 50 ms more for a first token, and a quarter longer when busy."""
+
+    def ttft_s(name: str) -> float:
+        num_tokens = LOOPS[name].num_input_tokens
+        num_passes = -(-num_tokens // 512)
+        once_s = PREFILL.seconds(*prefill_quantities(num_tokens, 0)) + (num_passes - 1) * PREFILL.constant_s
+        return 0.05 + 1.1 * once_s
+
+    gap_s = 1.2 * DECODE.constant_s
+    prefill_s = ttft_s(LONG) - 0.05
+    decoding_s = 1.25 * gap_s * (LOOPS[BUSY].num_output_tokens - 1)
+    each_s = prefill_s + 0.25 * decoding_s  # a quarter longer while somebody is decoded
+    found = calibrated(
+        (PREFILL, DECODE),
+        {
+            SHORT: looped(SHORT, ttft_s(SHORT), gap_s, 1.0),
+            LONG: looped(LONG, ttft_s(LONG), gap_s, 3.0),
+            BUSY: looped(BUSY, 2.0, 1.25 * gap_s, each_s),
+        },
+    )
+    assert found.prefill_factor == pytest.approx(1.1)
+    assert found.decode_factor == pytest.approx(1.2)
+    assert found.first_token_s == pytest.approx(0.05)
+    assert found.slowdowns[1] == pytest.approx(1.25)
+    assert found.longest_mean == pytest.approx(1.3)
+    assert found.costs.profiled == (PREFILL, DECODE)
+    assert found.costs.kv_token_s == 1.2 * DECODE.second_s
+
+
+def test_instances_slow_each_other_only_while_both_compute() -> None:
+    heard: list[str] = []
+    machine = Machine({"p": 1.5, "d": 2.0})
+    machine.on_change["d"] = lambda: heard.append("d")
+    assert machine.factor("d") == 1.0
+    machine.computes("p", True)
+    machine.computes("p", True)
+    assert (machine.factor("d"), machine.factor("p"), heard) == (2.0, 1.0, ["d"])
+    machine.computes("d", True)
+    assert machine.factor("p") == 1.5
+    machine.computes("p", False)
+    assert (machine.factor("d"), heard) == (1.0, ["d", "d"])
+
+
+def test_jitter_keeps_the_mean_and_makes_the_longest_tenth_longer() -> None:
+    gaps = StepJitter(1.35).applied([(20_000, 0.02)])
+    assert np.mean([seconds for _, seconds in gaps]) == pytest.approx(0.02, rel=0.01)
+    assert tbt_s(gaps) == pytest.approx(1.35 * 0.02, rel=0.01)
+    assert tbt_s(StepJitter(1.0).applied([(1000, 0.02)])) == pytest.approx(0.02)
+
+
+def simulated(slowdowns: tuple[float, float] | None) -> Results:
+    shape = SMALL.shape()
+    fields = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+    cluster = DisaggregatedCluster(
+        type(shape)(**fields | {"slowdowns": slowdowns}), 1, 1, Limits(max_running_requests=1000), Rules()
+    )
+    return cluster.run(conversations(60, rate_per_s=3.0, seed=2))
+
+
+def test_sharing_a_machine_costs_time_only_when_it_slows() -> None:
+    alone, unslowed, slowed = (simulated(slowdowns) for slowdowns in (None, (1.0, 1.0), (1.5, 1.5)))
+    assert unslowed["end_s"].max() == pytest.approx(alone["end_s"].max(), rel=1e-3)
+    assert np.nanmean(slowed["tbt_s"]) > 1.05 * np.nanmean(alone["tbt_s"])
+    assert np.nanmean(slowed["ttft_s"]) > np.nanmean(alone["ttft_s"])
+    assert np.nanmean(slowed["tbt_s"]) < 1.5 * np.nanmean(alone["tbt_s"])
+
+
+def test_figures_agree_within_their_limit() -> None:
+    assert Row("x", 100.0, 114.0, 0.15).agrees
+    assert not Row("x", 100.0, 84.0, 0.15).agrees
+    assert Row("x", 0.0, 0.0, 0.1).agrees
+    assert not Row("x", 0.0, 3.0, 0.1).agrees
