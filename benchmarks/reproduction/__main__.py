@@ -18,7 +18,17 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.reproduction import coupled, datasets, formulas, hit_rate, overload, pools, scheduling
+from benchmarks.reproduction import (
+    banaserve,
+    coupled,
+    datasets,
+    formulas,
+    hit_rate,
+    overload,
+    planner,
+    pools,
+    scheduling,
+)
 from benchmarks.reproduction.experiment import Experiment, Outcome, Trace
 from benchmarks.reproduction.page import Found, write_page
 
@@ -26,6 +36,7 @@ EXPERIMENTS = (
     hit_rate.EXPERIMENT,
     scheduling.POLICIES,
     scheduling.REPLICAS,
+    banaserve.EXPERIMENT,
     coupled.REAL_WORKLOAD,
     coupled.CAPACITY,
     datasets.EXPERIMENT,
@@ -33,6 +44,7 @@ EXPERIMENTS = (
     pools.GLOBAL_POOL,
     pools.BANDWIDTH,
     pools.RATIO,
+    planner.EXPERIMENT,
     formulas.SHAPES,
     formulas.REUSE,
     formulas.OCCUPANCY,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.simulator.setup import Setup
 from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import at_speed, jittered
 from benchmarks.traces.request import TraceRequest
@@ -53,6 +54,22 @@ class Outcome(msgspec.Struct, frozen=True):
     """names of files in the folder that it was given"""
 
 
+def text_of(setup: Setup) -> str:
+    """Instances and model, for settings."""
+    return f"{setup.name}, {setup.model}"
+
+
+def number(cell: Cell) -> float:
+    """Of a cell that has one."""
+    assert isinstance(cell, int | float)
+    return float(cell)
+
+
+def always(text: str) -> Callable[[Outcome], str]:
+    """A remark without figures that another run could change."""
+    return lambda outcome: text
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Mooncake's conversation trace (FAST'25)."""
@@ -67,12 +84,13 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`run(trace, folder)` may write pictures into the folder."""
+    """`run(trace, folder)` may write pictures into the folder. `remark` is made from what was found, so that
+    it is true of the figures beside it."""
 
     name: str
     title: str
     published: str
     """where, and what in a sentence"""
     setting: str
-    remark: str
+    remark: Callable[[Outcome], str]
     run: Callable[[Trace, Path], Outcome]

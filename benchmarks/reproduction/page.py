@@ -56,7 +56,6 @@ def _section(experiment: Experiment, found: Found) -> str:
     for table in found.outcome.tables:
         lines += [table.markdown(), ""]
     lines += [f"![{experiment.title}]({PICTURES}/{picture})\n" for picture in found.outcome.pictures]
-    if experiment.remark:
-        lines += [experiment.remark, ""]
+    lines += [experiment.remark(found.outcome), ""]
     lines.append(f"(`{experiment.name}`, {found.date}, {found.machine})\n")
     return "\n".join(lines)

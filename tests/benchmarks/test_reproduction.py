@@ -1,14 +1,18 @@
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from benchmarks.reproduction import banaserve, scheduling
 from benchmarks.reproduction.__main__ import EXPERIMENTS, load, run_one
 from benchmarks.reproduction.coupled import capacity_per_s
-from benchmarks.reproduction.experiment import Table
+from benchmarks.reproduction.experiment import Outcome, Table
 from benchmarks.reproduction.formulas import needed_bytes_per_s
 from benchmarks.reproduction.page import write_page
 from benchmarks.simulator.cards import HARDWARE, MODELS
-from benchmarks.simulator.requests import Outcome, Results, SimulatedRequest
+from benchmarks.simulator.requests import Outcome as Ended
+from benchmarks.simulator.requests import Results, SimulatedRequest
 from benchmarks.simulator.summary import SLOs
 
 
@@ -17,7 +21,7 @@ def results_of(num_good: int, num_late: int) -> Results:
     for number in range(num_good + num_late):
         request = SimulatedRequest(number, float(number), 1, 2, [])
         request.first_token_s = request.arrival_s + (1.0 if number < num_good else 9.0)
-        results.end(request, Outcome.FINISHED, request.first_token_s + 1.0)
+        results.end(request, Ended.FINISHED, request.first_token_s + 1.0)
     return results
 
 
@@ -47,3 +51,26 @@ def test_the_page_has_what_was_run(tmp_path: Path) -> None:
     write_page([(e, load(e, tmp_path)) for e in EXPERIMENTS], tmp_path, page)
     titles = [line for line in page.read_text().splitlines() if line.startswith("## ")]
     assert titles == ["## Costs of prefill and decode", "## What a prompt's KVCache occupies"]
+
+
+def test_a_remark_says_what_the_figures_beside_it_say() -> None:
+    def remark(ttft_s: dict[str, float]) -> str:
+        rows: list[list[str | float | None]] = [[name, None, seconds] for name, seconds in ttft_s.items()]
+        return scheduling.policies_remark(Outcome([Table(["policy", "published", "ours"], rows)]))
+
+    names = ["random", "load_balancing", "cache_aware", "kvcache_centric", "banaserve"]
+    as_published = remark(dict(zip(names, (8.0, 4.0, 2.0, 1.0, 1.5), strict=True)))
+    assert "The order is the published one: random takes 2.0 times" in as_published
+    assert "1.50 times as long as the best, `kvcache_centric`" in as_published
+    otherwise = remark(dict(zip(names, (8.0, 4.0, 1.0, 2.0, 0.5), strict=True)))
+    assert "The order is not the published one" in otherwise
+    assert "1.00 times as long as the best, `banaserve`" in otherwise
+
+
+def test_skewed_prefixes_are_shared_the_more_the_earlier() -> None:
+    first_ids = [request.hash_ids[0] for request in islice(banaserve.skewed(10.0), 2000)]
+    uses = Counter(first_ids).most_common()
+    assert uses[0][0] == 0
+    assert uses[0][1] > 5 * uses[20][1]
+    ends = {request.hash_ids[-1] for request in islice(banaserve.skewed(10.0), 2000)}
+    assert len(ends) == 2000

@@ -1,0 +1,77 @@
+"""The planner's advice for three workloads, and what its neighbours serve: DistServe's placement search on
+our simulator."""
+
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.planner import workload as workloads
+from benchmarks.planner.goodput import Goodputs
+from benchmarks.planner.search import FINE, Candidate, Search
+from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace
+from benchmarks.simulator.setup import Setup
+from benchmarks.traces.synthetic import SyntheticLoad
+
+BASE = Setup(model="llama-3.1-8b", num_gpus=1, rejects=False)
+NUM_DEVICES = 6
+MOST_REQUESTS = 800
+ATTAINMENT = 0.9
+WORKLOADS = {
+    "4,000 in, 200 out": (SyntheticLoad(1.0, (4000.0,), (200.0,)), 2.0, 0.05),
+    "500 in, 400 out": (SyntheticLoad(1.0, (500.0,), (400.0,)), 1.0, 0.025),
+    "6,000 in, 4,608 of them shared, 300 out": (
+        SyntheticLoad(1.0, (6000.0,), (300.0,), shared_prefix_tokens=4608),
+        2.0,
+        0.05,
+    ),
+}
+
+
+def run(trace: Trace, folder: Path) -> Outcome:
+    """A row a workload."""
+    rows: list[list[str | float | None]] = []
+    for name, (synthetic, ttft_slo_s, tbt_slo_s) in WORKLOADS.items():
+        base = msgspec.structs.replace(BASE, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
+        workload = workloads.of_synthetic(synthetic, SEED, MOST_REQUESTS)
+        load = partial(workload.at, slos=base.slos, most_requests=MOST_REQUESTS)
+        goodputs = Goodputs(load, ATTAINMENT)
+        plan = Search(goodputs, base, NUM_DEVICES, [1], workload.mean_input_tokens).run()
+        advised = plan.disaggregated
+        assert advised is not None
+        slos = f"{ttft_slo_s:g} s, {1000 * tbt_slo_s:g} ms"
+        nearby = max(plan.neighbours, key=lambda candidate: candidate.goodput_per_s)
+        rows.append(
+            [name, slos, *_shown(advised), *_shown(nearby), *_shown(plan.coupled), plan.num_simulations]
+        )
+    header = ["workload", "TTFT, TBT SLO", "advised", "req/s", "best neighbour", "req/s"]
+    header += ["best coupled", "req/s", "simulations"]
+    return Outcome([Table(header, rows)])
+
+
+def _shown(candidate: Candidate) -> tuple[str, float]:
+    return candidate.setup.name, candidate.goodput_per_s
+
+
+def remark(outcome: Outcome) -> str:
+    """Whether the advice stands."""
+    rows = outcome.tables[0].rows
+    wrong = [str(row[0]) for row in rows if float(row[5] or 0) > (1 + FINE) * float(row[3] or 0)]
+    better = [str(row[0]) for row in rows if float(row[3] or 0) > float(row[7] or 0)]
+    confirmed = (
+        f"Not confirmed: a neighbour serves more for {'; '.join(wrong)}"
+        if wrong
+        else "Confirmed: no neighbour serves more than the advised division"
+    )
+    return f"{confirmed}. Disaggregation pays for {len(better)} of {len(rows)} workloads."
+
+
+EXPERIMENT = Experiment(
+    "planner",
+    "What the planner advises",
+    "DistServe's placement search; whether disaggregation pays depends on the workload.",
+    f"{BASE.model}, {NUM_DEVICES} A800, one an instance. Goodput: the rate up to which {ATTAINMENT:.0%} of"
+    f" the requests are within both SLOs, to {FINE:.0%}. The neighbours have one instance in the other role.",
+    remark,
+    run,
+)
