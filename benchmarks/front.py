@@ -60,8 +60,8 @@ class Sample(NamedTuple):
 
 
 @contextlib.contextmanager
-def front() -> Iterator[Server]:
-    """With one prefill and one decode instance. Raises ServerError."""
+def front(num_each: int = 1) -> Iterator[Server]:
+    """With so many prefill and decode instances. Raises ServerError."""
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
         ClusterKey.generate().save(key)
@@ -71,7 +71,9 @@ def front() -> Iterator[Server]:
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "mooncake", "--role", "conductor", "--port", str(port), *cluster]
         command += ["--conductor-reply-endpoint", endpoints[1], "--conductor-max-running-requests", "10000"]
-        workers = subprocess.Popen([sys.executable, "-m", "benchmarks.load.instant_workers", *cluster])
+        instant = [sys.executable, "-m", "benchmarks.load.instant_workers", *cluster]
+        instant += ["--prefill", str(num_each), "--decode", str(num_each)]
+        workers = subprocess.Popen(instant)
         try:
             with serving(command, f"{url}/ready") as supervisor:
                 # Its only child is the conductor.
@@ -157,21 +159,16 @@ def _row(rate: float, name: str, sample: Sample) -> tuple[str, ...]:
     return (f"{rate:g}", name, *(f"{value:.2f} ms" for value in times), f"{sample.client_cpu_share:.0%}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", default="50,150", metavar="R,R", help="requests a second; default: 50,150")
-    parser.add_argument("--num-requests", type=int, default=500, metavar="N", help="a round; default: 500")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")
-    options = parser.parse_args()
-    run = Run(
+def load() -> Run:
+    """The requests; how many, and how they follow each other, is to be said."""
+    return Run(
         url="",
         model="",
         source=MixSource(Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), 1.0, 1.0), 1.0),
         rate_per_s=None,
         concurrency=None,
         seed=0,
-        num_requests=options.num_requests,
+        num_requests=None,
         duration_s=None,
         scale_lengths=1.0,
         context_len=None,
@@ -180,6 +177,16 @@ def main() -> None:
         ignore_eos=True,
         timeout_s=600.0,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rates", default="50,150", metavar="R,R", help="requests a second; default: 50,150")
+    parser.add_argument("--num-requests", type=int, default=500, metavar="N", help="a round; default: 500")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")
+    options = parser.parse_args()
+    run = replace(load(), num_requests=options.num_requests)
     rates = [float(rate) for rate in options.rates.split(",")]
     try:
         in_rounds(rates, options.rounds, options.processes, run)

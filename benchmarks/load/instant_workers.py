@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake.blocks import KVLayout
@@ -38,7 +39,9 @@ from mooncake.messages import (
     Heartbeat,
     HeartbeatAck,
     MessengerAddress,
+    PeerStats,
     PoolShard,
+    PoolStats,
     Prefill,
     Prefilled,
     Ref,
@@ -49,6 +52,8 @@ from mooncake.messages import (
     Reserve,
     Reserved,
     Role,
+    Tier,
+    TierStats,
     ToFront,
     TokenOutput,
     Tokens,
@@ -59,6 +64,7 @@ INTERRUPTED = 130
 STEP_S = 0.02
 HEARTBEAT_S = 1.0
 _NUM_PAGES = 1 << 24
+_NUM_NEIGHBOURS = 10
 
 
 @dataclass(slots=True)
@@ -84,13 +90,50 @@ class _Running:
         return self.num_tokens >= self.request.sampling.max_tokens
 
 
+def _idle_pool(layout: KVLayout, neighbours: Sequence[str]) -> PoolStats:
+    """As a pool says it that holds nothing now: a sample for everything that a real one has samples for."""
+    tier = TierStats(num_slots=_NUM_PAGES, num_blocks=0, num_hits=0, num_evictions=0, num_checksum_failures=0)
+    return PoolStats(
+        num_pages=_NUM_PAGES,
+        num_free=_NUM_PAGES,
+        num_reserved=0,
+        num_sealed=0,
+        num_quarantined=0,
+        num_used=0,
+        num_reservations=0,
+        num_leases=0,
+        num_pins=0,
+        block_bytes=layout.block_bytes,
+        eviction_policy="lru",
+        tiers=dict.fromkeys(Tier, tier),
+        num_misses={"absent": 0, "evicted": 0},
+        num_dropped=0,
+        num_removed=0,
+        num_demotions=0,
+        num_promotions=0,
+        num_expired_leases=0,
+        num_checksum_failures=0,
+        num_orphaned=0,
+        sent_bytes={"tcp": 0},
+        received_bytes={"tcp": 0},
+        peers={name: PeerStats(0, None, 0, {"tcp": 0}, {"tcp": 0}, {"tcp": 0.0}) for name in neighbours},
+    )
+
+
 class InstantInstance:
     """One instance: connects, registers, obeys until it is cancelled or refused."""
 
     def __init__(
-        self, name: str, role: Role, fingerprint: str, layout: KVLayout, endpoint: str, key: ClusterKey
+        self,
+        name: str,
+        role: Role,
+        fingerprint: str,
+        layout: KVLayout,
+        endpoint: str,
+        key: ClusterKey,
+        neighbours: Sequence[str],
     ) -> None:
-        """Needs a running event loop."""
+        """`neighbours`: with whom its heartbeats say it has exchanged blocks. Needs a running event loop."""
         incarnation = time.time_ns()
         self._key = key
         self._identity = peer_identity(name, incarnation)
@@ -106,6 +149,7 @@ class InstantInstance:
             Capacity(_NUM_PAGES, _NUM_PAGES),
             "nothing",
         )
+        self._pool = _idle_pool(layout, neighbours)
         self._conductor: Dealer[ToWorker] = Dealer(endpoint, self._identity, ToWorker, key)
         self._fronts: dict[str, Dealer[ToFront]] = {}
         self._reserved: dict[Ref, Request] = {}
@@ -152,7 +196,8 @@ class InstantInstance:
         await self._tell(self._registration)
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            await self._tell(Heartbeat(len(self._running), 0, _NUM_PAGES, {}))
+            pools = {self._address.instance: self._pool}
+            await self._tell(Heartbeat(len(self._running), 0, _NUM_PAGES, pools))
 
     async def _step(self) -> None:
         """One token for every running request, every `STEP_S`."""
@@ -191,10 +236,17 @@ async def serve(config: Config, num_prefill: int, num_decode: int) -> None:
     fingerprint = checkpoint.fingerprint(dtype, block_size)
     layout = kv_layout(checkpoint, block_size, dtype)
     async with asyncio.TaskGroup() as group:
-        for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
-            for index in range(number):
+        prefill, decode = (
+            [f"instant-{role.value}-{index}" for index in range(number)]
+            for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode))
+        )
+        for role, names, others in ((Role.PREFILL, prefill, decode), (Role.DECODE, decode, prefill)):
+            for index, name in enumerate(names):
+                neighbours = [
+                    others[(index + step) % len(others)] for step in range(min(_NUM_NEIGHBOURS, len(others)))
+                ]
                 instance = InstantInstance(
-                    f"instant-{role.value}-{index}", role, fingerprint, layout, config.conductor.endpoint, key
+                    name, role, fingerprint, layout, config.conductor.endpoint, key, neighbours
                 )
                 group.create_task(instance.run())
 

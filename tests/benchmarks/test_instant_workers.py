@@ -40,7 +40,7 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
     link = Link(control, replies, key, FINGERPRINT, LAYOUT.block_size)
     follower = EventFollower(conductor.prefixes, key)
     service = ConductorService(conductor, router, follower, History())
-    instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key) for role in Role]
+    instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in Role]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         runs = (service.run(), link.run(), *(one.run() for one in instances))
         tasks = [group.create_task(run) for run in runs]
