@@ -14,6 +14,7 @@ import shlex
 import time
 from pathlib import Path
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
@@ -204,4 +205,4 @@ def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: b
 
 
 if __name__ == "__main__":
-    child_main(ConductorProcess, serve)
+    child_main(ConductorProcess, serve, uvloop.new_event_loop)

@@ -1,38 +1,64 @@
-"""HTTP/1.1 as uvicorn speaks it, to clients that must get their requests across in time.
+"""HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size.
 
-Owns: that deadline, from the connection or a request's first byte to its last. Does not know: requests.
-Without it a client that sends a byte now and then would keep a connection, and what it has sent, forever.
+Owns: that deadline, from the connection or a request's first byte to its last; how long a head may be. Does
+not know: requests. Without it a client that sends a byte now and then, or headers without end, would keep a
+connection, and what it has sent, forever.
 """
 
 import asyncio
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 1 << 16
 
 
-def connections(request_timeout_s: float) -> type[H11Protocol]:
+def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
     """What uvicorn calls for each connection."""
 
-    class Connection(H11Protocol):
+    class Connection(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._deadline: asyncio.TimerHandle | None = None
+            self._num_unread_bytes = 0
+            """since the last whole head or piece of a body; they are kept until there is more"""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._deadline = self.loop.call_later(request_timeout_s, transport.close)
+            self._set_deadline()
 
         def data_received(self, data: bytes) -> None:
+            self._num_unread_bytes += len(data)
             super().data_received(data)
-            if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-                self._unset_deadline()
-            elif self._deadline is None:
-                self._deadline = self.loop.call_later(request_timeout_s, self.transport.close)
+            if self._num_unread_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The request's head is too long.")
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._unset_deadline()
             super().connection_lost(exc)
+
+        # -- what the parser has read -----------------------------------------------------------------
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._set_deadline()
+
+        def on_headers_complete(self) -> None:
+            self._num_unread_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._num_unread_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._num_unread_bytes = 0
+            self._unset_deadline()
+            super().on_message_complete()
+
+        def _set_deadline(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(request_timeout_s, self.transport.close)
 
         def _unset_deadline(self) -> None:
             if self._deadline is not None:
