@@ -38,8 +38,8 @@ class PieceBytes:
             return b""
         if token_id in self._added:
             return piece.encode()
-        if self._is_byte_level and all(character in _BYTE_OF for character in piece):
-            return bytes(_BYTE_OF[character] for character in piece)
+        if self._is_byte_level and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
         if match := _BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(match[1])
         return piece.replace(_SPACE, " ").encode()
@@ -54,4 +54,4 @@ def _byte_level_alphabet() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_level_alphabet()
+BYTE_OF = _byte_level_alphabet()

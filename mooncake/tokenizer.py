@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
+from mooncake.byte_level import ByteLevelDetokenizer, pieces_of
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError, RequestError
 from mooncake.gguf_file import read_gguf_header
@@ -54,6 +55,7 @@ class Tokenizer:
 
     __slots__ = (
         "_backend",
+        "_byte_level_pieces",
         "_bytes_of_piece",
         "_wrapped",
         "eos_token_ids",
@@ -77,6 +79,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of_piece = PieceBytes(self._backend, added)
+        self._byte_level_pieces = pieces_of(self._backend)
 
     @property
     def has_chat_template(self) -> bool:
@@ -141,6 +144,15 @@ class Tokenizer:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True
+    ) -> "IncrementalDetokenizer | ByteLevelDetokenizer":
+        """For one stream of tokens."""
+        if self._byte_level_pieces is None:
+            return IncrementalDetokenizer(self, skip_special_tokens)
+        hidden_ids = self.special_token_ids if skip_special_tokens else frozenset()
+        return ByteLevelDetokenizer(self._byte_level_pieces, hidden_ids)
 
 
 class IncrementalDetokenizer:

@@ -11,7 +11,7 @@ from conductor.front.tool_calls import ToolFormat, format_of_template, takes_too
 from mooncake.blocks import KVDtype
 from mooncake.checkpoint import Checkpoint
 from mooncake.grammar import Grammars
-from mooncake.tokenizer import IncrementalDetokenizer, load_tokenizer
+from mooncake.tokenizer import load_tokenizer
 
 
 class Tokenizer(Protocol):
@@ -87,7 +87,7 @@ def load_served_model(
     vocab_size = int(checkpoint.config["vocab_size"])
     return ServedModel(
         tokenizer=tokenizer,
-        new_detokenizer=lambda hides: IncrementalDetokenizer(tokenizer, skip_special_tokens=hides),
+        new_detokenizer=tokenizer.detokenizer,
         context_len=checkpoint.context_len,
         vocab_size=vocab_size,
         fingerprint=checkpoint.fingerprint(dtype, block_size),

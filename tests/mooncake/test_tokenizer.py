@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from mooncake.byte_level import ByteLevelDetokenizer
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError, RequestError
 from mooncake.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
@@ -240,24 +241,31 @@ class TestIncrementalDetokenizer:
     def test_pieces_add_up_to_the_whole(
         self, tiny: Tokenizer, ids: list[int], sizes: list[int], skip: bool
     ) -> None:
-        detokenizer = IncrementalDetokenizer(tiny, skip_special_tokens=skip)
-        pieces, rest = [], ids
-        for size in sizes:
-            pieces.append(detokenizer.push(rest[:size]))
-            rest = rest[size:]
-        pieces += [detokenizer.push([token_id]) for token_id in rest]
-        assert "".join(pieces) + detokenizer.flush() == tiny.decode(ids, skip_special_tokens=skip)
+        for detokenizer in (IncrementalDetokenizer(tiny, skip), tiny.detokenizer(skip)):
+            pieces, rest = [], ids
+            for size in sizes:
+                pieces.append(detokenizer.push(rest[:size]))
+                rest = rest[size:]
+            pieces += [detokenizer.push([token_id]) for token_id in rest]
+            assert "".join(pieces) + detokenizer.flush() == tiny.decode(ids, skip_special_tokens=skip)
 
     @given(text=st.text(st.sampled_from("ab 1é日🎉👩‍👧\n"), max_size=60))
     @settings(max_examples=100, deadline=None)
     def test_characters_in_flight_are_held_back(self, tiny: Tokenizer, text: str) -> None:
-        detokenizer, emitted = IncrementalDetokenizer(tiny), ""
         ids = tiny.encode(text)
-        for num_pushed, token_id in enumerate(ids, 1):
-            emitted += detokenizer.push([token_id])
-            assert emitted == tiny.decode(ids[:num_pushed]).rstrip("\N{REPLACEMENT CHARACTER}")
-        assert emitted == text
-        assert detokenizer.flush() == ""
+        for detokenizer in (IncrementalDetokenizer(tiny), tiny.detokenizer()):
+            emitted = ""
+            for num_pushed, token_id in enumerate(ids, 1):
+                emitted += detokenizer.push([token_id])
+                assert emitted == tiny.decode(ids[:num_pushed]).rstrip("\N{REPLACEMENT CHARACTER}")
+            assert emitted == text
+            assert detokenizer.flush() == ""
+
+    def test_a_byte_level_stream_needs_no_window(self, tiny: Tokenizer) -> None:
+        assert isinstance(tiny.detokenizer(), ByteLevelDetokenizer)
+        hidden, shown = tiny.detokenizer(), tiny.detokenizer(skip_special_tokens=False)
+        ids = [IM_START_ID, *tiny.encode("é"), VOCAB_SIZE + 5]
+        assert (hidden.push(ids), shown.push(ids)) == ("é", "<|im_start|>é")
 
     @pytest.mark.parametrize("kind", ["text", "broken bytes", "special tokens", "characters never finished"])
     def test_cost_of_a_token_does_not_grow_with_the_stream(self, tiny: Tokenizer, kind: str) -> None:
@@ -284,7 +292,8 @@ class TestIncrementalDetokenizer:
         tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), ())
         emoji = [5 + byte for byte in "🎉".encode()]
         ids = [2, 3, *emoji, *emoji, 3, 4, 1, 2, *emoji, 3] * 8
-        detokenizer = IncrementalDetokenizer(tokenizer)
+        detokenizer = tokenizer.detokenizer()
+        assert isinstance(detokenizer, IncrementalDetokenizer)
         pieces = [detokenizer.push([token_id]) for token_id in ids]
         assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
         assert pieces[:6] == ["hello", " world", "", "", "", "🎉"]
