@@ -19,6 +19,9 @@ from conductor.front.errors import error_response
 from conductor.front.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
 
+DIRECT_SEND = "mooncake.direct_send"
+"""extension of the scope: where to send a response's body, once its start has been sent the usual way"""
+
 log = logging.getLogger(__name__)
 
 
@@ -53,6 +56,8 @@ class Boundary:
         text = given.decode("latin-1")
         state["request_id"] = text if re.fullmatch(REQUEST_ID_PATTERN, text) else secrets.token_hex(16)
         started = False
+        # What lies between would pass each event of a stream on, one after the other, and change none.
+        scope.setdefault("extensions", {})[DIRECT_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             nonlocal started

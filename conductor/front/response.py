@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from conductor.front.answer import AnswerFormat, event
+from conductor.front.boundary import DIRECT_SEND
 from conductor.front.errors import error_body, error_response
 from conductor.front.generation import Delta, Generation, joined
 from conductor.front.metrics import Metrics, Outcome
@@ -77,6 +78,7 @@ class GenerationResponse(Response):
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                        send = scope["extensions"][DIRECT_SEND]
                     if events := self._answers.chunks(delta, self._generation.usage):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             outcome, end = Outcome.FINISHED, self._answers.end(self._generation.usage())
