@@ -12,11 +12,14 @@ from mooncake.messages import (
     Finished,
     FinishReason,
     Heartbeat,
+    KeepContext,
+    KVStored,
     PeerStats,
     Prefilled,
     Reserved,
     Role,
     Submit,
+    Tier,
     ToConductor,
 )
 from tests.conductor.test_policy import (
@@ -112,3 +115,12 @@ def test_an_open_page_costs_at_most_one_percent_of_a_core() -> None:
         took_s.append(time.process_time() - began_s)
     assert len(state["paths"]) == NUM_PATHS
     assert min(took_s) < 0.01
+
+
+def test_context_caches_are_shown_with_who_holds_them_newest_first() -> None:
+    shown, keys = Shown(), [bytes(15) + bytes([number]) for number in range(3)]
+    shown.conductor.prefixes.apply("p0", [KVStored(Tier.DRAM, keys[:2])])
+    for context_id, wanted in (("whole", keys[:2]), ("lost", keys[2:])):
+        shown.hear(FRONT, KeepContext(context_id, wanted, 30.0))
+    contexts = [tuple(context.values()) for context in shown.display.state(no_tokens)["contexts"]]
+    assert contexts == [("lost", 1, 0, None, OFFSET_S + 31.0), ("whole", 2, 2, "p0", OFFSET_S + 31.0)]
