@@ -49,8 +49,11 @@ def complete(front: Running, key: str = "", **fields: Any) -> httpx.Response:
 @pytest.fixture(autouse=True)
 def _no_caches(front: Running) -> Iterator[None]:
     yield
-    for cache in call(front, "GET").json()["data"]:
-        call(front, "DELETE", f"/{cache['id']}")
+    dropped = [DropContext(cache["id"]) for cache in call(front, "GET").json()["data"]]
+    for drop in dropped:
+        call(front, "DELETE", f"/{drop.context_id}")
+    # Or they would come while the next test looks at what comes.
+    front.cluster.wait_until(lambda: all(drop in front.cluster.contexts for drop in dropped))
 
 
 def code_of(response: httpx.Response) -> tuple[int, str, str | None]:
