@@ -117,7 +117,7 @@ class Assignments:
         """As placed, unless the decode instance turns out to hold more."""
         if not self._rules.fetches_prefixes:
             return None, 0
-        own = self._rules.kvcache_balancing_threshold * placement.num_local_blocks
+        own = self._view.balancing.threshold * placement.num_local_blocks
         if num_held_blocks > max(own, placement.num_source_blocks):
             return decode, num_held_blocks
         source = placement.source

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.balancing import START, BalancingThreshold
 from conductor.estimators import GENERIC_DECODE_COSTS, GENERIC_PREFILL_COSTS, CostEstimator
 from conductor.instances import Instance
 from conductor.loads import Loads
@@ -59,9 +60,10 @@ class _Seat:
 
 
 class ClusterView:
-    """All slots. `profiled`: measured costs of prefill and decode to begin with."""
+    """All slots. `profiled`: measured costs of prefill and decode to begin with. `threshold`: as
+    `kvcache_balancing_threshold`."""
 
-    def __init__(self, profiled: tuple[Costs, Costs] | None = None) -> None:
+    def __init__(self, profiled: tuple[Costs, Costs] | None = None, threshold: float | None = START) -> None:
         prefill, decode = profiled or (GENERIC_PREFILL_COSTS, GENERIC_DECODE_COSTS)
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
@@ -69,6 +71,7 @@ class ClusterView:
         self.prefill_costs = CostEstimator(prefill, is_profiled=profiled is not None)
         self.decode_costs = CostEstimator(decode, is_profiled=profiled is not None)
         self.transfers = TransferEstimator()
+        self.balancing = BalancingThreshold(threshold)
         self.layout: KVLayout | None = None
         """of all instances; None before the first one"""
         self.next_step_s = np.zeros(0)
@@ -120,6 +123,7 @@ class ClusterView:
         self.loads.reset(slot, None)
         self._decode_pool = None
         self.transfers.reset(slot)
+        self.balancing.forget(slot)
 
     def close(self, instance: Instance) -> None:
         """It is given nothing more; what it has stays."""
@@ -139,6 +143,7 @@ class ClusterView:
         num_device_pages = max(1, instance.registration.capacity.num_device_pages)
         self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
         pools = list(heartbeat.pools.values())
+        self.balancing.heard(slot, pools)
         self.transfers.heard(slot, pools, self._slot_of_messenger)
         if pools:
             self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))

@@ -371,6 +371,8 @@ class Dispatcher:
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> list[Effect]:
         """Prompts of a lower class stand behind it now, and some of them too long."""
+        if not self._view.loads.has_several_priorities:
+            return []
         late = []
         for request_id in placement.prefill.requests:
             other = self.requests[request_id]

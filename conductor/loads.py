@@ -68,6 +68,11 @@ class Loads:
         """Slots that somebody has or had."""
         return len(self._prefills)
 
+    @property
+    def has_several_priorities(self) -> bool:
+        """Whether some queued prompts go before others."""
+        return len(self._queued_s) > 1
+
     def reset(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
         """An instance begins in this slot, or (no role) has left it; slots are added as needed."""
         while self.num_slots <= slot:

@@ -57,6 +57,12 @@ class ConductorMetrics(Collector):
             self._conductor.num_waiting,
         )
 
+        yield GaugeMetricFamily(
+            "mooncake_kvcache_balancing_threshold",
+            "how many times as long as the own prefix another one is to be fetched",
+            self._conductor.view.balancing.threshold,
+        )
+
         draining = GaugeMetricFamily(
             "mooncake_instance_draining", "1 for an instance that is given no more work", labels=["instance"]
         )

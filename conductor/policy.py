@@ -62,9 +62,10 @@ class Conductor:
         self.limits = limits
         self.instances = Instances()
         self.outcomes = Outcomes()
-        self.view = ClusterView(profiled)
+        rules = rules or Rules()
+        self.view = ClusterView(profiled, rules.kvcache_balancing_threshold)
         self.prefixes = self.view.prefixes
-        self._dispatcher = Dispatcher(self.instances, self.view, limits, rules or Rules(), self.outcomes)
+        self._dispatcher = Dispatcher(self.instances, self.view, limits, rules, self.outcomes)
         self.contexts = Contexts(self.prefixes, self.instances)
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None

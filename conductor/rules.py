@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from conductor.balancing import START
 from mooncake.config import Overload, Scheduling
 from mooncake.messages import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`kvcache_balancing_threshold` is at least 1."""
+    """`kvcache_balancing_threshold` is at least 1; None if it adapts."""
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
-    kvcache_balancing_threshold: float = 1.25
+    kvcache_balancing_threshold: float | None = START
     overload: Overload = Overload.PREDICTION
     seed: int = 0
     """of what is chosen at random"""

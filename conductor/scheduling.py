@@ -36,7 +36,6 @@ class Scheduler:
 
     def __init__(self, view: ClusterView, rules: Rules) -> None:
         self._view = view
-        self._threshold = rules.kvcache_balancing_threshold
         self._fetches = rules.fetches_prefixes
         self._choose = choice_of(rules)
 
@@ -83,7 +82,7 @@ class Scheduler:
             prefill_s = self.estimate_prefill_execution_time(num_tokens, best_prefix_len)
             remote = Times(transfer_s, prefill_s)
             # Line 8 as a product, for prefix_len may be 0. At equality the own prefix is used.
-            is_remote = best.num_blocks > self._threshold * match.num_blocks
+            is_remote = best.num_blocks > self._view.balancing.threshold * match.num_blocks
             # And, section 6.2, it is fetched only if that is quicker than computing what is lacking.
             is_remote &= remote.sum_s < rest_s
             rest_s = np.where(is_remote, remote.sum_s, rest_s)

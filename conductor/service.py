@@ -125,9 +125,10 @@ async def serve(process: ConductorProcess) -> None:
             max_waiting=config.conductor.max_waiting,
         )
         registry = CollectorRegistry()
+        threshold = config.conductor.kvcache_balancing_threshold
         rules = Rules(
             config.conductor.scheduling,
-            config.conductor.kvcache_balancing_threshold,
+            None if isinstance(threshold, str) else threshold,
             config.conductor.overload,
         )
         profiled = _profiled_costs(config.conductor.profile, checkpoint.name, dtype)

@@ -225,10 +225,10 @@ class ConductorConfig(_Section):
         description="how prefill instances are chosen: kvcache_centric, or its rivals cache_aware,"
         " load_balancing, random, banaserve",
     )
-    kvcache_balancing_threshold: float = Field(
+    kvcache_balancing_threshold: Annotated[float, Field(ge=1)] | Literal["auto"] = Field(
         1.25,
-        ge=1,
-        description="fetch a prefix from another instance if it is so many times as long as the own one",
+        description="fetch a prefix from another instance if it is so many times as long as the own one;"
+        " auto: adapts, so that copies do not drive out blocks that are wanted again",
     )
     overload: Overload = Field(
         Overload.PREDICTION,

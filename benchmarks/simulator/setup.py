@@ -43,7 +43,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int | None = None
     """of coupled instances, which compute whole prompts without"""
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
-    kvcache_balancing_threshold: float = Rules().kvcache_balancing_threshold
+    kvcache_balancing_threshold: float | None = Rules().kvcache_balancing_threshold
     overload: Overload = Overload.PREDICTION
     eviction: EvictionPolicy = EvictionPolicy.LRU
     pool_tokens: int | None = None
