@@ -31,7 +31,7 @@ from conductor.forecast import SystemForecast
 from conductor.instances import Instance
 from conductor.outcomes import Outcomes
 from conductor.overload import Admission
-from conductor.rules import Rules
+from conductor.rules import Rules, SLOs
 from conductor.scheduling import Scheduler
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import Overload
@@ -51,6 +51,7 @@ P99_FACTOR = 3
 BLOCK_SIZE = 256
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=BLOCK_SIZE, dtype="bfloat16")
 REQUESTS_PER_INSTANCE = 8
+SLOS = SLOs(ttft_s=30.0, tbt_s=0.1)
 _SEED = 7
 
 
@@ -76,7 +77,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
         view.add(instance(number), 0.0)
     num_prompts = fill(view.prefixes, num_instances, num_blocks, are_added=True)
     scheduler = Scheduler(view, rules)
-    admission = Admission(view, forecast, rules.overload, ttft_slo_s=30.0, tbt_slo_s=0.1)
+    admission = Admission(view, forecast, rules.overload)
     assignments = Assignments(view, forecast, Outcomes(), rules)
     draw = random.Random(_SEED)
     for number in range(REQUESTS_PER_INSTANCE * num_instances):
@@ -93,7 +94,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         placement = scheduler.schedule(asked, 1.0)
         assert placement is not None
-        admission.check_arrival(placement, len(asked.token_ids), 0.0, 1.0)
+        admission.check_arrival(placement, len(asked.token_ids), SLOS, 0.0, 1.0)
         cpu_s.append(time.thread_time() - started_cpu_s)
         wall_s.append(time.perf_counter() - started_s)
     figures = {}
