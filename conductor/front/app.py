@@ -23,8 +23,9 @@ from conductor.front.front import Front, key_of
 from conductor.front.generation import Generation
 from conductor.front.metrics import Outcome
 from conductor.front.monitoring import monitoring
+from conductor.front.openapi import describe, described
 from conductor.front.response import GenerationResponse, outcome_of
-from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model, described
+from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model
 from conductor.front.slo_classes import SLO_CLASS_HEADER, in_class
 from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from conductor.front.validation import Endpoint
@@ -140,4 +141,5 @@ def create_app(front: Front) -> FastAPI:
         app.include_router(admin(front.link, is_only_local=True))
         app.include_router(monitoring(front.registry, front.display, front.link))
     answer_errors(app, UNSERVED_ENDPOINTS)
+    describe(app, needs_key=front.config.api_keys_file is not None)
     return app

@@ -20,6 +20,7 @@ from conductor.front.fields import KnownFields, ListOf
 from conductor.front.front import Front, beside, key_of
 from conductor.front.generation import Generation
 from conductor.front.model import ServedModel
+from conductor.front.openapi import described
 from conductor.front.prompt import ChatPrefix, prefix_tokens, prompts_of, tenant_root
 from conductor.front.response import until_hang_up
 from conductor.front.schema import (
@@ -29,7 +30,6 @@ from conductor.front.schema import (
     Priority,
     check_message_fields,
     check_model,
-    described,
 )
 from conductor.front.tools import MAX_TOOLS, ToolFields
 from conductor.front.validation import Endpoint, Job, Prompt, UsageShown, fit_into_pool, priority_of

@@ -208,10 +208,3 @@ def check_model(name: str | None, served_model_name: str) -> None:
 def shortened(text: str, num_chars: int = 80) -> str:
     """`text` for an error message: a client's mistake must not come back in megabytes."""
     return text if len(text) <= num_chars else text[:num_chars] + "..."
-
-
-def described(body: type[BaseModel]) -> dict[str, Any]:
-    """A route's body for `/openapi.json`: FastAPI describes only those that it parses itself."""
-    # `$id` makes the references inside the schema local.
-    schema = {"$id": body.__name__, **body.model_json_schema()}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
