@@ -42,6 +42,14 @@ def broken(node: Fabric) -> bool:
     return any(not link.is_open for proxy in node.proxies for link in proxy.links)
 
 
+def num_lanes_up(node: Fabric) -> int:
+    return sum(len(peer.lanes) for peer in node.peers.all)
+
+
+def num_open_links(node: Fabric) -> int:
+    return sum(link.is_open for proxy in node.proxies for link in proxy.links)
+
+
 async def bytes_of_a_transfer(folder: Path, num_lanes: int) -> tuple[int, int]:
     """Upwards and downwards, of the connection that moves most."""
     async with fabric(folder, TINY, streams=num_lanes) as node:
@@ -62,8 +70,8 @@ async def reset_one_stream(folder: Path, plan: Plan) -> None:
             await transfer(node, 0, 1)
         except TransferError:
             assert broken(node)
-        for _ in range(3):  # a reset behind the last byte is noticed
-            await asyncio.sleep(0)
+        # A reset behind the last byte is noticed.
+        await until(lambda: num_lanes_up(node) == num_open_links(node))
         await transfer(node, 1, 1)
         await until(lambda: node.pages.num_leases == 0)
 
