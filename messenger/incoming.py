@@ -1,18 +1,18 @@
-"""The answering side of one connection: checks, places, verifies and acknowledges what is written over it;
-sends what is fetched.
+"""The answering side of one connection: checks, places, verifies and acknowledges what is written over it.
 
 Owns: a connection after its handshake. Does not know: keys, reservations; whose pages these are
-is the `WriteTarget`'s business, what can be read the `ReadSource`'s.
+is the `WriteTarget`'s business, what is fetched that of messenger.answers.
 """
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 
+from messenger.answers import Answers
 from messenger.deadline import Deadline
-from messenger.door import Door, Readable, WriteRefused, WriteTarget
+from messenger.door import Door, WriteRefused
 from messenger.frames import Frames
+from messenger.placing import Parts, Placing
 from messenger.protocol import (
     MAX_FRAME_BYTES,
     MAX_FRAME_ENTRIES,
@@ -22,8 +22,6 @@ from messenger.protocol import (
     Exposed,
     Fetch,
     FetchDone,
-    Found,
-    FoundBlock,
     Frame,
     Open,
     Probe,
@@ -35,19 +33,14 @@ from messenger.protocol import (
     encode_frame,
 )
 from messenger.rdma.exposures import Exposures
-from messenger.rdma.windows import Range
+from messenger.replies import Replies
 from messenger.session import Session, SessionLane
-from messenger.stream import Outbox
 from messenger.transports import Inlet, Transport
 from mooncake.blocks import KVLayout
-from mooncake.errors import MooncakeError, TransferError
+from mooncake.errors import TransferError
 
 log = logging.getLogger(__name__)
 
-MOST_FETCHES = 64
-"""of one lane that are being answered or read"""
-_MOST_ANSWERS = 1024
-"""of one lane that wait to be sent"""
 _ANSWERED_BYTES = 2 << 20
 """of writes whose acknowledgements leave together at most: the sender waits for them to send more"""
 _ACK = encode_frame(WriteAck())
@@ -74,31 +67,22 @@ class IncomingLane:
         self._exposures = exposures
         self._may_only_probe = layout is None
         self._layout = door.identity.layout
-        self._has_same_heads = layout is not None and layout.heads == self._layout.heads
+        self._parts = Parts(self._layout, layout)
         self._session: Session
-        self._outbox = Outbox(self._stream)
+        self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
         """that leave together"""
         self._acknowledged_bytes = 0
         """by them"""
         self._deadline = Deadline(door.settings.ack_timeout_s, self._stream.shut_down)
-        self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
-        self._num_queued = 0
-        """fetches that wait to be answered"""
         self._rest: Coroutine[None, None, None] | None = None
         """of a frame that takes a while"""
-        self._read: deque[tuple[Callable[[], None], int]] = deque()
-        """what ends the lease of blocks that are being read, and their bytes; oldest first"""
+        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
         """the lane whose end is awaited"""
 
     def post(self, *buffers: bytes | memoryview) -> None:
-        try:
-            self._outbox.post(*buffers)
-        except OSError:
-            self.shut_down()  # the receiving side finds out, and says why
-        if len(self._outbox) > _MOST_ANSWERS:
-            self.shut_down()  # a sender that does not read its answers
+        self._replies.post(*buffers)
 
     def shut_down(self) -> None:
         self._stream.shut_down()
@@ -119,7 +103,7 @@ class IncomingLane:
     async def run(self, session: Session) -> str:
         """Serves the connection until it is lost. Returns the reason."""
         self._session = session
-        answering = asyncio.create_task(self._answer_fetches())
+        answering = asyncio.create_task(self._answers.run())
         try:
             while True:
                 await self._frames.heard(self._hear)
@@ -140,19 +124,16 @@ class IncomingLane:
                 (failure,) = await asyncio.gather(answering, return_exceptions=True)
                 if isinstance(failure, Exception):
                     log.error("a fetch of %s could not be answered", session.name, exc_info=failure)
-                await self._outbox.close()
+                await self._replies.close()
             finally:  # also if it is cancelled again
-                while not self._fetches.empty():
-                    self._fetches.get_nowait().close()
-                for end_lease, _ in self._read:
-                    end_lease()
+                self._answers.close()
 
     def _hear(self) -> bool:
         """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
         have their turn."""
         while (frame := self._frames.ready()) is not None:
             self._rest = self._handle(frame)
-            if self._rest is not None or self._stream.is_turn_over:
+            if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):
                 break
         self._send_acks()
         return frame is not None
@@ -170,13 +151,9 @@ class IncomingLane:
             case Close(transfer_id, reason):
                 session.close(transfer_id, None if reason is None else f"{session.name} gave up: {reason}")
             case Fetch() as fetch:
-                self._fetch(fetch)
+                self._answers.fetch(fetch)
             case FetchDone():
-                if not self._read:
-                    raise TransferError("a fetch is done that was not answered")
-                end_lease, num_bytes = self._read.popleft()
-                end_lease()
-                self._door.traffic.sent_bytes[self._inlet.transport] += num_bytes
+                self._answers.fetched()
             case Abandon(number):
                 if (lane := session.lanes.get(number)) is not None and lane is not self:
                     return self._abandon(lane)
@@ -223,13 +200,13 @@ class IncomingLane:
     def _write(self, write: Write, payload_bytes: int) -> Coroutine[None, None, None] | None:
         """Places one write, all of it or none."""
         entries = write.entries
-        heads, layer_bytes = self._part(write.heads)
+        heads, layer_bytes = self._parts.of(write.heads)
         if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
             raise TransferError(f"a write has {len(entries)} entries, allowed are 1 to {MAX_FRAME_ENTRIES}")
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
         if num_bytes > max(MAX_FRAME_BYTES, self._layout.layer_bytes):
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
-        placing = _Placing(self._door.target, write, heads, layer_bytes)
+        placing = Placing(self._door.target, write, heads, layer_bytes)
         try:
             try:
                 self._session.ensure_open(write.transfer_id, write.grant_id)
@@ -247,7 +224,7 @@ class IncomingLane:
         self._placed(placing, checksums, num_bytes)
         return None
 
-    async def _receive(self, placing: "_Placing", num_bytes: int) -> None:
+    async def _receive(self, placing: Placing, num_bytes: int) -> None:
         try:
             with self._deadline:
                 checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
@@ -256,7 +233,7 @@ class IncomingLane:
             raise
         self._placed(placing, checksums, num_bytes)
 
-    def _placed(self, placing: "_Placing", checksums: Sequence[bytes], num_bytes: int) -> None:
+    def _placed(self, placing: Placing, checksums: Sequence[bytes], num_bytes: int) -> None:
         """Verifies what is there, and says so."""
         write = placing.write
         try:
@@ -274,22 +251,6 @@ class IncomingLane:
                 self._acknowledge(None, num_bytes)
         finally:
             placing.abandon()
-
-    def _part(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
-        """Which part of each layer of this side a frame is about, None for all of it, and the bytes of that.
-
-        Raises TransferError for no heads, or if nothing is said and they are not the same at both ends.
-        """
-        layout = self._layout
-        if heads is None:
-            if not self._has_same_heads:
-                raise TransferError(f"which heads of [{layout.heads.start}, {layout.heads.stop}) is not said")
-            return None, layout.layer_bytes
-        begin, end = heads
-        if begin >= end:
-            raise TransferError(f"heads [{begin}, {end}) are no heads")
-        part = range(begin, end)
-        return (None if part == layout.heads else part), (end - begin) * layout.head_bytes
 
     async def _discard(self, payload_bytes: int, answer: WriteAck) -> None:
         with self._deadline:
@@ -315,139 +276,3 @@ class IncomingLane:
             self.post(b"".join(self._acks))
             self._acks.clear()
             self._acknowledged_bytes = 0
-
-    # -- reads ------------------------------------------------------------------------------------
-
-    def _fetch(self, fetch: Fetch) -> None:
-        """Answers it, now or after those before it: their answers have no other name."""
-        if self._num_queued + len(self._read) >= MOST_FETCHES:
-            raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
-        if not self._num_queued and self._exposures is None:
-            try:
-                layers, heads = self._check_fetch(fetch)
-                leased = self._door.reads.lease_now(fetch.keys, layers, heads)
-            except MooncakeError as error:
-                self._refuse_fetch(error)
-                return
-            if leased is not None:
-                self._send_found(*leased)
-                return
-        self._num_queued += 1
-        self._fetches.put_nowait(self._answer(fetch))
-
-    async def _answer_fetches(self) -> None:
-        try:
-            while True:
-                await (await self._fetches.get())
-                self._num_queued -= 1
-        finally:
-            self.shut_down()  # nobody else would answer
-
-    async def _answer(self, fetch: Fetch) -> None:
-        try:
-            layers, heads = self._check_fetch(fetch)
-            blocks, end_lease = await self._door.reads.lease(fetch.keys, layers, heads)
-            if self._exposures is None:
-                self._send_found(blocks, end_lease)
-            else:
-                await self._open_found(self._exposures, blocks, end_lease)
-        except MooncakeError as error:
-            self._refuse_fetch(error)
-
-    def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
-        """The layers that are wanted, and the part of each. Raises TransferError."""
-        layers = range(fetch.layer_begin, fetch.layer_end)
-        heads, layer_bytes = self._part(fetch.heads)
-        try:
-            self._layout.positions(layers)
-            if heads is not None:
-                self._layout.head_positions(heads)
-        except ValueError as error:
-            raise TransferError(str(error)) from None
-        if heads is not None and len(layers) > 1:
-            raise TransferError(
-                f"some heads of {len(layers)} layers in one fetch; ask for one layer at a time"
-            )
-        num_bytes = len(fetch.keys) * len(layers) * layer_bytes
-        if len(fetch.keys) > 1 and (num_bytes > MAX_FRAME_BYTES or len(fetch.keys) > MAX_FRAME_ENTRIES):
-            raise TransferError(
-                f"{num_bytes} bytes of {len(fetch.keys)} blocks in one fetch; ask for fewer blocks"
-            )
-        return layers, heads
-
-    def _refuse_fetch(self, error: MooncakeError) -> None:
-        self._read.append((lambda: None, 0))
-        self.post(encode_frame(Found([], brief(str(error)))))
-
-    def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
-        """The blocks stay where they are until the reader is through."""
-        num_bytes = sum([len(block.view) for block in blocks])
-        self._read.append((end_lease, num_bytes))
-        found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
-        if self._inlet.transport is Transport.TCP:
-            self.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
-        else:
-            self.post(encode_frame(found))
-
-    async def _open_found(
-        self, exposures: Exposures, blocks: Sequence[Readable], end_lease: Callable[[], None]
-    ) -> None:
-        """The same over RDMA, by which the reader fetches them himself."""
-        places = [Range(block.source_offset, len(block.view)) for block in blocks]
-        try:
-            addresses, keys, close = await exposures.open_to_read(places)
-        except BaseException:
-            end_lease()
-            raise
-
-        def end() -> None:
-            close()
-            end_lease()
-
-        self._read.append((end, sum(len(block.view) for block in blocks)))
-        found = [
-            FoundBlock(block.index, block.checksums, block.source_offset, address, key)
-            for block, address, key in zip(blocks, addresses, keys, strict=True)
-        ]
-        self.post(encode_frame(Found(found)))
-
-
-class _Placing:
-    """One write on its way to its pages. `complete` or `abandon` it; after either, `abandon` does nothing."""
-
-    def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
-        self.write = write
-        self.layer_bytes = layer_bytes
-        """of what comes of each layer"""
-        self.entries: list[WriteEntry] = []
-        """that are to be placed, each in its view"""
-        self.views: list[memoryview] = []
-        self._target = target
-        self._heads = heads
-        self._begun: list[WriteEntry] = []
-
-    def begin(self, *, is_on_wire: bool) -> None:
-        """What is there already goes nowhere: it is only taken off the wire. Raises WriteRefused."""
-        for entry in self.write.entries:
-            if entry.num_layers < 1:
-                raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")
-            view = self._target.begin(self.write.grant_id, entry, self._heads)
-            if view is not None:
-                self._begun.append(entry)
-            elif is_on_wire:
-                view = memoryview(bytearray(entry.num_layers * self.layer_bytes))
-            else:
-                continue
-            self.entries.append(entry)
-            self.views.append(view)
-
-    def complete(self) -> bool:
-        """Whether these were the last bytes of the grant. Raises WriteRefused."""
-        is_last = False
-        while self._begun:
-            is_last |= self._target.complete(self.write.grant_id, self._begun.pop(), self._heads)
-        return is_last
-
-    def abandon(self) -> None:
-        while self._begun:
-            self._target.abandon(self.write.grant_id, self._begun.pop(), self._heads)

@@ -3,7 +3,7 @@
 Requests are answered in the order in which they were sent. A lane that is lost hands what it had under way
 back to its owner, who may send it on another one.
 
-Owns: one connection's outstanding requests and their deadline. Does not know: other lanes, what comes next.
+Owns: one connection to a peer. Does not know: other lanes, what comes next.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from messenger.deadline import Deadline
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
+from messenger.outstanding import Outstanding
 from messenger.protocol import (
     Close,
     Ended,
@@ -38,7 +38,6 @@ from messenger.transports import Inlet, Path, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
-_MOST_CLOSES = 1024
 NOT_URGENT_S = 0.002
 """that a message may wait for another to go with"""
 _SENT_BYTES = 256 << 10
@@ -91,7 +90,6 @@ class Lane:
         self.path = path
         self.layout = layout
         """of the peer's blocks"""
-        self.outstanding_bytes = 0
         self._frames = frames
         self._stream = frames.stream
         self._inlet = inlet
@@ -99,11 +97,9 @@ class Lane:
         self._owner = owner
         self._answer_timeout_s = answer_timeout_s
         self._control: deque[Message] = deque()
-        self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
-        """that may not have arrived, and how many requests had been sent before each"""
-        self._num_begun = self._num_answered = 0
-        self._outstanding: deque[WriteRequest | ProbeRequest] = deque()
-        self._fetching: deque[FetchRequest] = deque()
+        self._outstanding = Outstanding(
+            answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
+        )
         self._placing: dict[WriteRequest, asyncio.Task[None]] = {}
         """on their way by RDMA, before the peer is told"""
         self._remote = RemotePages(endpoint, layout, self.post) if endpoint is not None else None
@@ -114,10 +110,6 @@ class Lane:
         self._is_pumping_soon = False
         self._later: asyncio.TimerHandle | None = None
         """sends what can wait a moment"""
-        self._deadline = self._new_deadline()
-        """of the answer to the oldest of `_outstanding`"""
-        self._fetch_deadline = self._new_deadline()
-        """of the answer to the oldest of `_fetching`, which may take longer than those of writes"""
         self._given_up: str | None = None
         self._is_running = True
         self.remedy: Remedy | None = None
@@ -128,12 +120,12 @@ class Lane:
     @property
     def has_answered(self) -> bool:
         """Whether it was of any use."""
-        return self._num_answered > 0
+        return self._outstanding.num_answered > 0
 
     @property
     def was_asked(self) -> bool:
         """Whether it could have been."""
-        return self._num_begun > 0
+        return self._outstanding.num_begun > 0
 
     @property
     def num_received_bytes(self) -> int:
@@ -141,8 +133,12 @@ class Lane:
         return self._stream.num_received_bytes
 
     @property
+    def outstanding_bytes(self) -> int:
+        return self._outstanding.num_bytes
+
+    @property
     def num_outstanding(self) -> int:
-        return len(self._outstanding) + len(self._placing) + len(self._fetching)
+        return self._outstanding.num_begun - self._outstanding.num_answered
 
     def wake(self) -> None:
         """There may be something to send."""
@@ -156,7 +152,7 @@ class Lane:
             transport is Transport.SHM and isinstance(request, FetchRequest)
         )
         if is_short and self.num_outstanding == 1 and self._stream.may_poll:
-            num_answered = self._num_answered
+            num_answered = self._outstanding.num_answered
             listen_s = LISTEN_S + request.num_bytes / _COPIED_BYTES_PER_S
             self._patience.listen(lambda: self._looked(num_answered), listen_s)
             self._stream.moved(_LISTENED_BYTES)
@@ -169,7 +165,7 @@ class Lane:
         """
         self._control.append(message)
         if isinstance(message, Close):
-            self._closes.append((self._num_begun, message))
+            self._outstanding.closed(message)
         loop = asyncio.get_running_loop()
         if within_s and self._is_running:
             if self._later is None:
@@ -182,8 +178,8 @@ class Lane:
         try:
             await self._receive()
         except (OSError, TransferError) as error:
-            if self._fetching:
-                self._blame(self._fetching[0], error)
+            if self._outstanding.fetches:
+                self._blame(self._outstanding.fetches[0], error)
             return self._given_up or str(error)
         finally:
             self._is_running = False
@@ -192,8 +188,7 @@ class Lane:
                     self.remedy = self._remote.failure.remedy
                 self._remote.close()
                 await asyncio.gather(*self._placing.values(), return_exceptions=True)
-            self._deadline.close()
-            self._fetch_deadline.close()
+            self._outstanding.end()
             if self._later is not None:
                 self._later.cancel()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
@@ -217,19 +212,14 @@ class Lane:
         return any(request.write.transfer_id == transfer_id for request in self._placing)
 
     def take_outstanding(self) -> list[Request]:
-        """What was under way when the lane was lost, oldest first."""
-        outstanding = [*self._outstanding, *self._placing, *self._fetching]
-        self._outstanding.clear()
+        """What was under way when the lane was lost."""
+        requests = [*self._outstanding.take_all(), *self._placing]
         self._placing.clear()
-        self._fetching.clear()
-        self.outstanding_bytes = 0
-        return outstanding
+        return requests
 
     def take_closes(self) -> list[Close]:
         """Those of which nobody knows whether they have arrived: no later request was answered."""
-        closes = [close for _, close in self._closes]
-        self._closes.clear()
-        return closes
+        return self._outstanding.take_closes()
 
     def give_up(self, reason: str) -> None:
         """Ends the connection."""
@@ -241,27 +231,36 @@ class Lane:
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
         self._is_pumping_soon = False
-        if self._control and self._later is not None:
-            self._later.cancel()
-            self._later = None
+        self._send_requests()
+        if self._control and self._is_running and not self._outbox:
+            self._post()
+
+    def _send_requests(self) -> None:
+        """What has no answer goes with them, but not alone."""
         while self._is_running and not self._outbox:
-            buffers: list[bytes | memoryview] = [encode_frame(message) for message in self._control]
-            self._control.clear()
+            begun: list[bytes | memoryview] = []
             num_bytes = 0
             while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
-                begun = self._begin(request)
-                buffers += begun
-                num_bytes += sum(map(len, begun))
-            if not buffers:
+                pieces = self._begin(request)
+                begun += pieces
+                num_bytes += sum(map(len, pieces))
+            if not begun:
                 return
-            try:
-                self._outbox.post(*buffers)
-            except OSError:
-                self._stream.shut_down()  # the receiving side finds out, and says why
-                return
+            self._post(*begun)
             if num_bytes >= _SENT_BYTES:
                 self._pump_soon()  # others first
                 return
+
+    def _post(self, *begun: bytes | memoryview) -> None:
+        control = [encode_frame(message) for message in self._control]
+        self._control.clear()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        try:
+            self._outbox.post(*control, *begun)
+        except OSError:
+            self._stream.shut_down()  # the receiving side finds out, and says why
 
     def _pump_soon(self) -> None:
         if not self._is_pumping_soon:
@@ -270,20 +269,13 @@ class Lane:
 
     def _begin(self, request: Request) -> Sequence[bytes | memoryview]:
         """What is to be sent now for `request`, which is outstanding from now on."""
-        self.outstanding_bytes += request.num_bytes
-        self._num_begun += 1
-        if isinstance(request, FetchRequest):
-            self._fetching.append(request)
-            if len(self._fetching) == 1:
-                self._fetch_deadline.set()
-        elif isinstance(request, WriteRequest) and self._remote is not None:
+        self._outstanding.begin(request)
+        if isinstance(request, WriteRequest) and self._remote is not None:
             placing = asyncio.create_task(self._place(request, self._remote))
             placing.add_done_callback(functools.partial(self._placed, request))
             self._placing[request] = placing
         else:
-            self._outstanding.append(request)
-            if len(self._outstanding) == 1:
-                self._deadline.set()
+            self._outstanding.sent(request)
         match request:
             case WriteRequest():
                 return self._with_payload(request)
@@ -322,13 +314,10 @@ class Lane:
             return
         del self._placing[request]
         if error is None:
-            self._outstanding.append(request)
-            if len(self._outstanding) == 1:
-                self._deadline.set()
+            self._outstanding.sent(request)
             self.post(request.write)
         else:
-            self.outstanding_bytes -= request.num_bytes
-            self._num_begun -= 1
+            self._outstanding.give_up(request)
             self._pump()
             request.done(Outcome.FAILED, str(error))
         self._owner.written(request.write.transfer_id)
@@ -349,8 +338,9 @@ class Lane:
                 found = frame.message
                 assert isinstance(found, Found)
                 views = self._views_of(found, frame.payload_bytes)
-                layer_bytes = self._fetching[0].layer_bytes
+                layer_bytes = self._outstanding.fetches[0].layer_bytes
                 self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
+                self._send_requests()
             await self._stream.take_turns()
 
     def _hear(self) -> bool:
@@ -359,16 +349,17 @@ class Lane:
         while (frame := self._frames.ready()) is not None:
             if not self._take(frame):
                 self._left = frame
-                return True
-            if self._stream.is_turn_over:
-                return True
-        return False
+                break
+            if self._stream.is_turn_over and self._stream.num_ahead:
+                break
+        self._send_requests()  # there may be room for more
+        return frame is not None
 
     def _looked(self, num_answered: int) -> bool:
         """Whether more than so many answers have come, or nobody needs to look for them any more."""
         if self._stream.may_poll:
             self._stream.poll()
-        return self._num_answered > num_answered or not self._stream.may_poll
+        return self._outstanding.num_answered > num_answered or not self._stream.may_poll
 
     def _take(self, frame: Frame) -> bool:
         """False, and nothing has happened, if something has to be waited for. The connection cannot go on if
@@ -378,7 +369,9 @@ class Lane:
                 self._acknowledged(ack)
             case Found() as found:
                 views = self._views_of(found, frame.payload_bytes)
-                checksums = self._inlet.place_now(found.blocks, views, self._fetching[0].layer_bytes)
+                checksums = self._inlet.place_now(
+                    found.blocks, views, self._outstanding.fetches[0].layer_bytes
+                )
                 if checksums is None:
                     return False
                 self._found(found, views, checksums)
@@ -391,10 +384,9 @@ class Lane:
         return True
 
     def _acknowledged(self, ack: WriteAck) -> None:
-        if not self._outstanding:
+        if not self._outstanding.writes:
             raise TransferError("an acknowledgement came for no write")
-        request = self._outstanding.popleft()
-        self._answered(request)
+        request = self._outstanding.take_write()
         if isinstance(request, ProbeRequest):
             request.done(None)
         elif ack.refusal is None:
@@ -407,9 +399,9 @@ class Lane:
 
     def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
         """Where the blocks that have been found go. Raises TransferError."""
-        if not self._fetching:
+        if not self._outstanding.fetches:
             raise TransferError("blocks came that nobody has asked for")
-        wanted = self._fetching[0].views
+        wanted = self._outstanding.fetches[0].views
         indices = [block.index for block in found.blocks]
         if any(not 0 <= index < len(wanted) for index in indices) or len(set(indices)) < len(indices):
             raise TransferError(f"blocks {indices} came of {len(wanted)} that were asked for")
@@ -424,30 +416,10 @@ class Lane:
             for block, actual in zip(found.blocks, checksums, strict=True)
             if block.checksums == actual
         }
-        request = self._fetching.popleft()
-        self._answered(request)
+        request = self._outstanding.take_fetch()
         self.post(FetchDone(), within_s=NOT_URGENT_S)
         if len(intact) < len(found.blocks):
             self._owner.damaged(self)
         self._owner.moved(self, sum(map(len, views)), received=True)
         failure = found.failure
         request.done(intact, failure and f"{self._owner.name} cannot send: {failure}")
-
-    def _answered(self, request: Request) -> None:
-        self.outstanding_bytes -= request.num_bytes
-        self._num_answered += 1
-        while self._closes and self._closes[0][0] < self._num_answered:
-            self._closes.popleft()
-        if isinstance(request, FetchRequest):
-            deadline, has_more = self._fetch_deadline, bool(self._fetching)
-        else:
-            deadline, has_more = self._deadline, bool(self._outstanding)
-        if has_more:
-            deadline.set()
-        else:
-            deadline.clear()
-        self._pump()  # there is room for the next one
-
-    def _new_deadline(self) -> Deadline:
-        timeout_s = self._answer_timeout_s
-        return Deadline(timeout_s, lambda: self.give_up(f"no acknowledgement within {timeout_s:g} s"))

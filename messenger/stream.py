@@ -63,8 +63,8 @@ class Stream:
         self.wanted_bytes = 1
         """for which there will be room `ahead`"""
         self._is_waiting_ahead = False
-        self._readable = _Readiness(sock, self._loop.add_reader, self._loop.remove_reader)
-        self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer)
+        self._readable = _Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
+        self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
         """bytes since others had their turn"""
         self.num_received_bytes = 0
@@ -109,8 +109,11 @@ class Stream:
     async def take_turns(self) -> None:
         """Others have their turn, if it is time."""
         if self._num_moved >= _TURN_BYTES:
-            self._num_moved = 0
             await asyncio.sleep(0)
+            self._had_turns()
+
+    def _had_turns(self) -> None:
+        self._num_moved = 0
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -325,13 +328,19 @@ class _Readiness:
     event comes that nobody waits for."""
 
     def __init__(
-        self, sock: "socket.socket | TlsSocket", add: Callable[..., None], remove: Callable[[int], bool]
+        self,
+        sock: "socket.socket | TlsSocket",
+        add: Callable[..., None],
+        remove: Callable[[int], bool],
+        had_turns: Callable[[], None],
     ) -> None:
+        """`had_turns` is called when others had theirs."""
         self._sock = sock
         self._add = add
         self._remove = remove
+        self._had_turns = had_turns
         self._is_registered = False
-        self._attempt: Callable[[], Any]
+        self._attempt: Callable[[], Any] | None = None
         self._result: asyncio.Future[Any] | None = None
 
     async def first(self, attempt: Callable[[], Result]) -> Result:
@@ -347,7 +356,7 @@ class _Readiness:
             result: Result = await self._result
             return result
         finally:
-            self._result = None
+            self._result = self._attempt = None
 
     def end(self) -> None:
         """Before the socket is closed."""
@@ -362,6 +371,7 @@ class _Readiness:
     def look(self) -> None:
         """An attempt for who waits."""
         assert self._result is not None
+        assert self._attempt is not None
         try:
             self._result.set_result(self._attempt())
         except BlockingIOError:
@@ -376,6 +386,7 @@ class _Readiness:
             self._is_registered = False
 
     def _on_event(self) -> None:
+        self._had_turns()
         if self.is_awaited:
             self.look()
         else:

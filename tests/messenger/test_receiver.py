@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from messenger import receiver, session
-from messenger.incoming import MOST_FETCHES, IncomingLane
+from messenger.answers import MOST_FETCHES, Answers
 from messenger.protocol import (
     MAX_FRAME_BYTES,
     MAX_FRAME_ENTRIES,
@@ -411,10 +411,10 @@ def test_an_answer_to_nothing_that_was_asked_costs_the_connection(
     async def test() -> None:
         async with fabric(tmp_path, TINY) as node:
 
-            def answer(lane: IncomingLane, fetch: Fetch) -> None:
-                lane.post(encode_frame(found))
+            def answer(answers: Answers, fetch: Fetch) -> None:
+                answers._replies.post(encode_frame(found))
 
-            monkeypatch.setattr(IncomingLane, "_fetch", answer)
+            monkeypatch.setattr(Answers, "fetch", answer)
             before = bytes(node.sender_memory.view)
             with pytest.raises(TransferError, match="was lost"):
                 await node.fetch([0])

@@ -1,0 +1,77 @@
+"""Which frames are ready, and when."""
+
+import asyncio
+import socket
+
+from messenger.frames import Frames
+from messenger.protocol import Hello, Introduction, Probe, Side, encode_frame
+from messenger.stream import AHEAD_BYTES, Stream
+from tests.messenger.fabric import run
+
+GREETINGS = encode_frame(Hello(1, b"")) + encode_frame(Introduction(b"", None, b"", 0))
+
+
+def frames_of(near: socket.socket) -> Frames:
+    """A receiver's, on a connection that has been opened."""
+    return Frames(Stream(near), Side.RECEIVER)
+
+
+def test_a_small_frame_is_ready_with_its_payload() -> None:
+    async def test() -> None:
+        near, far = socket.socketpair()
+        with near, far:
+            frames = frames_of(near)
+            payload = bytes(range(100))
+            frame = encode_frame(Probe(), len(payload))
+            far.sendall(GREETINGS + frame + payload[:99])
+            assert isinstance((await frames.next()).message, Hello)
+            assert isinstance((await frames.next()).message, Introduction)
+            waiting = asyncio.create_task(frames.next())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            far.sendall(payload[99:])
+            assert (await waiting).payload_bytes == len(payload)
+            assert frames.stream.ahead == payload
+
+    run(test())
+
+
+def test_a_large_frame_is_ready_before_its_payload() -> None:
+    async def test() -> None:
+        near, far = socket.socketpair()
+        with near, far:
+            frames = frames_of(near)
+            far.sendall(GREETINGS + encode_frame(Probe(), AHEAD_BYTES))
+            for _ in range(2):
+                await frames.next()
+            assert (await frames.next()).payload_bytes == AHEAD_BYTES
+            assert frames.stream.num_ahead == 0
+
+    run(test())
+
+
+def test_frames_are_heard_until_one_takes_a_while() -> None:
+    async def test() -> None:
+        near, far = socket.socketpair()
+        with near, far:
+            frames = frames_of(near)
+            heard: list[str] = []
+
+            def hear() -> bool:
+                while (frame := frames.ready()) is not None:
+                    heard.append(type(frame.message).__name__)
+                    if heard[-1] == "Probe":
+                        return True
+                return False
+
+            hearing = asyncio.create_task(frames.heard(hear))
+            for byte in GREETINGS + encode_frame(Probe()):
+                assert not hearing.done()
+                far.sendall(bytes([byte]))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            await hearing
+            assert heard == ["Hello", "Introduction", "Probe"]
+
+    run(test())
