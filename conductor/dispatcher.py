@@ -72,13 +72,8 @@ class Dispatcher:
         self.requests[tracked.request_id] = tracked
         if not self._room or self._limits.slos_of(tracked.request).ttft_s is None:
             return self._place_or_wait(tracked, now_s)
-        if len(self._room) >= self._limits.max_waiting:
-            message = (
-                f"{len(self._room)} requests wait for load to fall, the limit is {self._limits.max_waiting}"
-            )
-            return self._reject(tracked, Reason.TOO_MANY_WAIT, message)
         self._room[tracked.request_id] = tracked
-        return self._place_those_that_wait(now_s)
+        return self._place_those_that_wait(now_s) + self._reject_the_last(now_s)
 
     def make_place(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """There are as many requests as there may be: one gives way, or (no effect) nobody does."""
@@ -146,11 +141,13 @@ class Dispatcher:
     def hand_back(self, instance: Instance, now_s: float) -> list[Effect]:
         """It drains: what waits there goes elsewhere if anybody has room for it; the rest ends there."""
         effects = []
-        for request_id in list(instance.requests):
-            tracked = self.requests[request_id]
-            if self._displacement.is_queued(tracked) and self._schedule(tracked, now_s) is not None:
-                effects += self._take_back(tracked)
-                tracked.is_promised = True
+        here = [self.requests[request_id] for request_id in instance.requests]
+        queued = [tracked for tracked in here if self._displacement.is_queued(tracked)]
+        for tracked in queued:
+            tracked.is_promised = True  # before the first one goes: it must not displace the next
+        for tracked in queued:
+            if self._schedule(tracked, now_s) is not None:
+                effects += self._take_back(tracked, now_s)
                 placement = self._schedule(tracked, now_s)  # now it is not in a queue before itself
                 assert placement is not None
                 effects += self._assign(tracked, placement, now_s)
@@ -340,9 +337,19 @@ class Dispatcher:
         placement = self._schedule(tracked, now_s)
         if placement is not None and tracked.must_meet_slos:
             rejection = self._check(tracked, placement, now_s)
-            if rejection is not None and rejection.reason is Reason.TTFT:
+            if rejection is not None and not self._may_wait(tracked, placement, now_s):
                 return self._reject_by_slo(tracked, rejection)
         return []
+
+    def _reject_the_last(self, now_s: float) -> list[Effect]:
+        """If one more waits than may: of those that have not been promised anything, in the same order."""
+        most = self._limits.max_waiting
+        if len(self._room) <= most:
+            return []
+        unpromised = [tracked for tracked in self._room.values() if tracked.must_meet_slos]
+        last = self._displacement.in_order(unpromised, now_s)[-1]
+        message = f"{most} requests wait for load to fall, the limit is {most}"
+        return self._reject(last, Reason.TOO_MANY_WAIT, message)
 
     # -- giving way ---------------------------------------------------------------------------------
 
@@ -358,7 +365,7 @@ class Dispatcher:
         return self._displacement.enough(tracked, placement, now_s, is_enough, elsewhere_too=elsewhere_too)
 
     def _displace(self, others: list[TrackedRequest], tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        effects = [effect for other in others for effect in self._take_back(other)]
+        effects = [effect for other in others for effect in self._take_back(other, now_s)]
         self._outcomes.num_displaced += len(others)
         placement = self._schedule(tracked, now_s)
         assert placement is not None
@@ -383,14 +390,15 @@ class Dispatcher:
                 if ttft_slo_s is not None and assignment.first_token_s > other.submitted_s + ttft_slo_s:
                     late.append(other)
         self._outcomes.num_displaced += len(late)
-        effects = [effect for other in late for effect in self._take_back(other)]
+        effects = [effect for other in late for effect in self._take_back(other, now_s)]
         for other in late:
             effects += self._place_or_wait(other, now_s, may_displace=False)
         return effects
 
-    def _take_back(self, tracked: TrackedRequest) -> list[Effect]:
+    def _take_back(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """It has not begun: it waits for another pair."""
         effects = self._release_pair(tracked)
+        tracked.waiting_since_s = now_s
         tracked.move_to(RequestState.WAITING)
         return effects
 
