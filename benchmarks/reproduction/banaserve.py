@@ -76,9 +76,9 @@ def remark(outcome: Outcome) -> str:
     least = min(POLICIES, key=lambda policy: float(of[heaviest, policy][2] or 0))
     return (
         f"{verdict}; the busiest prefill instance has {float(aware[4] or 0):.2f} times the mean load with"
-        f" the latter, {float(banaserve[4] or 0):.2f} times with BanaServe's. `cache_aware` is not the router"
-        " that the paper draws: it weighs the queue against the prefix, so load does not pile up where a"
-        f" prefix is. The least TTFT has `{least.value}`."
+        f" `cache_aware`, {float(banaserve[4] or 0):.2f} times with `banaserve`. `cache_aware` is not the"
+        " router that the paper draws: it weighs the queue against the prefix, so load does not pile up where"
+        f" a prefix is. The least TTFT has `{least.value}`."
     )
 
 

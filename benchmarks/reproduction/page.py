@@ -25,7 +25,8 @@ All clusters are simulated ([simulator.md](simulator.md)): the server's own Cond
 on a virtual clock, and devices take as long as a roofline says, with one set of efficiencies for all
 experiments. So what can be compared is which policy or architecture wins, and roughly by how much; seconds
 are those of the model, not of the papers' machines. Nothing was tuned for a figure. A node is 8 x A800 with
-800 Gbit/s and 1 TB of pool, the model llama3-70b, unless said otherwise.
+800 Gbit/s and 1 TB of pool, the model llama3-70b, unless said otherwise. Each section ends with the name of
+its experiment and the date on which it ran, with the code of that day.
 """
 
 
@@ -38,8 +39,10 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def write_page(found: Sequence[tuple[Experiment, Found | None]], results: Path, page: Path) -> None:
-    """What has not been run is left out."""
+    """What has not been run is only named."""
     parts = [_HEAD]
+    if lacking := [f"`{experiment.name}`" for experiment, of_experiment in found if of_experiment is None]:
+        parts.append(f"Not run yet: {', '.join(lacking)}.\n")
     for experiment, of_experiment in found:
         if of_experiment is None:
             continue
