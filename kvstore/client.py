@@ -234,8 +234,8 @@ class KVCachePool:
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
         """Keeps these blocks in DRAM for `ttl_s`: as long as others can be evicted, or `hard` at any price.
 
-        Pins outlive this client. Returns how many copies are pinned. Raises PoolError when hard pins would
-        take more than half of a pool.
+        Pins outlive this client; a soft one leaves a hard one as it is. Returns how many copies are pinned.
+        Raises PoolError when hard pins would take more than half of a pool.
         """
         self._check(keys)
 

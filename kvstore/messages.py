@@ -232,7 +232,7 @@ class PinBlocks(msgspec.Struct, tag=True, frozen=True):
     """Keep these blocks for `ttl_s`: `hard` at any price, else as long as others can be evicted.
 
     Answered by `Count`: how many of them are here and pinned. Pins outlive the connection. A block has one
-    pin: a new one replaces it.
+    pin: a new one replaces it, but a soft one no hard one.
     """
 
     call_id: int
@@ -242,10 +242,11 @@ class PinBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Count`: how many pins have been taken away."""
+    """Answered by `Count`: how many pins have been taken away. `hard`: hard ones too."""
 
     call_id: int
     keys: list[BlockKey]
+    hard: bool = True
 
 
 class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):

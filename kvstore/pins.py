@@ -1,7 +1,7 @@
 """Pins: blocks that are to stay although nobody uses them now (hot prefixes, a tenant's cached context).
 
 A *hard* pin keeps its block in DRAM at any price, a *soft* one as long as others can be evicted instead.
-Each has a deadline; a block has at most one.
+Each has a deadline; a block has at most one, and a soft one does not take the place of a hard one.
 
 Owns: the pins. Does not know: how a page is kept.
 """

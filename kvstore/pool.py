@@ -280,6 +280,7 @@ class Pool:
     def pin(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
         """Pins those of `keys` that are in DRAM, anew if they are pinned. Returns how many that are.
 
+        A soft pin leaves a hard one as it is: whoever set that relies on it.
         Raises PoolError if hard pins would take more than half of the pool.
         """
         pages = {key: page for key in keys if (page := self.find(key)) is not None}
@@ -290,6 +291,8 @@ class Pool:
                 " unpin others or pin softly"
             )
         for key, page in pages.items():
+            if not hard and self._pins.is_hard(key):
+                continue
             pin = Pin(key, page, hard, deadline_s)
             if hard:
                 self.shelf.claim([page])
@@ -300,8 +303,9 @@ class Pool:
                 self.shelf.pin_softly(page, True)
         return len(pages)
 
-    def unpin(self, keys: Iterable[BlockKey]) -> int:
-        """Returns how many pins were taken away."""
+    def unpin(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
+        """Returns how many pins were taken away. `hard`: hard ones too."""
+        keys = [key for key in keys if hard or not self._pins.is_hard(key)]
         pins = [pin for key in keys if (pin := self._pins.take(key)) is not None]
         for pin in pins:
             self._end_pin(pin)

@@ -166,8 +166,8 @@ class Session:
             case PinBlocks(call_id, keys, ttl_s, hard):
                 deadline_s = self._deadline_s(ttl_s)
                 return Count(call_id, self._pool.pin(_checked(keys), hard=hard, deadline_s=deadline_s))
-            case UnpinBlocks(call_id, keys):
-                return Count(call_id, self._pool.unpin(_checked(keys)))
+            case UnpinBlocks(call_id, keys, hard):
+                return Count(call_id, self._pool.unpin(_checked(keys), hard=hard))
             case RemoveBlocks(call_id, keys):
                 return Count(call_id, self._store.remove(keys if keys is None else _checked(keys)))
             case ListBlocks(call_id, cursor, max_blocks):

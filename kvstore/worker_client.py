@@ -164,8 +164,8 @@ class WorkerClient:
         return answer.num_blocks
 
     async def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Those of `keys` that are pinned may be evicted like others again."""
-        await self._call(UnpinBlocks(next(self._call_ids), list(keys)))
+        """Those of `keys` that `pin` keeps may be evicted like others again; hard pins are of others."""
+        await self._call(UnpinBlocks(next(self._call_ids), list(keys), hard=False))
 
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
         """What the keys of a reservation stand for, for the events of blocks that are still to be sealed.

@@ -183,9 +183,11 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.pin(keys, TTL_S, hard=True)
             return
         assert self.pool.pin(keys, TTL_S, hard=hard) == len(known)
-        pinned, others = (self.hard, self.soft) if hard else (self.soft, self.hard)
-        pinned |= known
-        others -= known
+        if hard:
+            self.hard |= known
+            self.soft -= known
+        else:
+            self.soft |= known - self.hard
 
     @rule(keys=keys_drawn)
     def unpin(self, keys: list[BlockKey]) -> None:
