@@ -50,6 +50,13 @@ def _split(value: object) -> object:
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
+def _check_port(key: str, address: str | None) -> None:
+    """Of `host:port`, or a ZeroMQ endpoint. Raises ValueError if there is no such port."""
+    port = (address or "").rpartition(":")[2]
+    if not (address or "").startswith("ipc://") and port.isdigit() and int(port) > LARGEST_PORT:
+        raise ValueError(f"{key}: {address} has no port up to {LARGEST_PORT}")
+
+
 class HttpConfig(_Section):
     """The OpenAI-compatible API."""
 
@@ -82,7 +89,8 @@ class HttpConfig(_Section):
     )
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> "HttpConfig":
+    def _check_together(self) -> "HttpConfig":
+        _check_port("http.admin_listen", self.admin_listen)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("http.tls_cert and tls_key go together: name both or none")
         if self.admin_keys_file is not None and self.admin_listen is None:
@@ -163,12 +171,9 @@ class KVCacheConfig(_Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> "KVCacheConfig":
-        if self.listen is not None and host_and_port(self.listen)[1] > LARGEST_PORT:
-            raise ValueError(f"kvcache.listen: {self.listen} has no port up to {LARGEST_PORT}")
-        for name, endpoint in (("vllm_events", self.vllm_events), ("vllm_replay", self.vllm_replay)):
-            place, _, port = (endpoint or "").rpartition(":")
-            if place.startswith("tcp://") and port.isdigit() and int(port) > LARGEST_PORT:
-                raise ValueError(f"kvcache.{name}: {endpoint} has no port up to {LARGEST_PORT}")
+        _check_port("kvcache.listen", self.listen)
+        _check_port("kvcache.vllm_events", self.vllm_events)
+        _check_port("kvcache.vllm_replay", self.vllm_replay)
         if len({path.resolve() for path in self.ssd_dirs}) < len(self.ssd_dirs):
             raise ValueError("kvcache.ssd_dirs: a directory is named twice")
         if self.low_watermark > self.high_watermark:
@@ -243,6 +248,12 @@ class ConductorConfig(_Section):
         60.0, description="how long a request waits for a lost instance to come back"
     )
 
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> "ConductorConfig":
+        _check_port("conductor.endpoint", self.endpoint)
+        _check_port("conductor.reply_endpoint", self.reply_endpoint)
+        return self
+
 
 class WorkerConfig(_Section):
     """How an instance computes."""
@@ -285,8 +296,7 @@ class WorkerConfig(_Section):
 
     @model_validator(mode="after")
     def _check_metrics_listen(self) -> "WorkerConfig":
-        if self.metrics_listen is not None and host_and_port(self.metrics_listen)[1] > LARGEST_PORT:
-            raise ValueError(f"worker.metrics_listen: {self.metrics_listen} has no port up to {LARGEST_PORT}")
+        _check_port("worker.metrics_listen", self.metrics_listen)
         return self
 
 

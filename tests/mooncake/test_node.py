@@ -206,6 +206,9 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
             {("worker", "metrics_listen"): "h:65536"},
             "worker.metrics_listen: h:65536 has no port up to 65535",
         ),
+        ({("http", "admin_listen"): "h:65536"}, "http.admin_listen: h:65536 has no port up to 65535"),
+        ({("conductor", "endpoint"): "tcp://h:65536"}, "conductor.endpoint: tcp://h:65536 has no port"),
+        ({("conductor", "reply_endpoint"): "tcp://h:70000"}, "conductor.reply_endpoint: tcp://h:70000"),
         (
             {("role",): "decode", ("kvcache", "ssd_dirs"): "/ssd"},
             "kvcache.ssd_dirs keeps files by the name of the instance",
