@@ -1,7 +1,7 @@
 """The routes for those who run the cluster: taking instances out of service, and back in.
 
-Owns: these paths, and that they answer on this machine only where no key of an admin is asked for. Does not
-know: how an instance drains (`conductor.policy`).
+Owns: these paths, and that they answer on this machine only where no key of an admin is asked for: not to a
+proxy on it, nor to a web page in a browser on it. Does not know: how an instance drains (`conductor.policy`).
 """
 
 import ipaddress
@@ -11,6 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from conductor.front.link import Link
 from mooncake.errors import RequestError
+
+_ON_BEHALF = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
+"""headers of who asks for somebody else: a proxy, a web page"""
 
 
 def admin(link: Link, *, is_only_local: bool) -> APIRouter:
@@ -42,5 +45,9 @@ def _check_is_local(request: Request) -> None:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_local = False
-    if not is_local:
-        raise RequestError("/admin answers on the conductor's own machine only", status=403, code="not_local")
+    if not is_local or any(header in request.headers for header in _ON_BEHALF):
+        message = (
+            "/admin answers on the conductor's own machine only, and to no proxy or web page there;"
+            " for others there are http.admin_listen and http.admin_keys_file"
+        )
+        raise RequestError(message, status=403, code="not_local")

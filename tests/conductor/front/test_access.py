@@ -18,7 +18,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conductor.front import server
+from conductor.front import link, server
 from conductor.front.access import KeyLimits, KeyRing
 from conductor.front.certificate import Certificate
 from conductor.front.config import FrontConfig
@@ -305,6 +305,22 @@ def test_who_looks_after_the_cluster_has_a_listener_and_keys_of_its_own(tmp_path
         assert httpx.post(url + drain, timeout=DEADLINE_S).status_code == 401
         headers = {"authorization": f"Bearer {client}"}
         assert httpx.post(front.url + drain, headers=headers, timeout=DEADLINE_S).status_code == 404
+
+
+def test_only_who_sits_at_the_machine_may_drain_without_a_key_of_an_admin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "CONDUCTOR_TIMEOUT_S", 0.1)
+
+    def answer(*headers: str) -> tuple[int, str]:
+        given = dict.fromkeys(headers, "127.0.0.1")
+        answer = httpx.post(f"{front.url}/admin/instances/p0/drain", headers=given, timeout=DEADLINE_S)
+        return answer.status_code, answer.json()["error"]["code"]
+
+    with running_front(tmp_path, byte_model()) as front:
+        assert answer() == (503, "unavailable"), "it gets as far as a conductor, which does not answer here"
+        for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "Origin"):
+            assert answer(header) == (403, "not_local"), header
 
 
 def test_the_address_of_the_admin_listener_may_be_taken(tmp_path: Path) -> None:
