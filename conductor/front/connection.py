@@ -1,25 +1,39 @@
 """HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size.
 
-Owns: that deadline, from the connection or a request's first byte to its last; how long a head may be. Does
-not know: requests. Without it a client that sends a byte now and then, or headers without end, would keep a
-connection, and what it has sent, forever.
+Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
+request by then; how long a head may be. Does not know: requests. Without it a client that sends a byte now
+and then, or headers without end, would keep a connection, and what it has sent, forever.
 """
 
 import asyncio
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from conductor.front.errors import error_body
+from mooncake.errors import RequestError
 
 MAX_HEAD_BYTES = 1 << 16
 
 
 def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
     """What uvicorn calls for each connection."""
+    late = RequestError(
+        f"the request did not arrive within {request_timeout_s:g} s", status=408, code="request_timeout"
+    )
+    body = msgspec.json.encode(error_body(late))
+    answer = (
+        b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
 
     class Connection(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._deadline: asyncio.TimerHandle | None = None
+            self._has_begun = False
+            """a request, at any time"""
             self._num_unread_bytes = 0
             """since the last whole head or piece of a body; they are kept until there is more"""
 
@@ -41,6 +55,7 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._has_begun = True
             self._set_deadline()
 
         def on_headers_complete(self) -> None:
@@ -58,7 +73,14 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
 
         def _set_deadline(self) -> None:
             if self._deadline is None:
-                self._deadline = self.loop.call_later(request_timeout_s, self.transport.close)
+                self._deadline = self.loop.call_later(request_timeout_s, self._give_up)
+
+        def _give_up(self) -> None:
+            cycle = self.cycle  # of this request, if its head is whole, or of the one before
+            is_being_answered = cycle is not None and cycle.response_started and not cycle.response_complete
+            if self._has_begun and not is_being_answered:
+                self.transport.write(answer)
+            self.transport.close()
 
         def _unset_deadline(self) -> None:
             if self._deadline is not None:
