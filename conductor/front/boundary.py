@@ -4,6 +4,7 @@ Owns: that every response has an id and that no exception leaves without OpenAI'
 Does not know: routes.
 """
 
+import asyncio
 import logging
 import re
 import secrets
@@ -15,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conductor.front.errors import error_response
+from conductor.front.errors import UnavailableError, error_response
 from conductor.front.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
 
@@ -69,6 +70,13 @@ class Boundary:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if started:
+                raise
+            # The server ends, and cancels what has not: a request that is still being sent.
+            await error_response(UnavailableError("the server is shutting down"))(
+                scope, receive, send_with_id
+            )
         except Exception:
             log.exception("request %s met a bug", state["request_id"])
             if started:

@@ -66,8 +66,15 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
             for stream in (True, False)
         )
         assert streamed.recv(100)
+        unsent = socket.create_connection(front.address)
+        unsent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
         front.cluster.wait_until(lambda: len(front.cluster.submitted) == 2)
-    for connection, beginning, error in ((streamed, b"", b"data: {"), (whole, b"HTTP/1.1 503", b"{")):
+    refused = b"HTTP/1.1 503"
+    for connection, beginning, error in (
+        (streamed, b"", b"data: {"),
+        (whole, refused, b"{"),
+        (unsent, refused, b"{"),
+    ):
         with connection, connection.makefile("rb") as rest:
             answer = rest.read()
             assert answer.startswith(beginning)
