@@ -49,7 +49,8 @@ CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
 """heartbeats, of a Conductor that is there. Not seconds: a process that was stopped for some would find its
 Conductor gone, whose answers it has only not read yet"""
-LAST_TOKENS_TIMEOUT_S = 3.0
+MAX_BEATS_FOR_LAST_TOKENS = 3
+"""heartbeats, once the Conductor has said that all tokens were sent; not seconds, for the same reason"""
 STREAM_TIMEOUT_S = (
     30.0  # without a token while the Conductor is gone, which alone could place the request again
 )
@@ -119,6 +120,8 @@ class Reception:
     token_ids: list[int] = field(default_factory=list)
     num_sent: int | None = None
     """all tokens there are, once the Conductor has said that they were sent"""
+    num_silent_beats: int = 0
+    """since then, and since the latest tokens"""
 
     def accept(self, output: TokenOutput) -> list[int] | None:
         """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
@@ -271,9 +274,11 @@ class Link:
                     self._end(request_id, GenerationFailedError("the conductor is gone and no tokens arrive"))
 
     def _fail_what_lost_its_end(self) -> None:
-        deadline_s = _now() - LAST_TOKENS_TIMEOUT_S
         for request_id, reception in list(self._in_flight.items()):
-            if reception.num_sent is not None and reception.last_s < deadline_s:
+            if reception.num_sent is None:
+                continue
+            reception.num_silent_beats += 1
+            if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
                 missing = (
                     f"{len(reception.token_ids)} of {reception.num_sent} tokens arrived, the rest was lost"
                 )
@@ -298,7 +303,7 @@ class Link:
                 case Ended(request_id, num_output_tokens):
                     if (reception := self._in_flight.get(request_id)) is not None:
                         reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
-                        reception.last_s = _now()
+                        reception.num_silent_beats = 0
 
     async def _continue(self, request_id: str) -> None:
         """The request's decode instance is lost: say how far its answer has come."""
@@ -342,7 +347,7 @@ class Link:
         if new is None:
             self._on_dropped()
             return
-        reception.last_s = now_s
+        reception.last_s, reception.num_silent_beats = now_s, 0
         if new or output.finish_reason is not None:
             reception.inbox.put_nowait(
                 Received(

@@ -159,7 +159,6 @@ def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
 
 def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(link_module, "LAST_TOKENS_TIMEOUT_S", 0.1)
 
     async def test() -> None:
         async with connected(tmp_path) as (link, cluster, _):
@@ -174,6 +173,30 @@ def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
             assert isinstance(event, Lost)
             assert "lost" in str(event.error)
             assert link.num_in_flight == 0
+
+    run(test)
+
+
+def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(link_module, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox = Inbox()
+            await until(lambda: link.cluster is not None)
+            await link.submit(request := request_to(link), inbox)
+            await until(lambda: len(cluster.submitted) == 1)
+            await cluster.to_front(Ended("r", 1))
+            await cluster.to_front(ClusterState(1, 2, 1, 10))
+            await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
+            monkeypatch.setattr(link_module, "_now", lambda: asyncio.get_running_loop().time() + 60)
+            num_hellos = cluster.num_hellos
+            await until(lambda: cluster.num_hellos >= num_hellos + 3)
+            await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
+            assert await inbox.get() == Received("r", [1], 16, FinishReason.STOP, [])
 
     run(test)
 
