@@ -151,7 +151,8 @@ class DecodeRunner:
     async def _work(self, order: Reserve) -> None:
         ref, request = order.ref, order.request
         grammar = await self._executor.follow(request.sampling.grammar)
-        sequence = Sequence(next(self._numbers), ref, request, list(request.token_ids), grammar=grammar)
+        tokens, now_s = list(request.token_ids), self._now_s()
+        sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, came_s=now_s)
         self._sequences[ref] = sequence
         self._orders[ref] = asyncio.get_running_loop().create_future()
         try:

@@ -1,8 +1,8 @@
 """Who is decoded next: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
-First come, first served, within a priority: the oldest waiting sequence of the lowest number is admitted
-first, the newest running one of the highest is preempted first. A sequence that gets no page sits an
-iteration out while others' pages are about to come free.
+First come, first served, but a step of the priority number is worth a minute: whoever came first by that is
+admitted first and preempted last, so nobody starves. A sequence that gets no page sits an iteration out
+while others' pages are about to come free.
 
 Owns: the batch and who has which pages of the device. Does not know: tokens, time, how anything is copied
 or computed.

@@ -7,6 +7,7 @@ from enum import Enum, auto
 import torch
 
 from kvstore.messages import Reservation
+from mooncake.aging import standing_s
 from mooncake.grammar import GrammarState
 from mooncake.messages import FinishReason, Ref, Request, TokenLogprobs
 from workers.draws import rules_of
@@ -54,8 +55,10 @@ class Sequence:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """it has left the batch, its tokens have left for the front, and nothing computes with its pages"""
     error: Exception | None = None
+    came_s: float = 0.0
+    """when it was taken on, as the three below a time of the event loop"""
     ordered_s: float | None = None
-    """when the order to decode came, as the two below a time of the event loop"""
+    """when the order to decode came"""
     arrived_s: float | None = None
     """when its KVCache was there"""
     joined_s: float | None = None
@@ -70,9 +73,9 @@ class Sequence:
         self.rules = rules_of(self.request, self.grammar)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Lower ones go first, and are preempted last."""
-        return self.request.priority, self.number
+    def rank(self) -> tuple[float, int]:
+        """Lower ones go first, and are preempted last. It does not change."""
+        return standing_s(self.request.priority, self.came_s), self.number
 
     @property
     def num_output_tokens(self) -> int:

@@ -127,6 +127,24 @@ def test_lower_priority_numbers_are_admitted_first_and_give_way_last(spec: Model
     assert states == [SequenceState.LOADING, SequenceState.LOADING, SequenceState.WAITING]
 
 
+def test_a_minute_makes_up_for_a_step_of_priority(spec: ModelSpec) -> None:
+    batch = Batch(spec, 8, max_batch=1)
+    running = batch.joined(1)
+    waiting = [batch.sequence(1, priority=priority) for priority in (1, 0, 0)]
+    for sequence, came_s in zip(waiting, (100.0, 159.0, 161.0), strict=True):
+        sequence.came_s = came_s
+        batch.batch.enter(sequence)
+    order: list[int] = []
+    while len(order) < len(waiting):
+        batch.batch.leave(running)
+        batch.batch.free(running)
+        batch.batch.plan()
+        (running,) = [sequence for sequence in waiting if sequence.state is SequenceState.LOADING]
+        batch.batch.join(running)
+        order.append(waiting.index(running))
+    assert order == [1, 0, 2]
+
+
 def test_waits_for_pages_that_are_about_to_come_free_instead_of_preempting(spec: ModelSpec) -> None:
     batch = Batch(spec, 7)
     old, new = batch.joined(11), batch.joined(11, max_tokens=3)
