@@ -147,7 +147,7 @@ class Stream:
         return num_bytes
 
     async def more(self, is_enough: Callable[[], bool]) -> None:
-        """Waits until more is `ahead` and `is_enough` says that it is.
+        """Waits until more is `ahead` and `is_enough` says that it is, or until others have their turn.
 
         It is asked whenever some has come, and may take of it what it likes: what is little is done at once,
         and who waits here sleeps on.
@@ -158,6 +158,8 @@ class Stream:
             while not is_enough():
                 if self.is_plain:
                     raise BlockingIOError
+                if self.is_turn_over:
+                    return
                 self._receive_ahead()
 
         try:

@@ -28,6 +28,11 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     return tls
 
 
+def tls_pair(tls: Tls) -> tuple[Stream, Stream]:
+    near, far = socket.socketpair()
+    return Stream(tls.connect(near)), Stream(tls.accept(far))
+
+
 def test_writes_and_fetches_arrive_whole(tmp_path: Path, tls: Tls) -> None:
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 12, tls=tls, streams=2) as node:
@@ -44,8 +49,7 @@ def test_writes_and_fetches_arrive_whole(tmp_path: Path, tls: Tls) -> None:
 
 def test_what_is_read_after_the_end_is_no_ciphertext(tls: Tls) -> None:
     async def test() -> None:
-        near, far = socket.socketpair()
-        streams = Stream(tls.connect(near)), Stream(tls.accept(far))
+        streams = tls_pair(tls)
         await asyncio.gather(*(stream.shake_hands() for stream in streams))
         data = bytes(MIB)
         sending = asyncio.create_task(streams[0].send([data]))
@@ -61,6 +65,28 @@ def test_what_is_read_after_the_end_is_no_ciphertext(tls: Tls) -> None:
         for stream in streams:
             stream.close()
         await asyncio.gather(sending, return_exceptions=True)
+
+    run(test())
+
+
+def test_others_have_their_turn_while_small_records_come_fast(tls: Tls) -> None:
+    async def test() -> None:
+        near, far = tls_pair(tls)
+        await asyncio.gather(near.shake_hands(), far.shake_hands())
+        num_taken = 0
+
+        def take() -> bool:
+            nonlocal num_taken
+            num_taken += far.num_ahead
+            assert num_taken < 10_000
+            far.take(far.num_ahead)
+            near.send_now([memoryview(b"and another")])  # before the one at the other end is through
+            return False
+
+        await near.send([b"one"])
+        await asyncio.wait_for(far.more(take), 1.0)
+        near.close()
+        far.close()
 
     run(test())
 
