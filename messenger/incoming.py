@@ -77,6 +77,8 @@ class IncomingLane:
         self._deadline = Deadline(door.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None
         """of a frame that takes a while"""
+        self._placing: Placing | None = None
+        """whose bytes are awaited"""
         self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
         """the lane whose end is awaited"""
@@ -119,6 +121,8 @@ class IncomingLane:
             self._deadline.close()
             if self._rest is not None:
                 self._rest.close()
+            if self._placing is not None:
+                self._placing.abandon()  # also if nobody has begun to wait for its bytes
             answering.cancel()
             try:
                 (failure,) = await asyncio.gather(answering, return_exceptions=True)
@@ -220,17 +224,15 @@ class IncomingLane:
             placing.abandon()
             raise
         if checksums is None:
+            self._placing = placing
             return self._receive(placing, num_bytes)
         self._placed(placing, checksums, num_bytes)
         return None
 
     async def _receive(self, placing: Placing, num_bytes: int) -> None:
-        try:
-            with self._deadline:
-                checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
-        except BaseException:
-            placing.abandon()
-            raise
+        with self._deadline:
+            checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
+        self._placing = None
         self._placed(placing, checksums, num_bytes)
 
     def _placed(self, placing: Placing, checksums: Sequence[bytes], num_bytes: int) -> None:

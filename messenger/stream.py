@@ -371,15 +371,19 @@ class _Readiness:
         return self._result is not None and not self._result.done()
 
     def look(self) -> None:
-        """An attempt for who waits."""
+        """An attempt for who waits, and who may be cancelled by it."""
         assert self._result is not None
         assert self._attempt is not None
         try:
-            self._result.set_result(self._attempt())
+            result = self._attempt()
         except BlockingIOError:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the waiting
-            self._result.set_exception(error)
+            if self.is_awaited:
+                self._result.set_exception(error)
+        else:
+            if self.is_awaited:
+                self._result.set_result(result)
 
     def rest(self) -> None:
         """Hears of no more events until somebody waits again."""

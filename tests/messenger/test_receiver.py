@@ -207,6 +207,32 @@ def test_a_lane_is_abandoned_with_what_it_had_begun(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_write_is_given_up_if_the_lane_is_cancelled_just_when_it_begins(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 4) as node:
+            grant = node.pages.grant(1, [0])
+            before = asyncio.all_tasks()
+            wire = await Wire.introduced(node, SESSION, 0)
+            await wire.say(Open(7, 1, "a transfer"))
+            await until(lambda: grant.writers)
+            ours, begin = asyncio.all_tasks() - before, node.pages.begin
+
+            def begin_and_cancel(grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
+                for task in ours:
+                    task.cancel()
+                return begin(grant_id, entry, heads)
+
+            node.pages.begin = begin_and_cancel  # type: ignore[method-assign]
+            message, payload = write(node, node.entry(0))
+            await wire.say_bytes(encode_frame(message, len(payload)) + payload[:100])
+            await until(lambda: grant.failure is not None)
+            assert node.pages.num_begun == 0
+            assert not grant.receiving
+            wire.close()
+
+    run(test())
+
+
 def test_a_write_that_never_ends_is_given_up(tmp_path: Path) -> None:
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 4, ack_timeout_s=0.2) as node:
