@@ -179,6 +179,7 @@ def _job_for(
         root_key=root,
         is_salted=is_salted,
         priority=priority_of(wanted.priority, key),
+        tenant="" if key is None else key.name,
     )
 
 

@@ -243,6 +243,7 @@ def test_caches_belong_to_their_key_and_its_quota(tmp_path: Path) -> None:
         assert call(front, "GET", key=bob).json()["data"] == []
         assert complete(front, alice, prompt="x" * 12, context_cache="n").status_code == 200
         computed, used = front.cluster.submitted
+        assert (computed.tenant, used.tenant) == ("alice", "alice")
         assert used.block_keys[0] == computed.block_keys[0]
         assert computed.block_keys != block_keys(computed.token_ids, 16, root_key("f" * 32))
         assert call(front, "POST", body=body, key=bob).status_code == 200  # names are each key's own
