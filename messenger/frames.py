@@ -1,13 +1,13 @@
 """Frames off a stream.
 
 Owns: where one frame ends and the next begins. Does not know: what they mean; the payload is taken off the
-stream by whoever knows where it belongs, before the next frame is asked for. A small one is there already.
+stream by whoever knows where it belongs, before the next frame is asked for.
 """
 
 from collections.abc import Callable
 
 from messenger.protocol import Frame, FrameReader, Side
-from messenger.stream import AHEAD_BYTES, Stream
+from messenger.stream import Stream
 
 
 class Frames:
@@ -17,8 +17,6 @@ class Frames:
     def __init__(self, stream: Stream, side: Side) -> None:
         self.stream = stream
         self._reader = FrameReader(side)
-        self._begun: Frame | None = None
-        """of which the payload is awaited"""
 
     async def next(self) -> Frame:
         """The next frame, as soon as it is there."""
@@ -32,17 +30,11 @@ class Frames:
             await self.stream.more(hear)
 
     def ready(self) -> Frame | None:
-        """The next frame, if it has been received already: a small one with its payload."""
+        """The next frame, if it has been received already, whether its payload has or not."""
         stream = self.stream
-        frame = self._begun or self._reader.read(stream.ahead)
+        frame = self._reader.read(stream.ahead)
         if frame is None:
             stream.wanted_bytes = self._reader.wanted_bytes
-            return None
-        if frame.payload_bytes:
-            with_payload = frame.num_bytes + frame.payload_bytes
-            if stream.num_ahead < with_payload <= AHEAD_BYTES:
-                self._begun, stream.wanted_bytes = frame, with_payload
-                return None
-        self._begun = None
-        stream.take(frame.num_bytes)
+        else:
+            stream.take(frame.num_bytes)
         return frame

@@ -28,7 +28,7 @@ _LEAST_BYTES = 16 * 1024
 _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
 AHEAD_BYTES = 72 * 1024
-"""a small frame with its payload"""
+"""room for a small frame with its payload"""
 
 
 Result = TypeVar("Result")

@@ -104,7 +104,9 @@ class HandMadeHolder:
         if answer is Answer.HANG:
             self._closing.wait(DEADLINE_S)
         layout = self._identity.layout
-        begin, end = fetch.heads or (0, layout.num_kv_heads)
+        begin, end = (
+            head - layout.heads.start for head in fetch.heads or (layout.heads.start, layout.heads.stop)
+        )
         found, payload = [], bytearray()
         for index, key in enumerate(fetch.keys):
             if key not in self._blocks or (answer is Answer.EVICTED and index == len(fetch.keys) - 1):

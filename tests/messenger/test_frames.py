@@ -3,6 +3,8 @@
 import asyncio
 import socket
 
+import pytest
+
 from messenger.frames import Frames
 from messenger.protocol import Hello, Introduction, Probe, Side, encode_frame
 from messenger.stream import AHEAD_BYTES, Stream
@@ -16,36 +18,16 @@ def frames_of(near: socket.socket) -> Frames:
     return Frames(Stream(near), Side.RECEIVER)
 
 
-def test_a_small_frame_is_ready_with_its_payload() -> None:
+@pytest.mark.parametrize("payload_bytes", [1, 100, AHEAD_BYTES])
+def test_a_frame_is_ready_before_its_payload(payload_bytes: int) -> None:
     async def test() -> None:
         near, far = socket.socketpair()
         with near, far:
             frames = frames_of(near)
-            payload = bytes(range(100))
-            frame = encode_frame(Probe(), len(payload))
-            far.sendall(GREETINGS + frame + payload[:99])
-            assert isinstance((await frames.next()).message, Hello)
-            assert isinstance((await frames.next()).message, Introduction)
-            waiting = asyncio.create_task(frames.next())
-            for _ in range(3):
-                await asyncio.sleep(0)
-            assert not waiting.done()
-            far.sendall(payload[99:])
-            assert (await waiting).payload_bytes == len(payload)
-            assert frames.stream.ahead == payload
-
-    run(test())
-
-
-def test_a_large_frame_is_ready_before_its_payload() -> None:
-    async def test() -> None:
-        near, far = socket.socketpair()
-        with near, far:
-            frames = frames_of(near)
-            far.sendall(GREETINGS + encode_frame(Probe(), AHEAD_BYTES))
+            far.sendall(GREETINGS + encode_frame(Probe(), payload_bytes))
             for _ in range(2):
                 await frames.next()
-            assert (await frames.next()).payload_bytes == AHEAD_BYTES
+            assert (await frames.next()).payload_bytes == payload_bytes
             assert frames.stream.num_ahead == 0
 
     run(test())
