@@ -53,9 +53,11 @@ def server(arguments: list[str], run_dir: Path) -> Iterator[Server]:
         yield running
 
 
-def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Server, tmp_path: Path) -> None:
+def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Server, run_dir: Path) -> None:
     prompts = [LONG, PROMPT, LONG[:200] + PROMPT, PROMPT[:3]]
-    with Server(*arguments, run_dir=tmp_path) as unsplit:
+    folder = run_dir / "unsplit"
+    folder.mkdir()
+    with Server(*arguments, run_dir=folder) as unsplit:
         expected = [text_of(complete(unsplit, prompt=prompt, num_tokens=20)) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         for _ in range(2):
@@ -141,7 +143,7 @@ def test_stages_on_different_nodes_find_each_other(
         ]
         for number in range(2)
     ]
-    folders = [tmp_path / name for name in ("a", "b", "c")]
+    folders = [run_dir / name for name in ("a", "b", "c")]
     for folder in folders:
         folder.mkdir()
     with (
