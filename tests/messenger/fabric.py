@@ -63,9 +63,9 @@ def run(test: Test, deadline_s: float = DEADLINE_S) -> None:
         gc.collect()
     finally:
         gc.unfreeze()
-    if _descriptors() != before:
-        gc.collect()  # the cells of `test` are older
-    assert _descriptors() == before
+    if _descriptors() > before:
+        gc.collect()  # the cells of `test` are older; so may be what another test has left
+    assert _descriptors() <= before
     assert unseen == []
 
 
