@@ -63,14 +63,19 @@ def run(test: Test, deadline_s: float = DEADLINE_S) -> None:
         gc.collect()
     finally:
         gc.unfreeze()
-    if _descriptors() > before:
-        gc.collect()  # the cells of `test` are older; so may be what another test has left
-    assert _descriptors() <= before
+    if _descriptors() - before:
+        gc.collect()  # the cells of `test` are older
+    assert not _descriptors() - before
     assert unseen == []
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _descriptors() -> set[tuple[str, str]]:
+    """Which are open, and what each is of: one that has the number of another is not taken for it."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S / 2) -> None:
