@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from conductor.effects import Effect
+from conductor.front.link import Inbox, Reception
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from kvstore.segment import Segment
@@ -89,12 +90,16 @@ class Sizes:
 class Answer:
     """What a front would have received of one request."""
 
-    tokens: list[int] = field(default_factory=list)
+    reception: Reception
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int | None = None
     error: str | None = None
     num_lost: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.reception.token_ids
 
 
 class InstanceUnderTest:
@@ -242,15 +247,16 @@ class MiniCluster:
                     instance.obey(effect.message)  # type: ignore[arg-type]
 
     async def receive(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Tokens, as the front gets them: another attempt draws those again that have been sent."""
+        """Tokens, as the front takes them: another attempt draws those again that have been sent."""
         for _, output in outputs:
             answer = self.answers[output.ref.request_id]
-            (token,), position = output.token_ids, output.position
-            assert position == len(answer.tokens) or output.ref.attempt > 1
-            if position == len(answer.tokens):
-                answer.tokens.append(token)
+            num_before = len(answer.tokens)
+            new = answer.reception.accept(output)
+            if new is None:
+                continue
+            assert output.position == num_before or output.ref.attempt > 1
+            if new:
                 answer.logprobs += output.logprobs
-            assert answer.tokens[position] == token
             answer.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:
                 answer.ended.set()
@@ -261,10 +267,10 @@ class MiniCluster:
 
     def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Answer:
         """Start a request."""
-        answer = self.answers[request_id] = Answer()
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
         request = Request(request_id, prompt, keys, sampling, "front", bool(salt), root)
+        answer = self.answers[request_id] = Answer(Reception(request, Inbox(), 0.0))
         self.requests[request_id] = request
         self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))
         return answer
