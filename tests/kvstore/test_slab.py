@@ -1,6 +1,7 @@
 """A slab outlives its processes: what a new one finds there, whatever the old one, or the disk, was doing."""
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
@@ -249,15 +250,17 @@ def test_blocks_do_not_enter_the_page_cache(tmp_path: Path, caplog: pytest.LogCa
 
 
 def num_cached_bytes(path: Path) -> int:
-    """Of a file, in the page cache: what can be read without waiting for the disk."""
-    block, num_bytes = aligned_block(), 0
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-    for offset in range(0, os.fstat(fd).st_size, 4096):
-        with contextlib.suppress(BlockingIOError):
-            num_bytes += os.preadv(fd, [block[:4096]], offset, os.RWF_NOWAIT)
-    os.close(fd)
-    return num_bytes
+    """Of a file, in the page cache. Asking by reads that do not wait would begin to read ahead into it."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        pages = np.zeros(-(-len(mapping) // mmap.PAGESIZE), np.uint8)
+        first = ctypes.c_char.from_buffer(mapping)
+        address, num_bytes = ctypes.addressof(first), len(mapping)
+        failed = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del first
+        assert not failed, os.strerror(ctypes.get_errno())
+        return int((pages & 1).sum()) * mmap.PAGESIZE
 
 
 # -- what is there already ----------------------------------------------------------------------------
