@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.arguments import INTERRUPTED, count, exit_code, not_negative, positive
 from benchmarks.load.measures import Slo
 from benchmarks.load.pictures import draw
 from benchmarks.load.report import Report, print_report, save_report
@@ -19,11 +20,7 @@ from benchmarks.traces.fitting import fit
 from benchmarks.traces.mixes import MIXES, Mix, RequestClass
 from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.synthetic import SyntheticLoad
-from mooncake.errors import ConfigError, MooncakeError
-
-FAILED = 1
-WRONG_USE = 2
-INTERRUPTED = 130
+from mooncake.errors import ConfigError
 
 TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
 LONG_FROM = 1024
@@ -38,14 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     options.command_line = shlex.join(["mooncake-bench", *arguments])
-    try:
-        code: int = options.command(options)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (MooncakeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE if isinstance(error, ConfigError) else FAILED
-    return code
+    return exit_code(lambda: options.command(options))
 
 
 # -- commands ---------------------------------------------------------------------------------------
@@ -197,27 +187,27 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="closed loop: so many at any time, one run for each",
     )
-    group.add_argument("--num-requests", type=_positive_int, metavar="N", help="of a run")
-    group.add_argument("--duration", type=_positive, metavar="SECONDS", help="requests are sent for so long")
+    group.add_argument("--num-requests", type=count, metavar="N", help="of a run")
+    group.add_argument("--duration", type=positive, metavar="SECONDS", help="requests are sent for so long")
     group.add_argument(
-        "--speed", type=_positive, default=1.0, metavar="X", help="2 plays a trace in half its time"
+        "--speed", type=positive, default=1.0, metavar="X", help="2 plays a trace in half its time"
     )
     group.add_argument(
         "--jitter",
-        type=_not_negative,
+        type=not_negative,
         default=0.0,
         metavar="SECONDS",
         help="spread requests of one tick of a trace's clock over so long; 3 for Mooncake's; default: 0",
     )
     group.add_argument(
         "--burstiness",
-        type=_not_negative,
+        type=not_negative,
         default=1.0,
         metavar="B",
         help="of --mix and --lengths: variance of arrivals by their mean; default: 1, a Poisson process",
     )
     group.add_argument(
-        "--scale-lengths", type=_positive, default=1.0, metavar="X", help="0.1 makes all lengths a tenth"
+        "--scale-lengths", type=positive, default=1.0, metavar="X", help="0.1 makes all lengths a tenth"
     )
     group.add_argument(
         "--seed",
@@ -236,13 +226,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="another server, loaded in turn with the first",
     )
-    parser.add_argument(
-        "--rounds", type=_positive_int, default=1, metavar="N", help="runs of each load; default: 1"
-    )
+    parser.add_argument("--rounds", type=count, default=1, metavar="N", help="runs of each load; default: 1")
     parser.add_argument("--model", help="default: the first that the server names")
     parser.add_argument(
         "--context-len",
-        type=_positive_int,
+        type=count,
         metavar="TOKENS",
         help="longer requests are left out; default: what the server says of its model",
     )
@@ -258,21 +246,21 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--no-ignore-eos", action="store_true", help="let answers end early, for servers without `ignore_eos`"
     )
     parser.add_argument(
-        "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="of a request; default: 600"
+        "--timeout", type=positive, default=600.0, metavar="SECONDS", help="of a request; default: 600"
     )
     parser.add_argument(
-        "--processes", type=_positive_int, default=1, metavar="N", help="that send requests; default: 1"
+        "--processes", type=count, default=1, metavar="N", help="that send requests; default: 1"
     )
     mix_or = "the mix's, or"
     parser.add_argument(
-        "--ttft-slo", type=_positive, metavar="SECONDS", help=f"default: {mix_or} {TTFT_SLO_S:g}"
+        "--ttft-slo", type=positive, metavar="SECONDS", help=f"default: {mix_or} {TTFT_SLO_S:g}"
     )
     parser.add_argument(
-        "--tbt-slo", type=_positive, metavar="SECONDS", help=f"default: {mix_or} {TBT_SLO_S:g}"
+        "--tbt-slo", type=positive, metavar="SECONDS", help=f"default: {mix_or} {TBT_SLO_S:g}"
     )
     parser.add_argument(
         "--long-from",
-        type=_positive_int,
+        type=count,
         default=LONG_FROM,
         metavar="TOKENS",
         help=f"input tokens that make a request a long one; default: {LONG_FROM}",
@@ -282,30 +270,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    return 0.0 if float(text) == 0 else _positive(text)
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return value
-
-
 def _floats(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def _ints(text: str) -> list[int]:
-    return [_positive_int(part) for part in text.split(",")]
+    return [count(part) for part in text.split(",")]
 
 
 def _id_range(text: str) -> tuple[int, int]:
@@ -316,7 +286,7 @@ def _id_range(text: str) -> tuple[int, int]:
 
 
 def _lengths(text: str) -> Mix:
-    num_input, num_output = map(_positive_int, text.split("/"))
+    num_input, num_output = map(count, text.split("/"))
     return Mix((RequestClass(1.0, num_input, num_output),), TTFT_SLO_S, TBT_SLO_S)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.arguments import count, exit_code, positive, share
 from benchmarks.planner import workload as workloads
 from benchmarks.planner.advice import advice
 from benchmarks.planner.goodput import Goodputs
@@ -23,17 +24,13 @@ from benchmarks.planner.questions import questions
 from benchmarks.planner.report import Report, print_report
 from benchmarks.planner.search import Plan, Search
 from benchmarks.planner.workload import Workload
-from benchmarks.simulator.cards import HARDWARE, MODELS
+from benchmarks.simulator.arguments import add_instances, add_source, setup_of
 from benchmarks.simulator.setup import Setup
 from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import jittered
 from benchmarks.traces.request import BLOCK_TOKENS
 from benchmarks.traces.synthetic import SyntheticLoad
-from mooncake.errors import ConfigError, MooncakeError
-
-FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
-TICK_S = 3.0
-"""of the clock of Mooncake's published traces"""
+from mooncake.errors import ConfigError
 
 
 def main() -> None:
@@ -44,17 +41,10 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
-    try:
-        _plan(options, shlex.join(["mooncake-plan", *arguments]))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (MooncakeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE if isinstance(error, ConfigError) else FAILED
-    return 0
+    return exit_code(lambda: _plan(options, shlex.join(["mooncake-plan", *arguments])))
 
 
-def _plan(options: argparse.Namespace, command: str) -> None:
+def _plan(options: argparse.Namespace, command: str) -> int:
     began_s = time.monotonic()
     base = _base(options)
     workload = _workload(options)
@@ -73,6 +63,7 @@ def _plan(options: argparse.Namespace, command: str) -> None:
     print_report(report, Console())
     if options.out is not None:
         report.save(options.out)
+    return 0
 
 
 def _search(
@@ -100,19 +91,9 @@ def _search(
 
 
 def _base(options: argparse.Namespace) -> Setup:
-    if options.profile is not None and options.gpus is None:
+    if options.profile is not None and options.num_gpus is None:
         raise ConfigError("a --profile is of one kind of instance: say with --gpus of how many devices")
-    given = {"nic_gbps": options.nic_gbps, "pool_tokens": options.pool_tokens}
-    return Setup(
-        model=options.model,
-        hardware=options.hardware,
-        num_gpus=options.gpus,
-        profile=options.profile,
-        ttft_slo_s=options.ttft_slo,
-        tbt_slo_s=options.tbt_slo,
-        rejects=False,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    return setup_of(options, rejects=False)
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -147,68 +128,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, metavar="FILE", help="a trace: .jsonl or .csv, or either .gz")
-    synthetic_help = "a synthetic load, as mooncake-bench fit writes it"
-    source.add_argument("--synthetic", type=Path, metavar="FILE", help=synthetic_help)
+    source = add_source(group)
     source.add_argument("--lengths", type=_lengths, metavar="IN/OUT", help="tokens of every request")
     shared_help = "share of a prompt of --lengths that all have in common, in whole blocks of 512 tokens"
-    group.add_argument("--shared-prefix", type=_share, default=0.0, metavar="SHARE", help=shared_help)
+    group.add_argument("--shared-prefix", type=share, default=0.0, metavar="SHARE", help=shared_help)
     rate_help = "requests/s that the cluster is to serve; the advice says whether it does"
-    group.add_argument("--rate", type=_positive, help=rate_help)
-    jitter_help = "requests of one tick of a trace's clock arrive spread over so long (default: %(default)s)"
-    group.add_argument("--jitter", type=_not_negative, default=TICK_S, metavar="SECONDS", help=jitter_help)
+    group.add_argument("--rate", type=positive, help=rate_help)
     requests_help = "no simulation has more requests (default: %(default)s)"
-    group.add_argument("--num-requests", type=_count, default=2000, help=requests_help)
-    group.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    group.add_argument("--num-requests", type=count, default=2000, help=requests_help)
 
 
 def _add_hardware(group: argparse._ArgumentGroup) -> None:
-    default = Setup()
-    group.add_argument("--devices", type=_count, required=True, help="how many there are, in whole nodes")
-    model_help = f"{', '.join(MODELS)} (default: %(default)s)"
-    group.add_argument("--model", default=default.model, help=model_help)
-    hardware_help = f"{', '.join(HARDWARE)} (default: %(default)s)"
-    group.add_argument("--hardware", default=default.hardware, help=hardware_help)
-    group.add_argument("--gpus", type=_count, help="of an instance (default: the best number)")
-    group.add_argument("--profile", metavar="FILE", help="costs of a real worker instead of the cards'")
-    group.add_argument("--nic-gbps", type=_positive, help="of an instance (default: the hardware's)")
-    pool_help = "of an instance's part of the pool (default: its DRAM)"
-    group.add_argument("--pool-tokens", type=_count, help=pool_help)
+    group.add_argument("--devices", type=count, required=True, help="how many there are, in whole nodes")
+    add_instances(group)
+    gpus_help = "of an instance (default: the best number)"
+    group.add_argument("--gpus", type=count, dest="num_gpus", help=gpus_help)
 
 
 def _add_slos(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ttft-slo", type=_positive, required=True, metavar="SECONDS")
-    group.add_argument("--tbt-slo", type=_positive, required=True, metavar="SECONDS")
+    for slo in ("ttft", "tbt"):
+        group.add_argument(
+            f"--{slo}-slo", type=positive, dest=f"{slo}_slo_s", required=True, metavar="SECONDS"
+        )
     attainment_help = "share of the requests that must be within both (default: %(default)s)"
-    group.add_argument("--attainment", type=_share, default=0.9, metavar="SHARE", help=attainment_help)
+    group.add_argument("--attainment", type=share, default=0.9, metavar="SHARE", help=attainment_help)
 
 
 def _lengths(text: str) -> tuple[float, float]:
-    num_input, num_output = map(_count, text.split("/"))
+    num_input, num_output = map(count, text.split("/"))
     return float(num_input), float(num_output)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    return 0.0 if float(text) == 0 else _positive(text)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value

@@ -2,35 +2,39 @@
 
     .venv/bin/python -m benchmarks.reproduction TRACE.jsonl.gz [--only scheduling,overload]
 
-What has been found is kept (`--results`), so that single experiments can be run again.
+The page is always of one run of all. With `--only` what was found is printed instead. Exit code 1: an
+experiment has failed; the others have been run, and the page names those that failed.
 """
 
 import argparse
+import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.arguments import FAILED, WRONG_USE, count
 from benchmarks.reproduction import (
     banaserve,
     coupled,
     datasets,
     formulas,
     hit_rate,
+    interference,
     overload,
     planner,
     pools,
     scheduling,
 )
-from benchmarks.reproduction.experiment import Experiment, Outcome, Trace
-from benchmarks.reproduction.page import Found, write_page
+from benchmarks.reproduction.experiment import Experiment, Trace
+from benchmarks.reproduction.page import Found, Run, section, write_page
 
 EXPERIMENTS = (
     hit_rate.EXPERIMENT,
@@ -40,6 +44,7 @@ EXPERIMENTS = (
     coupled.REAL_WORKLOAD,
     coupled.CAPACITY,
     datasets.EXPERIMENT,
+    interference.EXPERIMENT,
     overload.EXPERIMENT,
     pools.GLOBAL_POOL,
     pools.BANDWIDTH,
@@ -53,43 +58,58 @@ EXPERIMENTS = (
 
 def main() -> None:
     options = _parser().parse_args()
-    named = set(options.only.split(",")) if options.only else {e.name for e in EXPERIMENTS}
-    if unknown := named - {e.name for e in EXPERIMENTS}:
-        known = ", ".join(e.name for e in EXPERIMENTS)
-        sys.exit(f"error: no experiment is named {', '.join(sorted(unknown))}; there are {known}")
+    by_name = {experiment.name: experiment for experiment in EXPERIMENTS}
+    names = options.only.split(",") if options.only else list(by_name)
+    if unknown := [name for name in names if name not in by_name]:
+        known = ", ".join(by_name)
+        print(f"error: no experiment is named {', '.join(unknown)}; there are {known}", file=sys.stderr)
+        sys.exit(WRONG_USE)
     options.results.mkdir(parents=True, exist_ok=True)
-    chosen = [experiment for experiment in EXPERIMENTS if experiment.name in named]
-    run_all(chosen, Trace(options.trace), options.results, options.processes)
-    write_page([(e, load(e, options.results)) for e in EXPERIMENTS], options.results, options.page)
+    began_s, date = time.monotonic(), datetime.now(UTC).date().isoformat()
+    chosen = [by_name[name] for name in names]
+    found = run_all(chosen, Trace(options.trace), options.results, options.processes)
+    if options.only:
+        print("\n".join(section(by_name[name], of_one) for name, of_one in found.items()))
+    else:
+        seconds = time.monotonic() - began_s
+        run = Run(options.trace.name, date, _machine(), options.processes, seconds)
+        write_page(EXPERIMENTS, found, run, options.results, options.page)
+    sys.exit(0 if len(found) == len(chosen) else FAILED)
 
 
-def run_all(chosen: Sequence[Experiment], trace: Trace, results: Path, num_processes: int) -> None:
-    """Each is kept as soon as it is done."""
+def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_processes: int) -> dict[str, Found]:
+    """By name. What fails is told and lacks; the longest begin first. Pictures are put into `folder`."""
+    found: dict[str, Found] = {}
+    longest_first = sorted(chosen, key=lambda experiment: -experiment.cost)
     with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(num_processes) as pool:
         task = progress.add_task("experiments", total=len(chosen))
-        futures = {pool.submit(run_one, e.name, trace.path, results): e for e in chosen}
+        futures = {pool.submit(run_one, e.name, trace, folder): e.name for e in longest_first}
         for future in as_completed(futures):
-            seconds = future.result()
-            progress.console.print(f"{futures[future].name}: {seconds:.0f} s")
+            name, error = futures[future], future.exception()
+            if error is None:
+                found[name] = future.result()
+                progress.console.print(f"{name}: {found[name].seconds:.0f} s")
+            else:
+                told = "".join(traceback.format_exception(error))
+                progress.console.print(f"{name} failed: {told}", markup=False, highlight=False)
             progress.advance(task)
+    return found
 
 
-def run_one(name: str, trace: Path, results: Path) -> float:
-    """Seconds that it took."""
+def run_one(name: str, trace: Trace, folder: Path) -> Found:
+    """In this process."""
     experiment = next(e for e in EXPERIMENTS if e.name == name)
     began_s = time.monotonic()
-    outcome: Outcome = experiment.run(Trace(trace), results)
-    seconds = time.monotonic() - began_s
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    found = Found(outcome, datetime.now(UTC).date().isoformat(), machine)
-    (results / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
-    return seconds
+    outcome = experiment.run(trace, folder)
+    return Found(outcome, time.monotonic() - began_s)
 
 
-def load(experiment: Experiment, results: Path) -> Found | None:
-    """What was found, if it ever ran."""
-    path = results / f"{experiment.name}.json"
-    return msgspec.json.decode(path.read_bytes(), type=Found) if path.exists() else None
+def _machine() -> str:
+    """For people."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,10 +117,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="benchmarks.reproduction", description="Published results beside ours."
     )
     parser.add_argument("trace", type=Path, help="Mooncake's conversation_trace.jsonl, or .gz")
-    parser.add_argument("--only", metavar="NAMES", help="experiments to run, with commas; default: all")
-    parser.add_argument("--results", type=Path, default=Path("build/reproduction"), metavar="FOLDER")
+    only_help = "run these experiments, with commas, and print what they find; no page is written"
+    parser.add_argument("--only", metavar="NAMES", help=only_help)
+    pictures = Path("build/reproduction")
+    parser.add_argument("--results", type=Path, default=pictures, metavar="FOLDER", help="for pictures")
     parser.add_argument("--page", type=Path, default=Path("docs/reproduction.md"), metavar="FILE")
-    parser.add_argument("--processes", type=int, default=2, help="experiments at the same time (default: 2)")
+    processes_help = "experiments at the same time (default: %(default)s)"
+    parser.add_argument("--processes", type=count, default=2, help=processes_help)
     return parser
 
 

@@ -92,4 +92,5 @@ EXPERIMENT = Experiment(
     f" {NEW_TOKENS} new tokens behind; Poisson arrivals.",
     remark,
     run,
+    cost=30,
 )

@@ -13,11 +13,9 @@ import msgspec
 
 from benchmarks.simulator.setup import Setup
 from benchmarks.traces.reading import TraceFile
-from benchmarks.traces.replay import at_speed, jittered
+from benchmarks.traces.replay import TICK_S, at_speed, jittered
 from benchmarks.traces.request import TraceRequest
 
-TICK_S = 3.0
-"""of the clock of the trace"""
 SWEEP_REQUESTS = 3000
 """where many loads are compared, the first of the trace stand for it"""
 SEED = 0
@@ -94,3 +92,5 @@ class Experiment:
     setting: str
     remark: Callable[[Outcome], str]
     run: Callable[[Trace, Path], Outcome]
+    cost: float = 1.0
+    """in relation to others: who takes longest begins first"""

@@ -108,4 +108,5 @@ EXPERIMENT = Experiment(
     " prefill was computed for a request that was rejected then.",
     remark,
     run,
+    cost=40,
 )

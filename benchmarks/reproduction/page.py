@@ -1,10 +1,10 @@
-"""docs/reproduction.md, from what the experiments have found.
+"""docs/reproduction.md, from what the experiments of one run have found.
 
 Owns: the page. Does not know: how anything was found.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,40 +25,76 @@ All clusters are simulated ([simulator.md](simulator.md)): the server's own Cond
 on a virtual clock, and devices take as long as a roofline says, with one set of efficiencies for all
 experiments. So what can be compared is which policy or architecture wins, and roughly by how much; seconds
 are those of the model, not of the papers' machines. Nothing was tuned for a figure. A node is 8 x A800 with
-800 Gbit/s and 1 TB of pool, the model llama3-70b, unless said otherwise. Each section ends with the name of
-its experiment and the date on which it ran, with the code of that day.
+800 Gbit/s and 1 TB of pool, the model llama3-70b, unless said otherwise.
+"""
+
+_NOT_REPRODUCED = """\
+## What is not reproduced
+
+- **The other workloads.** Mooncake (FAST'25) has a tool&agent and a synthetic trace, the arXiv version one
+  of 23,608 requests. What was published for these (effective capacity +64 / +42 / +22% and +62 / +40 / +28%;
+  global pool x1.38 and x2.36; prefill GPU time -53% and -64%) would need them; the conversation trace stands
+  for all.
+- **The Transfer Engine's bandwidth** (87 GB/s on 4 x 200 Gbit/s, 190 GB/s on 8 x 400 Gbit/s, 2.4 and 4.6
+  times TCP). It is a property of NICs that a simulation can only be given: here 87% of the data sheet's
+  figure.
+- **BanaServe's throughput** (1.2 to 3.9 times vLLM's, 1.1 to 2.8 times DistServe's). The paper does not say
+  on how many devices, and gives lengths only as ranges. What it credits with the gain is that layers and
+  attention heads migrate between prefill and decode devices while requests run; this system does not do
+  that, so there is nothing to simulate. Its routing is above.
+- **Heights in figures without numbers** (arXiv Figures 8 to 10 and 13): compared in order and shape only.
 """
 
 
 class Found(msgspec.Struct, frozen=True):
-    """By one run of one experiment."""
+    """By one experiment, in so many seconds."""
 
     outcome: Outcome
+    seconds: float
+
+
+class Run(msgspec.Struct, frozen=True):
+    """All experiments of a page together."""
+
+    trace: str
     date: str
     machine: str
+    num_processes: int
+    seconds: float
 
 
-def write_page(found: Sequence[tuple[Experiment, Found | None]], results: Path, page: Path) -> None:
-    """What has not been run is only named."""
-    parts = [_HEAD]
-    if lacking := [f"`{experiment.name}`" for experiment, of_experiment in found if of_experiment is None]:
-        parts.append(f"Not run yet: {', '.join(lacking)}.\n")
-    for experiment, of_experiment in found:
-        if of_experiment is None:
+def write_page(
+    experiments: Sequence[Experiment], found: Mapping[str, Found], run: Run, results: Path, page: Path
+) -> None:
+    """What has failed is only named. Pictures are taken from `results`."""
+    parts = [_HEAD, _stamp(run)]
+    if failed := [f"`{experiment.name}`" for experiment in experiments if experiment.name not in found]:
+        parts.append(f"**Failed in this run: {', '.join(failed)}.**\n")
+    for experiment in experiments:
+        if experiment.name not in found:
             continue
-        parts.append(_section(experiment, of_experiment))
-        for picture in of_experiment.outcome.pictures:
+        parts.append(section(experiment, found[experiment.name]))
+        for picture in found[experiment.name].outcome.pictures:
             folder = page.parent / PICTURES
             folder.mkdir(exist_ok=True)
             shutil.copyfile(results / picture, folder / picture)
-    page.write_text("\n".join(parts))
+    page.write_text("\n".join([*parts, _NOT_REPRODUCED]))
 
 
-def _section(experiment: Experiment, found: Found) -> str:
+def _stamp(run: Run) -> str:
+    processes = "process" if run.num_processes == 1 else "processes"
+    return (
+        f"Run on {run.date} with `make reproduce TRACE={run.trace}`, on {run.machine}: {run.seconds / 60:.0f}"
+        f" minutes with {run.num_processes} {processes}.\n"
+    )
+
+
+def section(experiment: Experiment, found: Found) -> str:
+    """Of one experiment, in Markdown."""
     lines = [f"## {experiment.title}", "", f"Published: {experiment.published}", "", experiment.setting, ""]
     for table in found.outcome.tables:
         lines += [table.markdown(), ""]
     lines += [f"![{experiment.title}]({PICTURES}/{picture})\n" for picture in found.outcome.pictures]
     lines += [experiment.remark(found.outcome), ""]
-    lines.append(f"(`{experiment.name}`, {found.date}, {found.machine})\n")
+    lines.append(f"(`{experiment.name}`, {found.seconds:.0f} s)\n")
     return "\n".join(lines)

@@ -94,6 +94,7 @@ GLOBAL_POOL = Experiment(
     "10P+10D. Local: each instance reuses what it has (`load_balancing`); global: `kvcache_centric`.",
     global_remark,
     run_global,
+    cost=30,
 )
 BANDWIDTH = Experiment(
     "bandwidth",
@@ -107,6 +108,7 @@ BANDWIDTH = Experiment(
         "below 50 Gbit/s it is late."
     ),
     run_bandwidth,
+    cost=15,
 )
 RATIO = Experiment(
     "ratio",
@@ -116,4 +118,5 @@ RATIO = Experiment(
     " nothing rejected.",
     ratio_remark,
     run_ratio,
+    cost=15,
 )

@@ -15,21 +15,18 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from benchmarks.simulator.cards import HARDWARE, MODELS
+from benchmarks.arguments import count, exit_code, positive
+from benchmarks.simulator.arguments import add_instances, add_source, setup_of
 from benchmarks.simulator.pictures import Drawn, draw
 from benchmarks.simulator.report import Report, print_report
 from benchmarks.simulator.series import LoadSeries
-from benchmarks.simulator.setup import Setup, simulate
+from benchmarks.simulator.setup import simulate
 from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import at_speed, jittered, until
 from benchmarks.traces.request import TraceRequest
 from benchmarks.traces.synthetic import SyntheticLoad, synthesize
 from mooncake.config import EvictionPolicy, Overload, Scheduling
-from mooncake.errors import ConfigError, MooncakeError
-
-FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
-TICK_S = 3.0
-"""of the clock of Mooncake's published traces"""
+from mooncake.errors import ConfigError
 
 
 def main() -> None:
@@ -40,18 +37,11 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
-    try:
-        _simulate(options, ["mooncake-sim", *arguments])
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (MooncakeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE if isinstance(error, ConfigError) else FAILED
-    return 0
+    return exit_code(lambda: _simulate(options, ["mooncake-sim", *arguments]))
 
 
-def _simulate(options: argparse.Namespace, command: Sequence[str]) -> None:
-    setup = _setup(options)
+def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
+    setup = setup_of(options)
     setup.shape()  # told before the trace is read
     loads, num_requests = _loads(options)
     drawn = []
@@ -72,6 +62,7 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> None:
         except ImportError:
             print("no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
         print(f"everything is in {options.out}", file=sys.stderr)
+    return 0
 
 
 def _show(progress: Progress, task: TaskID, number: int) -> None:
@@ -83,13 +74,6 @@ def _watched(load: Iterable[TraceRequest], show: Callable[[int], None]) -> Itera
         if number % 100 == 0:
             show(number)
         yield request
-
-
-def _setup(options: argparse.Namespace) -> Setup:
-    names = set(Setup.__struct_fields__)
-    return Setup(
-        **{name: value for name, value in vars(options).items() if name in names and value is not None}
-    )
 
 
 _Load = tuple[str, Callable[[], Iterator[TraceRequest]]]
@@ -119,7 +103,7 @@ def _loads(options: argparse.Namespace) -> tuple[list[_Load], int | None]:
 
 def _trace_load(options: argparse.Namespace, speed: float) -> Callable[[], Iterator[TraceRequest]]:
     def load() -> Iterator[TraceRequest]:
-        requests = jittered(TraceFile(options.trace), options.jitter, options.seed or 0)
+        requests = jittered(TraceFile(options.trace), options.jitter, options.seed)
         return _cut(options, at_speed(requests, speed))
 
     return load
@@ -129,7 +113,7 @@ def _synthetic_load(
     options: argparse.Namespace, synthetic: SyntheticLoad, rate_per_s: float
 ) -> Callable[[], Iterator[TraceRequest]]:
     of_rate = msgspec.structs.replace(synthetic, rate_per_s=rate_per_s)
-    return lambda: _cut(options, synthesize(of_rate, options.seed or 0))
+    return lambda: _cut(options, synthesize(of_rate, options.seed))
 
 
 def _cut(options: argparse.Namespace, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
@@ -153,74 +137,35 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    source = group.add_mutually_exclusive_group(required=True)
-    trace_help = "replay a trace: .jsonl or .csv, or either .gz"
-    source.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
-    synthetic_help = "a synthetic load, as mooncake-bench fit writes it"
-    source.add_argument("--synthetic", type=Path, metavar="FILE", help=synthetic_help)
+    add_source(group)
     speed_help = "2 replays two hours in one; several: a run each"
-    group.add_argument("--speed", type=_positive, nargs="+", default=[1.0], help=speed_help)
+    group.add_argument("--speed", type=positive, nargs="+", default=[1.0], help=speed_help)
     rate_help = "requests/s of a synthetic load; several: a run each"
-    group.add_argument("--rate", type=_positive, nargs="+", help=rate_help)
-    group.add_argument(
-        "--jitter",
-        type=_not_negative,
-        default=TICK_S,
-        metavar="SECONDS",
-        help="requests of one tick of the trace's clock arrive spread over so long (default: %(default)s)",
-    )
-    group.add_argument("--num-requests", type=_count, help="no more than these")
-    group.add_argument("--duration", type=_positive, metavar="SECONDS", help="what arrives in this time")
-    group.add_argument("--seed", type=int, help="of all that is random (default: 0)")
+    group.add_argument("--rate", type=positive, nargs="+", help=rate_help)
+    group.add_argument("--num-requests", type=count, help="no more than these")
+    group.add_argument("--duration", type=positive, metavar="SECONDS", help="what arrives in this time")
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    default = Setup()
-    group.add_argument("--prefill", type=_count, dest="num_prefill", help="prefill instances")
-    group.add_argument("--decode", type=_count, dest="num_decode", help="decode instances")
+    group.add_argument("--prefill", type=count, dest="num_prefill", help="prefill instances")
+    group.add_argument("--decode", type=count, dest="num_decode", help="decode instances")
     coupled_help = "instances that do both, without Conductor"
-    group.add_argument("--coupled", type=_count, dest="num_coupled", help=coupled_help)
+    group.add_argument("--coupled", type=count, dest="num_coupled", help=coupled_help)
     chunk_help = "tokens of an iteration of coupled ones (default: whole prompts)"
-    group.add_argument("--chunk", type=_count, dest="chunk_tokens", help=chunk_help)
-    group.add_argument("--model", help=f"{', '.join(MODELS)} (default: {default.model})")
-    group.add_argument("--hardware", help=f"a node: {', '.join(HARDWARE)} (default: {default.hardware})")
+    group.add_argument("--chunk", type=count, dest="chunk_tokens", help=chunk_help)
+    add_instances(group)
     gpus_help = "of an instance (default: the whole node)"
-    group.add_argument("--gpus", type=_count, dest="num_gpus", help=gpus_help)
-    group.add_argument("--profile", metavar="FILE", help="costs of a real worker instead of the cards'")
-    group.add_argument("--nic-gbps", type=_positive, help="of an instance (default: the hardware's)")
-    pool_help = "of an instance's part of the pool (default: its DRAM)"
-    group.add_argument("--pool-tokens", type=_count, help=pool_help)
-    group.add_argument("--prefill-chunk", type=_count, help="tokens of a prefill pass")
-    group.add_argument("--max-batch", type=_count, help="requests that are decoded together")
+    group.add_argument("--gpus", type=count, dest="num_gpus", help=gpus_help)
+    group.add_argument("--prefill-chunk", type=count, help="tokens of a prefill pass")
+    group.add_argument("--max-batch", type=count, help="requests that are decoded together")
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--scheduling", type=Scheduling, choices=list(Scheduling))
-    group.add_argument("--kvcache-balancing-threshold", type=_positive)
+    group.add_argument("--kvcache-balancing-threshold", type=positive)
     group.add_argument("--overload", type=Overload, choices=list(Overload))
     group.add_argument("--eviction", type=EvictionPolicy, choices=list(EvictionPolicy))
-    group.add_argument("--ttft-slo", type=_positive, dest="ttft_slo_s", metavar="SECONDS")
-    group.add_argument("--tbt-slo", type=_positive, dest="tbt_slo_s", metavar="SECONDS")
+    group.add_argument("--ttft-slo", type=positive, dest="ttft_slo_s", metavar="SECONDS")
+    group.add_argument("--tbt-slo", type=positive, dest="tbt_slo_s", metavar="SECONDS")
     rejection_help = "measure by the SLOs, reject nothing"
     group.add_argument("--no-rejection", action="store_false", dest="rejects", help=rejection_help)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value

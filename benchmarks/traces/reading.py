@@ -89,6 +89,10 @@ def _check_blocks(request: TraceRequest, where: str) -> None:
             f"{where}: {request.num_input_tokens} input tokens are {expected} blocks of 512, "
             f"but there are {len(request.hash_ids)} hash_ids"
         )
+    if len(set(request.hash_ids)) < len(request.hash_ids):
+        raise TraceError(
+            f"{where}: one of the hash_ids occurs twice, but each stands for its block and all before it"
+        )
 
 
 class _MooncakeLine(msgspec.Struct):

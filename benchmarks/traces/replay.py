@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks.traces.request import TraceRequest
 
+TICK_S = 3.0
+"""of the clock of Mooncake's published traces"""
+
 
 def jittered(requests: Iterable[TraceRequest], jitter_s: float, seed: int) -> Iterator[TraceRequest]:
     """Requests that share a tick of a coarse clock arrive within `jitter_s` from it, before the next tick.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from benchmarks.arguments import FAILED, INTERRUPTED, WRONG_USE
 from benchmarks.load import cli
 from benchmarks.load.client import Answer, AnswerError, Client, EventStream
 from benchmarks.load.measures import Slo, summarize
@@ -392,7 +393,7 @@ def test_ctrl_c_ends_with_a_report_of_what_ran(server: FakeServer, tmp_path: Pat
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=COMMAND_DEADLINE_S)
-    assert process.returncode == cli.INTERRUPTED, err
+    assert process.returncode == INTERRUPTED, err
     assert "interrupted after" in out
     summary = json.loads((tmp_path / "report.json").read_text())["runs"][0]["summary"]
     assert summary["num_finished"] == 4  # two were the warm-up
@@ -416,7 +417,7 @@ def test_options_that_do_not_go_together_are_refused(
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival,input,output\n0,1,1\n")
     arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
-    assert cli.run(["run", "http://127.0.0.1:9", *arguments]) == cli.WRONG_USE
+    assert cli.run(["run", "http://127.0.0.1:9", *arguments]) == WRONG_USE
     assert reason in capsys.readouterr().err
 
 
@@ -424,7 +425,7 @@ def test_a_server_that_does_not_answer_is_an_error_before_anything_is_measured(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--lengths", "10/2", "--concurrency", "1", "--num-requests", "1"]
-    assert cli.run(["run", "http://127.0.0.1:9", *arguments]) == cli.FAILED
+    assert cli.run(["run", "http://127.0.0.1:9", *arguments]) == FAILED
     assert "does not name the server's models" in capsys.readouterr().err
 
 

@@ -1,15 +1,17 @@
+import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from benchmarks.arguments import FAILED, WRONG_USE
 from benchmarks.reproduction import banaserve, scheduling
-from benchmarks.reproduction.__main__ import EXPERIMENTS, load, run_one
+from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
 from benchmarks.reproduction.coupled import capacity_per_s
-from benchmarks.reproduction.experiment import Outcome, Table
+from benchmarks.reproduction.experiment import Outcome, Table, Trace
 from benchmarks.reproduction.formulas import needed_bytes_per_s
-from benchmarks.reproduction.page import write_page
+from benchmarks.reproduction.page import Run, write_page
 from benchmarks.simulator.cards import HARDWARE, MODELS
 from benchmarks.simulator.requests import Outcome as Ended
 from benchmarks.simulator.requests import Results, SimulatedRequest
@@ -44,19 +46,42 @@ def test_a_table_shows_three_digits_and_nothing_for_nothing() -> None:
     assert table.markdown().splitlines()[2:] == ["| x |  |", "| 1,234 | 0.123 |"]
 
 
-def test_the_page_has_what_was_run(tmp_path: Path) -> None:
-    for name in ("shapes", "occupancy"):  # they need no trace
-        run_one(name, tmp_path / "none", tmp_path)
+def test_the_page_has_what_was_found_and_names_what_failed(tmp_path: Path) -> None:
+    """`hit_rate` needs the trace, which is not there; the others do not."""
+    chosen = [e for e in EXPERIMENTS if e.name in ("shapes", "hit_rate", "occupancy")]
+    found = run_all(chosen, Trace(tmp_path / "none"), tmp_path, num_processes=1)
+    assert sorted(found) == ["occupancy", "shapes"]
     page = tmp_path / "page.md"
-    write_page([(e, load(e, tmp_path)) for e in EXPERIMENTS], tmp_path, page)
-    titles = [line for line in page.read_text().splitlines() if line.startswith("## ")]
-    assert titles == ["## Costs of prefill and decode", "## What a prompt's KVCache occupies"]
+    write_page(chosen, found, Run("none", "2026-01-31", "2 cores", 1, 60.0), tmp_path, page)
+    lines = page.read_text().splitlines()
+    assert "**Failed in this run: `hit_rate`.**" in lines
+    assert [line for line in lines if "2026" in line] == [
+        "Run on 2026-01-31 with `make reproduce TRACE=none`, on 2 cores: 1 minutes with 1 process."
+    ]
+    titles = [line for line in lines if line.startswith("## ")]
+    assert titles[:2] == ["## Costs of prefill and decode", "## What a prompt's KVCache occupies"]
+
+
+def test_an_experiment_that_fails_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["reproduction", str(tmp_path / "none"), "--results", str(tmp_path), "--processes", "1"]
+    for only, code in (("shapes", 0), ("shapes,hit_rate", FAILED), ("shape", WRONG_USE)):
+        monkeypatch.setattr(sys, "argv", [*command, "--only", only])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == code
+    printed = capsys.readouterr()
+    assert printed.out.count("## Costs of prefill and decode") == 2
+    assert "hit_rate failed" in printed.err
+    assert "no experiment is named shape;" in printed.err
 
 
 def test_a_remark_says_what_the_figures_beside_it_say() -> None:
     def remark(ttft_s: dict[str, float]) -> str:
-        rows: list[list[str | float | None]] = [[name, None, seconds] for name, seconds in ttft_s.items()]
-        return scheduling.policies_remark(Outcome([Table(["policy", "published", "ours"], rows)]))
+        rows: list[list[str | float | None]] = [[name, None, s, s, 0.5] for name, s in ttft_s.items()]
+        header = ["policy", "published", "ours", "p90", "within"]
+        return scheduling.policies_remark(Outcome([Table(header, rows)]))
 
     names = ["random", "load_balancing", "cache_aware", "kvcache_centric", "banaserve"]
     as_published = remark(dict(zip(names, (8.0, 4.0, 2.0, 1.0, 1.5), strict=True)))

@@ -61,6 +61,7 @@ def test_repairs_are_counted_and_told(tmp_path: Path) -> None:
         (line(0, -5, 1, []), "negative"),
         (line(0, 513, 1, [1]), "513 input tokens are 2 blocks of 512, but there are 1 hash_ids"),
         (line(0, 512, 1, [1, 2]), "1 blocks"),
+        (line(0, 1500, 1, [1, 2, 1]), "one of the hash_ids occurs twice"),
         ('{"timestamp": 0, "input_length": "9", "output_length": 1, "hash_ids": []}\n', "Expected `int`"),
     ],
 )

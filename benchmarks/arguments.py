@@ -1,0 +1,52 @@
+"""What the commands here have in common: exit codes, how errors are told, types of options.
+
+Owns: these. Does not know: any command.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from mooncake.errors import ConfigError, MooncakeError
+
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """The command's own, or 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (MooncakeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE if isinstance(error, ConfigError) else FAILED
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number, 0 or above."""
+    return 0.0 if float(text) == 0 else positive(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text}")
+    return value
+
+
+def count(text: str) -> int:
+    """1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
