@@ -434,7 +434,9 @@ class Dispatcher:
         self._assignments.assign(tracked.request, placement, now_s)
         tracked.move_to(RequestState.RESERVING)
         tbt_slo_s = None if tracked.may_have_begun else self._admission.double_check(self._slos(tracked))
-        order = Effect(placement.decode.identity, Reserve(tracked.ref, tracked.request, tbt_slo_s))
+        shares_cores = placement.decode.shares_cores(placement.prefill)
+        reserve = Reserve(tracked.ref, tracked.request, tbt_slo_s, shares_cores)
+        order = Effect(placement.decode.identity, reserve)
         return [order, *self._displace_those_that_are_late(tracked, placement, now_s)]
 
     def _release_pair(self, tracked: TrackedRequest) -> list[Effect]:

@@ -43,6 +43,13 @@ class Instance:
         capacity = self.registration.capacity
         return min(capacity.num_pool_pages, capacity.num_device_pages)
 
+    def shares_cores(self, other: "Instance") -> bool:
+        """Whether both compute on some of the same cores, each as long as the other leaves them idle."""
+        ours, theirs = self.registration, other.registration
+        if ours.idle_cores.isdisjoint(theirs.idle_cores):
+            return False
+        return ours.shards[0].messenger.host_id == theirs.shards[0].messenger.host_id
+
     def can_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of this length fits when the instance does nothing else."""
         return self.registration.layout.num_blocks(num_tokens) <= self.max_sequence_blocks

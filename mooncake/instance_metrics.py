@@ -70,7 +70,7 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
     seconds = _counter(
         "mooncake_decode_seconds",
         "Of the passes (forward); of planning and sending, mostly beside them (host); "
-        "without a pass though there was work (bubble)",
+        "without a pass though there was work (bubble); left to prompts on the same cores (pause)",
     )
     preemptions = _counter(
         "mooncake_decode_preemptions", "Sequences that gave way to others, by where their KVCache waited"
@@ -86,7 +86,7 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
         name = labels(instance=instance)
         iterations.add(name, decode.num_iterations)
         tokens.add(name, decode.num_tokens)
-        for part in ("forward", "host", "bubble"):
+        for part in ("forward", "host", "bubble", "pause"):
             seconds.add(f'{name},part="{part}"', getattr(decode, f"{part}_s"))
         for to in PREEMPTED_TO:
             preemptions.add(f'{name},to="{to}"', decode.num_preemptions.get(to, 0))

@@ -360,14 +360,16 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     capacity: Capacity
     engine: str
     """what computes: a device, and on CPUs the kernels"""
+    idle_cores: frozenset[int] = frozenset()
+    """those of its host on which it computes as long as others leave them idle"""
 
 
 class DecodeStats(msgspec.Struct, frozen=True):
     """What an instance's decoding has done in this session: totals.
 
     `host_s`: processor time of planning and of sending tokens off, mostly beside the forward passes;
-    `bubble_s`: in which the device waited between two iterations of a batch; `forward_s`: of the passes,
-    draws included.
+    `bubble_s`: in which the device waited between two iterations of a batch; `pause_s`: in which that was
+    left to prompts that are prefilled; `forward_s`: of the passes, draws included.
     """
 
     num_iterations: int = 0
@@ -375,6 +377,7 @@ class DecodeStats(msgspec.Struct, frozen=True):
     forward_s: float = 0.0
     host_s: float = 0.0
     bubble_s: float = 0.0
+    pause_s: float = 0.0
     num_preemptions: dict[str, int] = {}
     """by where the KVCache waited: `PREEMPTED_TO`"""
     num_refusals: int = 0
@@ -494,11 +497,13 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     """To decode: reserve pages for this prompt and say which blocks you lack.
 
     `tbt_slo_s`: how long a token may take; None if it must be taken, as when its answer has begun.
+    `shares_cores`: its prompt is prefilled on cores that this instance uses too.
     """
 
     ref: Ref
     request: Request
     tbt_slo_s: float | None = None
+    shares_cores: bool = False
 
 
 class PrefixSource(msgspec.Struct, frozen=True):

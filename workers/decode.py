@@ -12,6 +12,7 @@ Owns: decode jobs and their order of events. Does not know: who decides, how byt
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from workers.engine.kvcache import OutOfPages
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.followers import Followers
+from workers.giving_way import GivingWay
 from workers.iterations import Iterations
 from workers.jobs import Jobs, see_out, together
 from workers.rank_messages import AwaitArrival, Held, Hold, Keep, LetGo, Load, Restore, Save, Work
@@ -85,6 +87,7 @@ class DecodeRunner:
         self._sealer = Sealer(pool, transfers)
         self.meter = DecodeMeter()
         self._double_check = DoubleCheck(self.meter, max_inline_tokens)
+        self._giving_way = GivingWay(self.meter)
         self._numbers = itertools.count()
         self._now_s = asyncio.get_running_loop().time
         self._reserving = asyncio.Lock()  # first come, first served
@@ -153,6 +156,7 @@ class DecodeRunner:
         grammar = await self._executor.follow(request.sampling.grammar)
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, came_s=now_s)
+        sequence.tbt_slo_s = order.tbt_slo_s
         self._sequences[ref] = sequence
         self._orders[ref] = asyncio.get_running_loop().create_future()
         try:
@@ -187,16 +191,17 @@ class DecodeRunner:
             )
         grant = msgspec.structs.replace(grant, others=tuple(rank.grant for rank in held if rank is not None))
         cached = self._find_cached(sequence, [rank.num_cached for rank in held if rank is not None])
-        if self._double_check.inlines(sequence, order.tbt_slo_s, self._those_that_have_begun):
+        if self._double_check.inlines(sequence, self._those_that_have_begun):
             self.meter.inlined(sequence, [block.tier for block in cached], self._executor.kv.page_size)
             self._batch.enter(sequence)
             await self._send(Reserved(order.ref, grant, inlined=True))
             return
         self.meter.num_not_inlined += 1
-        await self._send(Reserved(order.ref, grant))
-        decode = await self._orders[order.ref]
+        with self._giving_way.prefill(shares_cores=order.shares_cores):
+            await self._send(Reserved(order.ref, grant))
+            decode = await self._orders[order.ref]
         sequence.ordered_s = self._now_s()
-        self._double_check.check(sequence, order.tbt_slo_s, self._those_that_have_begun)
+        self._double_check.check(sequence, self._those_that_have_begun)
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs
@@ -348,6 +353,7 @@ class DecodeRunner:
         outputs = []
         for iteration in self._iterations.receive():
             self.meter.ended(iteration)
+            self._giving_way.ended(iteration.ended_s)
             for row, (sequence, token) in enumerate(zip(iteration.sequences, iteration.tokens, strict=True)):
                 if sequence.finish_reason is not None:
                     continue  # it had been planned before its last token was known
@@ -364,10 +370,16 @@ class DecodeRunner:
 
     def _plan(self) -> None:
         ready = self._batch.plan()
-        if ready:
+        if not ready:
+            self.meter.idle()
+            return
+        is_running = self._iterations.is_running
+        left_s = self._giving_way.left_s(ready, time.perf_counter(), is_running=is_running)
+        if not left_s:
             self._iterations.plan(ready)
-        else:
-            self.meter.paused()
+        elif not is_running:
+            self.meter.gives_way()
+            asyncio.get_running_loop().call_later(left_s, self._changed.set)
 
 
 def output_of(sequence: Sequence) -> tuple[str, TokenOutput]:

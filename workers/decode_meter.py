@@ -29,8 +29,10 @@ class DecodeMeter:
         self.num_sealed_blocks = 0
         self.num_unsealed = 0
         self._num_iterations = self._num_tokens = 0
-        self._forward_s = self._host_s = self._bubble_s = 0.0
+        self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
+        self._gave_way = False
+        """since an iteration has ended"""
 
     @contextmanager
     def host_time(self) -> Iterator[None]:
@@ -54,8 +56,10 @@ class DecodeMeter:
         self._forward_s += iteration.ended_s - iteration.forward_began_s
         self._host_s += iteration.forward_began_s - iteration.began_s
         if self._last_ended_s is not None:
-            self._bubble_s += iteration.began_s - self._last_ended_s
-        self._last_ended_s = iteration.ended_s
+            gap_s = iteration.began_s - self._last_ended_s
+            self._bubble_s += 0.0 if self._gave_way else gap_s
+            self._pause_s += gap_s if self._gave_way else 0.0
+        self._last_ended_s, self._gave_way = iteration.ended_s, False
 
     def inlined(self, sequence: Sequence, cached: Iterable[Tier | None], page_size: int) -> None:
         """Its prompt is computed here, behind the `cached` blocks from these tiers."""
@@ -67,7 +71,11 @@ class DecodeMeter:
             num_left -= min(page_size, num_left)
         self.num_prompt_tokens[COMPUTED] += sequence.num_tokens_left
 
-    def paused(self) -> None:
+    def gives_way(self) -> None:
+        """The next iteration is put off for prompts that are prefilled."""
+        self._gave_way = True
+
+    def idle(self) -> None:
         """There is nobody to decode: the device does not wait."""
         self._last_ended_s = None
 
@@ -80,6 +88,7 @@ class DecodeMeter:
             self._forward_s,
             self._host_s,
             self._bubble_s,
+            self._pause_s,
             dict(self.num_preemptions),
             self.num_refusals,
             self.num_sealed_blocks,

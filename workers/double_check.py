@@ -31,16 +31,16 @@ class DoubleCheck:
         self._meter = meter
         self._max_inline_tokens = max_inline_tokens
 
-    def check(self, sequence: Sequence, tbt_slo_s: float | None, others: Iterable[Sequence]) -> None:
+    def check(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
         """Raises TooSlowError; never if nothing else is to be done, for its prediction may be outdated."""
         batch = _decoded(sequence, others)
-        if tbt_slo_s is None or not batch:
+        if sequence.tbt_slo_s is None or not batch:
             return
         predicted_s = self._predict_s(sequence, batch)
-        if predicted_s is not None and predicted_s > tbt_slo_s:
-            raise TooSlowError(predicted_s, tbt_slo_s)
+        if predicted_s is not None and predicted_s > sequence.tbt_slo_s:
+            raise TooSlowError(predicted_s, sequence.tbt_slo_s)
 
-    def inlines(self, sequence: Sequence, tbt_slo_s: float | None, others: Iterable[Sequence]) -> bool:
+    def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether the rest of its prompt, behind `num_cached_tokens`, is computed here."""
         batch = _decoded(sequence, others)
         num_tokens = sum(other.num_tokens_left for other in (*batch, sequence))
@@ -49,7 +49,7 @@ class DoubleCheck:
             self._max_inline_tokens,
             self._predict_s(sequence, batch) if batch else 0.0,
             self._meter.prompt_cost.predict_s(num_tokens),
-            tbt_slo_s,
+            sequence.tbt_slo_s,
         )
 
     def _predict_s(self, sequence: Sequence, batch: list[Sequence]) -> float | None:

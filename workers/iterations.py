@@ -109,6 +109,11 @@ class Iterations:
             _set_in_flight(self._in_flight, True)
         return ended
 
+    @property
+    def is_running(self) -> bool:
+        """After `receive`: whether one has begun whose tokens are not known."""
+        return self._in_flight is not None
+
     def plan(self, sequences: list[Sequence]) -> None:
         """What comes next; after `receive`, which says what is known."""
         planned = Iteration(sequences, self._in_flight, self._executor, self._followers)

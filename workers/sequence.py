@@ -55,6 +55,8 @@ class Sequence:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """it has left the batch, its tokens have left for the front, and nothing computes with its pages"""
     error: Exception | None = None
+    tbt_slo_s: float | None = None
+    """None: a token may take any time"""
     came_s: float = 0.0
     """when it was taken on, as the three below a time of the event loop"""
     ordered_s: float | None = None

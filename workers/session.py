@@ -292,6 +292,7 @@ class Session:
             shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
             least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._behind),
             self._engines,
+            self._executor.model.idle_cores,
         )
 
     @property

@@ -176,6 +176,29 @@ def test_a_request_takes_the_steps_of_the_request_path() -> None:
     assert all(not instance.requests for instance in conductor.instances)
 
 
+@pytest.mark.parametrize(
+    ("prefill_cores", "decode_cores", "host", "expected"),
+    [
+        ({0, 1}, {1, 2}, "host", True),
+        ({0, 1}, {2, 3}, "host", False),
+        ({0, 1}, {0, 1}, "another host", False),
+        ({0, 1}, set(), "host", False),
+    ],
+)
+def test_decode_is_told_whether_prefill_shares_its_cores(
+    prefill_cores: set[int], decode_cores: set[int], host: str, expected: bool
+) -> None:
+    conductor = new_conductor()
+    for name, role, cores in (("p0", Role.PREFILL, prefill_cores), ("d0", Role.DECODE, decode_cores)):
+        on = msgspec.structs.replace(address(name), host_id=host if name == "d0" else "host")
+        life = msgspec.structs.replace(
+            registration(name, role, 2), shards=(PoolShard(on, LAYOUT),), idle_cores=frozenset(cores)
+        )
+        conductor.handle(peer_identity(name, 2), life, 0.5)
+    [effect] = conductor.handle(FRONT, Submit(request()), 1.0)
+    assert effect.message == Reserve(ref(), request(), shares_cores=expected)
+
+
 def test_prefill_is_ordered_nothing_that_decode_computes_itself() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)

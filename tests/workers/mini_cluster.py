@@ -84,6 +84,8 @@ class Sizes:
     """numbers of tokens after which a request loses its decode instance"""
     num_ranks: int = 1
     """of every instance"""
+    idle_cores: frozenset[int] = frozenset()
+    """those that all instances share"""
 
 
 @dataclass(slots=True)
@@ -148,6 +150,7 @@ class InstanceUnderTest:
             tuple(PoolShard(pool.address, pool.segment.layout) for pool in pools),
             Capacity(min(pool.num_pages for pool in pools), kv.num_pages),
             self.executor.engine,
+            sizes.idle_cores,
         )
 
     def obey(self, message: ToWorker) -> None:

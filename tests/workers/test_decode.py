@@ -139,6 +139,35 @@ def test_a_stop_token_ends_a_sequence_that_is_in_flight(
     run(test())
 
 
+@pytest.mark.parametrize("idle_cores", [frozenset({0, 1}), frozenset[int]()])
+def test_gives_way_to_prompts_on_its_own_cores_only(
+    model: transformers.PreTrainedModel, tmp_path: Path, idle_cores: frozenset[int]
+) -> None:
+    prompts = [prompt_of(seed, 20) for seed in range(4)]
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path, Sizes(idle_cores=idle_cores)) as cluster:
+            [prefill, decode] = cluster.instances
+            meter, held = decode.decode.meter, list[ToWorker]()
+            predict(decode, 0.005)
+            running = cluster.submit("running", prompts[0], greedy(100))
+            await more_tokens(running)
+            assert meter.stats.pause_s == 0
+            prefill.obey = held.append  # type: ignore[method-assign]
+            joining = [cluster.submit(str(index), prompts[index], greedy(12)) for index in (1, 2, 3)]
+            await until(lambda: len(held) == 3)
+            await more_tokens(running)
+            assert (meter.stats.pause_s > 0.05) == bool(idle_cores)  # ten times 10 ms, or none
+            for message in held:
+                InstanceUnderTest.obey(prefill, message)
+            assert await tokens_of(running) == reference(model, prompts[0], 100)
+            for answer, prompt in zip(joining, prompts[1:], strict=True):
+                assert await tokens_of(answer) == reference(model, prompt, 12)
+            await cluster.assert_nothing_is_held()
+
+    run(test())
+
+
 # -- the next turn ----------------------------------------------------------------------------------
 
 

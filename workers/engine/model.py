@@ -9,6 +9,7 @@ meet. Callers that load or store KVCache between layers (section 5.2) write the 
 """
 
 import logging
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,6 +73,8 @@ class DecoderModel:
         self._part = part_of(spec) if shard is None else part_of(spec, shard.rank, shard.size)
         self._library, self.fallback_reason = self._choose(allow_native)
         self.computed_by = self._name()
+        self.idle_cores: frozenset[int] = frozenset()
+        """those on which it computes as long as others leave them idle"""
         self._computed: Layers | None = None
         self._triton: TritonLayers | None = None
         self._graphs: DecodeGraphs | None = None
@@ -104,6 +107,7 @@ class DecoderModel:
         if self._library is None:
             return False
         self._library.set_num_threads(num_threads)
+        self.idle_cores = frozenset(os.sched_getaffinity(0) if num_threads > 1 else ())
         return True
 
     @property
