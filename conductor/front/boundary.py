@@ -1,5 +1,7 @@
 """Where HTTP comes in: ids of requests, the size of bodies, and what becomes of bugs.
 
+`RequestIds` is outermost; `Boundary` is within what adds headers to all responses (CORS).
+
 Owns: that every response has an id and that no exception leaves without OpenAI's error body.
 Does not know: routes.
 """
@@ -10,10 +12,10 @@ import re
 import secrets
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conductor.front.errors import UnavailableError, error_response
@@ -42,8 +44,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-class Boundary:
-    """Outermost: gives each request an id that its response carries, and turns bugs into an error body."""
+class RequestIds:
+    """Gives each request an id that its response carries."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,43 +58,52 @@ class Boundary:
         state = scope.setdefault("state", {})
         text = given.decode("latin-1")
         state["request_id"] = text if re.fullmatch(REQUEST_ID_PATTERN, text) else secrets.token_hex(16)
-        started = False
         # What lies between would pass each event of a stream on, one after the other, and change none.
         scope.setdefault("extensions", {})[DIRECT_SEND] = send
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 header = (b"x-request-id", state["request_id"].encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
+        await self._app(scope, receive, send_with_id)
+
+
+class Boundary:
+    """Turns bugs, and the server's end, into an error body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def noting_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, noting_start)
         except asyncio.CancelledError:
             if started:
                 raise
             # The server ends, and cancels what has not: a request that is still being sent.
-            await error_response(UnavailableError("the server is shutting down"))(
-                scope, receive, send_with_id
-            )
+            await error_response(UnavailableError("the server is shutting down"))(scope, receive, send)
         except Exception:
-            log.exception("request %s met a bug", state["request_id"])
+            log.exception("request %s met a bug", scope["state"]["request_id"])
             if started:
                 raise
             error = RequestError("internal error; the server's log says more", status=500, code="internal")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error)(scope, receive, send)
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     """Call it behind the last route. `unserved` are paths that others have: their absence has a code."""
-    known = ", ".join(
-        f"{method} {route.path}"
-        for route in app.routes
-        if isinstance(route, APIRoute)
-        for method in sorted(route.methods or ())
-    )
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
@@ -104,16 +115,30 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path, code = shortened(request.url.path), None
+        path, code, headers = shortened(request.url.path), None, dict(error.headers or {})
         if error.status_code == 404:
             if request.url.path.startswith(unserved):
                 code = "unsupported_endpoint"
-            message = f"there is no {request.method} {path} here; this server has {known}"
+            known = [
+                f"{method.upper()} {known_path}"
+                for known_path, operations in app.openapi()["paths"].items()
+                for method in operations
+            ]
+            message = f"there is no {request.method} {path} here; this server has {', '.join(known)}"
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
+            # Starlette names those of the first route that fits.
+            headers["Allow"] = allowed = ", ".join(_methods_of(app, request.url.path))
             message = f"{path} does not take {request.method}; use {allowed}"
         else:
             message = error.detail
-        return error_response(
-            RequestError(message, status=error.status_code, code=code), dict(error.headers or {})
-        )
+        return error_response(RequestError(message, status=error.status_code, code=code), headers)
+
+
+def _methods_of(app: FastAPI, path: str) -> list[str]:
+    """Those of all routes of a path."""
+    scope = {"type": "http", "path": path, "headers": []}
+    return [
+        method
+        for method in ("DELETE", "GET", "POST")
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.routes)
+    ]

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from conductor.front.body import parse, refusing_depth
 from conductor.front.context_caches import ContextCache
-from conductor.front.fields import KnownFields, ListOf
+from conductor.front.fields import WHOLE, KnownFields, ListOf
 from conductor.front.front import Front, beside, key_of
 from conductor.front.generation import Generation
 from conductor.front.model import ServedModel
@@ -28,6 +28,8 @@ from conductor.front.schema import (
     MAX_SALT_CHARS,
     Message,
     Priority,
+    Text,
+    TokenIds,
     check_message_fields,
     check_model,
 )
@@ -43,7 +45,7 @@ MAX_TTL_S = 30 * 24 * 3600
 DEFAULT_TTL_S = 3600
 _NAME_PATTERN = r"^[A-Za-z0-9._-]+$"
 
-Ttl = Annotated[int, Field(ge=1, le=MAX_TTL_S)]
+Ttl = Annotated[int, Field(ge=1, le=MAX_TTL_S), WHOLE]
 
 
 class ContextCacheRequest(KnownFields):
@@ -53,7 +55,7 @@ class ContextCacheRequest(KnownFields):
     name: Annotated[str, Field(pattern=_NAME_PATTERN, max_length=MAX_CACHE_NAME_CHARS)] | None = None
     messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
     tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
-    prompt: SkipValidation[str | list[int] | None] = Field(None, description="a text, or token ids")
+    prompt: SkipValidation[Text | TokenIds | None] = Field(None, description="a text, or token ids")
     ttl: Ttl | None = Field(None, description=f"seconds; default: {DEFAULT_TTL_S}")
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: Priority | None = None

@@ -60,6 +60,8 @@ def _misplaced(path: str, place: str) -> RequestError:
 def _text(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
+    if content is None:
+        raise RequestError(f"{path} is required", param=path, code="missing_required_parameter")
     if not isinstance(content, list):
         raise RequestError(
             f"{path}: expected a string or a list of text parts", param=path, code="invalid_value"

@@ -16,6 +16,14 @@ Item = TypeVar("Item")
 ListOf = Annotated[list[Item], Field(fail_fast=True)]
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""for an integer: 1.0 is one too, JSON has one kind of number"""
+
+
 class KnownFields(BaseModel):
     """Base of what takes no other fields than its own."""
 

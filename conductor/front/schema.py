@@ -6,14 +6,14 @@ or the request is refused. Null means "not given" everywhere, as at OpenAI.
 Owns: field names, types, bounds and neutral values. Does not know: prompts and tokens (`validation`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
-from conductor.front.fields import ListOf, at_most
+from conductor.front.fields import WHOLE, ListOf, at_most
 from conductor.front.response_format import ResponseFormat
-from conductor.front.tools import MAX_TOOLS, ToolCallFields, ToolFields
+from conductor.front.tools import MAX_TOOLS, ToolCallFields, ToolChoice, ToolFields
 from mooncake.errors import RequestError
 
 MAX_STOPS = 16
@@ -27,89 +27,18 @@ REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
 """What may go into a header and a log line."""
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Biases = Annotated[
+    dict[str, Bias],
+    Field(max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    at_most(MAX_BIASES),
+]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
 Neutral = Mapping[str, tuple[Any, ...]]
 """Fields that are not served, with the values under which they ask for nothing."""
-
-
-class StreamOptions(BaseModel):
-    """What a stream contains besides the answer."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(None, description="with include_usage: in each chunk")
-
-
-class GenerationFields(BaseModel):
-    """What chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 or -1: all tokens")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
-    bad_words: Annotated[ListOf[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    response_format: ResponseFormat | None = None
-    priority: Priority | None = Field(None, description="lower goes first")
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: SkipValidation[str | list[str] | None] = None
-    stop_token_ids: ListOf[int] | None = None
-    ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    context_cache: Annotated[str, Field(max_length=MAX_CACHE_NAME_CHARS)] | None = Field(
-        None, description="id or name: the prompt goes on behind this context cache"
-    )
-    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
-    user: str | None = None
-    metadata: dict[str, SkipValidation[Any]] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-
-class Message(BaseModel):
-    """One message of a conversation; `content` is text or a list of text parts, or nothing beside calls."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: SkipValidation[str | list[dict[str, Any]] | None] = None
-    name: str | None = None
-    tool_calls: ListOf[ToolCallFields] | None = None
-    tool_call_id: str | None = None
-
-
-class ChatCompletionRequest(GenerationFields):
-    """Body of `/v1/chat/completions`."""
-
-    messages: Annotated[ListOf[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: SkipValidation[str | dict[str, Any] | None] = None
-    parallel_tool_calls: bool | None = None
-
-
-class CompletionRequest(GenerationFields):
-    """Body of `/v1/completions`."""
-
-    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 _UNSERVED: Neutral = {
@@ -156,6 +85,110 @@ _UNSERVED_IN_MESSAGE: Neutral = {
     "refusal": (),
 }
 _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
+
+
+def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
+    """For the document: the fields that `check_extra_fields` lets through, and that there are no others."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        for name, neutral in unserved.items():
+            schema["properties"][name] = {"enum": [None, *neutral], "description": "not served"}
+        schema["additionalProperties"] = False
+
+    return describe
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains besides the answer."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_STREAM_OPTIONS)
+    )
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: in each chunk")
+
+
+class GenerationFields(BaseModel):
+    """What chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = Field(default=None, description="0 or -1: all tokens")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Biases | None = None
+    bad_words: Annotated[ListOf[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
+    response_format: ResponseFormat | None = None
+    priority: Priority | None = Field(None, description="lower goes first")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    stop: SkipValidation[Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None] = None
+    stop_token_ids: ListOf[SkipValidation[int]] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    context_cache: Annotated[str, Field(max_length=MAX_CACHE_NAME_CHARS)] | None = Field(
+        None, description="id or name: the prompt goes on behind this context cache"
+    )
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
+    user: str | None = None
+    metadata: dict[str, SkipValidation[Any]] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class TextPart(BaseModel):
+    """One of several texts that a message consists of."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation; `content` is text or a list of text parts, or nothing beside calls."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_MESSAGE)
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: SkipValidation[str | list[TextPart] | None] = None
+    name: str | None = None
+    tool_calls: ListOf[ToolCallFields] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Body of `/v1/chat/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=_with_unserved(_UNSERVED_IN_CHAT))
+
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: SkipValidation[ToolChoice | None] = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `/v1/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=_with_unserved(_UNSERVED_IN_COMPLETIONS))
+
+    prompt: SkipValidation[Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1)]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
 
 
 def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:

@@ -5,7 +5,7 @@ Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may 
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 
 from conductor.front.body import parse, refusing_depth
 from conductor.front.fields import KnownFields, ListOf
@@ -32,7 +32,7 @@ class DetokenizeRequest(KnownFields):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: ListOf[int]
+    tokens: ListOf[SkipValidation[int]]
 
 
 def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:

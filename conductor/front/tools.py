@@ -35,6 +35,22 @@ class ToolFields(KnownFields):
     function: FunctionFields
 
 
+class NamedFunction(KnownFields):
+    """The one that must be called."""
+
+    name: str
+
+
+class NamedTool(KnownFields):
+    """A `tool_choice` that says which."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class CalledFunction(BaseModel):
     """What an assistant has called; `arguments` is JSON."""
 

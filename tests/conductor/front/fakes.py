@@ -32,10 +32,12 @@ from mooncake.messages import (
     Cancel,
     ClusterState,
     Continue,
+    Drain,
     DropContext,
     Failed,
     FinishReason,
     FrontHello,
+    InstanceDrains,
     KeepContext,
     Ref,
     Rejected,
@@ -114,6 +116,7 @@ def _byte_level_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
+FromFront = FrontHello | Submit | Continue | Cancel | Drain | KeepContext | DropContext
 Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]
 
 
@@ -147,7 +150,7 @@ class FakeCluster:
         self.contexts: list[KeepContext | DropContext] = []
 
     async def run(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FrontHello | Submit | Continue | Cancel | KeepContext | DropContext)
+        decoder = msgspec.msgpack.Decoder(FromFront)
         try:
             while True:
                 self._front, payload = await self._control.recv_multipart()
@@ -164,6 +167,8 @@ class FakeCluster:
                         task.add_done_callback(self._tasks.discard)
                     case Continue(request):
                         self.continued.append(request)
+                    case Drain(instance):
+                        await self.to_front(InstanceDrains(instance, None, 0))
                     case KeepContext() | DropContext():
                         self.contexts.append(message)
                     case Cancel(request_id):
