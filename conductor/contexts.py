@@ -79,9 +79,14 @@ class Contexts:
         for context_id, context in list(self._contexts.items()):
             if context.expires_s <= now_s:
                 effects += self.drop(context_id)
-            elif not context.is_whole or context.renew_s <= now_s or self._is_lost(context):
+            elif context.renew_s <= now_s or self._is_lost(context) or self._may_be_longer(context):
                 effects += self._pin(context, now_s)
         return effects
+
+    def _may_be_longer(self, context: KeptContext) -> bool:
+        """Somebody holds the first block that is missing. Costs one look-up, whatever the cache's length."""
+        missing = context.keys[context.num_pinned : context.num_pinned + 1]
+        return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
     def _is_lost(self, context: KeptContext) -> bool:
         holder = context.holder

@@ -32,6 +32,8 @@ ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
+LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
+"""host:port, or [address]:port of IPv6"""
 ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
 ANY_ENDPOINT = "tcp://127.0.0.1:*"
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
@@ -71,8 +73,8 @@ class HttpConfig(_Section):
     )
     admin_listen: str | None = Field(
         None,
-        pattern=r"^[^:/]+:\d{1,5}$",
-        description="host:port of /metrics, /dashboard and /admin; default: beside the API",
+        pattern=LISTEN,
+        description="host:port or [IPv6]:port of /metrics, /dashboard and /admin; default: beside the API",
     )
     admin_keys_file: Path | None = Field(
         None, description="/dashboard and /admin at admin_listen need a key of this file; default: none"
@@ -205,8 +207,12 @@ SLOClassName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 class ConductorConfig(_Section):
     """The conductor's listeners and limits."""
 
-    endpoint: str = Field("tcp://127.0.0.1:7800", description="where workers find the conductor (ZeroMQ)")
-    reply_endpoint: str = Field("tcp://127.0.0.1:7801", description="where workers send tokens to (ZeroMQ)")
+    endpoint: str = Field(
+        "tcp://127.0.0.1:7800", pattern=ENDPOINT, description="where workers find the conductor (ZeroMQ)"
+    )
+    reply_endpoint: str = Field(
+        "tcp://127.0.0.1:7801", pattern=ENDPOINT, description="where workers send tokens to (ZeroMQ)"
+    )
     max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
     ttft_slo_s: PositiveSeconds | None = Field(
         None, description="when a first token is due: prefill takes prompts in this order; default: arrival"
@@ -544,9 +550,9 @@ class WorkerProcess(_Process):
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`."""
+    """The parts of `host:port`; an IPv6 address comes without its brackets."""
     host, _, port = address.rpartition(":")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -34,6 +34,8 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
             self._deadline: asyncio.TimerHandle | None = None
             self._has_begun = False
             """a request, at any time"""
+            self._is_in_head = False
+            """of the latest one; `cycle` is the one before until the head is whole"""
             self._num_unread_bytes = 0
             """since the last whole head or piece of a body; they are kept until there is more"""
 
@@ -55,11 +57,12 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._has_begun = True
+            self._has_begun = self._is_in_head = True
             self._set_deadline()
 
         def on_headers_complete(self) -> None:
             self._num_unread_bytes = 0
+            self._is_in_head = False
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
@@ -76,11 +79,22 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
                 self._deadline = self.loop.call_later(request_timeout_s, self._give_up)
 
         def _give_up(self) -> None:
-            cycle = self.cycle  # of this request, if its head is whole, or of the one before
-            is_being_answered = cycle is not None and cycle.response_started and not cycle.response_complete
+            if self._one_before_is_being_answered():
+                # The client need not have waited for that, and we may not have read on.
+                self._deadline = None
+                self._set_deadline()
+                return
+            is_being_answered = (
+                not self._is_in_head and self.cycle is not None and self.cycle.response_started
+            )
             if self._has_begun and not is_being_answered:
                 self.transport.write(answer)
             self.transport.close()
+
+        def _one_before_is_being_answered(self) -> bool:
+            if self._is_in_head:
+                return self.cycle is not None and not self.cycle.response_complete
+            return bool(self.pipeline)
 
         def _unset_deadline(self) -> None:
             if self._deadline is not None:

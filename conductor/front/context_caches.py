@@ -16,6 +16,7 @@ from mooncake.api_keys import ApiKey
 from mooncake.blocks import BlockKey
 from mooncake.costs import Costs, prefill_quantities
 from mooncake.errors import RequestError
+from mooncake.messages import KeepContext
 
 NO_KEY = "(none)"
 """stands for the name of the key where there are none; no key can have it"""
@@ -174,6 +175,14 @@ class ContextCaches:
         """All caches of this key, oldest first. On any thread."""
         owner = _owner(key)
         return [cache for cache in self._living(now_s) if cache.owner == owner]
+
+    def kept(self, now_s: float) -> list[KeepContext]:
+        """All that have been made, as the Conductor is told of them."""
+        return [
+            KeepContext(cache.id, cache.keys, cache.expires_s - now_s)
+            for cache in self._living(now_s)
+            if cache.expires_s is not None
+        ]
 
     def remove(self, cache: ContextCache) -> None:
         """Nobody finds it any more. Idempotent."""

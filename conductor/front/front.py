@@ -57,6 +57,7 @@ class Front:
             model.fingerprint,
             model.block_size,
             self.metrics.output_dropped,
+            lambda: self.caches.kept(asyncio.get_running_loop().time()),
         )
 
     def cluster(self) -> ClusterState:

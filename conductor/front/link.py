@@ -4,7 +4,8 @@ Owns: the heartbeat with the Conductor, the requests in flight, and the fencing 
 Does not know: HTTP, text.
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
-knows nothing of the requests in flight: they fail, and their clients may try again.
+knows nothing of the requests in flight: they fail, and their clients may try again. Of context caches it is
+told anew.
 """
 
 import asyncio
@@ -160,8 +161,11 @@ class Link:
         fingerprint: str,
         block_size: int,
         on_dropped: Callable[[], None] = lambda: None,
+        kept: Callable[[], Sequence[KeepContext]] = tuple,
     ) -> None:
-        """Raises ConfigError for unusable endpoints. `on_dropped` is called for each stale output."""
+        """Raises ConfigError for unusable endpoints. `on_dropped` is called for each stale output, `kept` for
+        the context caches that a restarted Conductor is to be told of.
+        """
         identity = peer_identity("front", secrets.randbits(64))
         self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
         try:
@@ -171,7 +175,7 @@ class Link:
             raise
         self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
         self._block_size = block_size
-        self._on_dropped = on_dropped
+        self._on_dropped, self._kept = on_dropped, kept
         self._in_flight: dict[str, Reception] = {}
         self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
         self._cluster: ClusterState | None = None
@@ -323,6 +327,9 @@ class Link:
             log.warning("the conductor has restarted; %d requests fail", len(self._in_flight))
             # They are cancelled too: they may have reached the new one already.
             await self._give_up(GenerationFailedError("the conductor has restarted; try again"))
+            with contextlib.suppress(PeerGoneError):  # gone again
+                for context in self._kept():
+                    await self._conductor.send(context)
 
     async def _receive_tokens(self) -> None:
         while True:

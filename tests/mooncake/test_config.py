@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mooncake.cli import render
-from mooncake.config import Config, env_name, leaf_keys, load_config
+from mooncake.config import Config, env_name, host_and_port, leaf_keys, load_config
 from mooncake.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,6 +64,8 @@ def test_defaults_need_no_source() -> None:
             ["messenger.transport:", "'auto', 'shm', 'rdma' or 'tcp'", "pigeon"],
         ),
         ("worker: {device: tpu}", ["worker.device:", "tpu"]),
+        ("conductor: {endpoint: 10.0.0.1:7800}", ["conductor.endpoint:", "10.0.0.1:7800"]),
+        ("http: {admin_listen: '::1:9000'}", ["http.admin_listen:", "::1:9000"]),
         ("[1, 2]", ["expected keys and values, found list"]),
         ("a: b: c", ["not valid YAML"]),
     ],
@@ -114,6 +116,15 @@ def test_stages_of_ranks_are_refused() -> None:
         ConfigError, match=r"pipeline.stages 2 and worker.tensor_parallel 2 do not go together"
     ):
         load_config(None, {}, flags)
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"), [("10.0.0.1:9000", ("10.0.0.1", 9000)), ("[fd00::1]:9000", ("fd00::1", 9000))]
+)
+def test_addresses_of_both_kinds_are_taken_apart(address: str, parts: tuple[str, int]) -> None:
+    config = load_config(None, {}, {("http", "admin_listen"): address})
+    assert config.http.admin_listen == address
+    assert host_and_port(address) == parts
 
 
 def test_bad_sources_are_named() -> None:

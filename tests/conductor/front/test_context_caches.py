@@ -280,6 +280,19 @@ def test_without_a_cluster_nothing_is_promised(front: Running) -> None:
     assert call(front, "GET").json()["data"] == []
 
 
+def test_a_restarted_conductor_is_told_of_them_again(front: Running) -> None:
+    made = call(front, "POST", body={"prompt": "a" * 20, "ttl": 100}).json()
+    state = front.cluster.state
+    front.publish(ClusterState(epoch=2, num_prefill=2, num_decode=1, max_sequence_blocks=1000))
+    front.cluster.wait_until(lambda: len(front.cluster.contexts) == 2)
+    before, again = front.cluster.contexts
+    assert isinstance(before, KeepContext)
+    assert isinstance(again, KeepContext)
+    assert (again.context_id, again.keys) == (made["id"], before.keys)
+    assert 0 < again.ttl_s <= 100
+    front.publish(state)
+
+
 def made_of(text: bytes, caches: ContextCaches, key: ApiKey | None = None) -> ContextCache:
     return caches.add(key, None, None, list(text), [], None, 0.0)
 

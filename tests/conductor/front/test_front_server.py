@@ -18,6 +18,7 @@ from mooncake.errors import ConfigError
 from mooncake.messages import FinishReason, Request
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
+    DEADLINE_S,
     MODEL_NAME,
     FakeCluster,
     byte_model,
@@ -82,6 +83,34 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
     server.listen(*front.address).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(front.address)
+
+
+@pytest.mark.parametrize(
+    "late", [b"POST /v1/comp", b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_an_answer_is_not_cut_off_when_the_next_request_is_late(tmp_path: Path, late: bytes) -> None:
+    may_end = asyncio.Event()
+
+    async def in_two_parts(cluster: FakeCluster, request: Request) -> None:
+        await cluster.send_tokens(request, b"a")
+        await may_end.wait()
+        await cluster.send_tokens(request, b"b", 1, FinishReason.LENGTH)
+
+    body = json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": True}).encode()
+    with running_front(tmp_path, byte_model(), request_timeout_s=0.2) as front:
+        front.publish(front.cluster.state)
+        front.cluster.behaviour = in_two_parts
+        with raw_request(front.address, "/v1/completions", body) as connection:
+            assert connection.recv(100)
+            connection.sendall(late)
+            with socket.create_connection(front.address, timeout=DEADLINE_S) as later:
+                later.sendall(b"P")
+                assert later.recv(100).startswith(b"HTTP/1.1 408")  # so the other one's time is over too
+            front.cluster.loop.call_soon_threadsafe(may_end.set)
+            with connection.makefile("rb") as rest:
+                answer, _, after = rest.read().partition(b"data: [DONE]")
+    assert b"HTTP" not in answer
+    assert b"HTTP/1.1 408" in after
 
 
 def test_default_model_speaks(tmp_path: Path) -> None:
