@@ -154,6 +154,11 @@ class PageTable:
         """One little-endian xxh3-64 per layer of `layers`."""
         return bytes(self._checksums[self._checksum_bytes(page, layers)])
 
+    def layer_checksums(self, pages: Array, layer: int) -> Array:
+        """The xxh3-64 of one layer of many pages, `[n]`, a copy."""
+        checksums: Array = self._arrays["checksums"].reshape(self.num_pages, self.num_layers)[pages, layer]
+        return checksums
+
     def writer(self, page: int) -> Writer | None:
         """Who may be writing this page through a mapping of its own."""
         writer = self._writer[page]

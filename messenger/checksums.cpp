@@ -281,3 +281,9 @@ extern "C" void copy_layers(uint8_t* target, const uint8_t* source, size_t layer
         copier.copy(start + layer.num_rounds() * kRound, layer_bytes - layer.num_rounds() * kRound);
     }
 }
+
+// One layer of each of several blocks, which lie anywhere.
+extern "C" void copy_scattered(uint8_t* const* targets, const uint8_t* const* sources, size_t layer_bytes,
+                               size_t num_blocks, uint64_t* digests) {
+    for (size_t i = 0; i < num_blocks; i++) copy_layers(targets[i], sources[i], layer_bytes, 1, digests + i, false);
+}

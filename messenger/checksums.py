@@ -10,8 +10,9 @@ import functools
 import logging
 import os
 from array import array
-from ctypes import CDLL, addressof, byref, c_char, c_int, c_int64, c_size_t, c_ssize_t, c_void_p
+from ctypes import CDLL, addressof, byref, c_char, c_int, c_int64, c_size_t, c_ssize_t, c_void_p, memmove
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -20,6 +21,9 @@ from mooncake.errors import ConfigError
 from mooncake.native import load
 
 log = logging.getLogger(__name__)
+
+Addresses = np.ndarray[Any, np.dtype[np.int64]]
+Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
@@ -73,6 +77,26 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
         len(target) >= _STREAMED_BYTES,
     )
     return digests.tobytes()
+
+
+def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
+    """Copies one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
+
+    Returns their checksums `[n]`. Other threads run meanwhile, as it is one call for all of them.
+    """
+    digests = np.empty(len(sources), np.uint64)
+    native = _native() if layer_bytes > _SHORT_LAYER_BYTES else None
+    if native is None:
+        for index, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
+            memmove(target, source, layer_bytes)
+            digests[index] = xxhash.xxh3_64_intdigest((c_char * layer_bytes).from_address(target))
+    else:
+        assert sources.flags.c_contiguous
+        assert targets.flags.c_contiguous
+        native.copy_scattered(
+            targets.ctypes.data, sources.ctypes.data, layer_bytes, len(sources), digests.ctypes.data
+        )
+    return digests
 
 
 class LayerChecksums:
@@ -179,6 +203,7 @@ def _native() -> CDLL | None:
         return None
     library.hash_layers.argtypes = (c_void_p, c_size_t, c_size_t, c_void_p)
     library.copy_layers.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_int)
+    library.copy_scattered.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p)
     library.hash_arrived.argtypes = (c_void_p, c_size_t, c_size_t, c_size_t, c_void_p, c_void_p)
     library.receive_layers.argtypes = (
         c_int,
@@ -192,7 +217,7 @@ def _native() -> CDLL | None:
         c_void_p,
     )
     library.receive_layers.restype = c_ssize_t
-    library.hash_layers.restype = library.copy_layers.restype = None
+    library.hash_layers.restype = library.copy_layers.restype = library.copy_scattered.restype = None
     library.hash_arrived.restype = c_size_t
     return library
 

@@ -30,6 +30,10 @@ class BlockPair:
     device_page: int
     pool_page: int
 
+    def stored_checksum(self, layer: int) -> int | None:
+        """What is loaded has been sealed, or settled."""
+        return None
+
 
 class BlockTransfers:
     """A cancelled call copies no further layer, and ends when nothing is being copied."""

@@ -7,14 +7,17 @@ Owns: how bytes get there, on the CPU and on CUDA. Does not know: when, which bl
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from kernels.kv_copy import gather_pages, scatter_pages
 from kvstore.segment import Segment
-from messenger.checksums import copy_layers
+from messenger.checksums import Addresses, Digests, copy_scattered
 from workers.engine.kvcache import DeviceKVCache
+
+Pages = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class BlockCopy(Protocol):
@@ -24,6 +27,10 @@ class BlockCopy(Protocol):
     def device_page(self) -> int: ...
     @property
     def pool_page(self) -> int: ...
+
+    def stored_checksum(self, layer: int) -> int | None:
+        """The xxh3-64 of a layer that was stored here, which the pool may not have heard of yet. None: the
+        pool keeps it."""
 
 
 Mark = torch.cuda.Event | None
@@ -53,34 +60,48 @@ class Copies(Protocol):
         """What the device is given from now on comes after `mark`. Does not block."""
 
 
+class _PoolPages:
+    """Where the pool's pages are, and what is in them. The segment stays mapped as long as this is there."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.layer_bytes = segment.layout.layer_bytes
+        self._header, self._layers = segment.header, segment.layout.layers
+        self._table = segment.page_table()
+        self._bytes = np.frombuffer(segment.buffer, np.uint8)
+
+    def addresses(self, layer: int, blocks: Sequence[BlockCopy]) -> Addresses:
+        """Of one layer of each block."""
+        position = self._layers.index(layer)
+        start = self._bytes.ctypes.data + self._header.pages_offset + position * self.layer_bytes
+        return _addresses(start, self._header.page_stride, _pool_pages(blocks), self._header.num_pages)
+
+    def damaged(self, layer: int, blocks: Sequence[BlockCopy], digests: Digests) -> list[int]:
+        """The pages of those blocks whose checksums are not these."""
+        pages = _pool_pages(blocks)
+        expected = self._table.layer_checksums(pages, self._layers.index(layer))
+        for index, block in enumerate(blocks):
+            stored = block.stored_checksum(layer)
+            if stored is not None:
+                expected[index] = stored
+        damaged: list[int] = pages[expected != digests].tolist()
+        return damaged
+
+
 class HostCopies:
     """Between a device that is the CPU and the pool's segment."""
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
-        self._segment = segment
-        self._table = segment.page_table()
-        self._layer_bytes = segment.layout.layer_bytes
-        self._first_layer = kv.layers.start
-        self._device = {
-            layer: memoryview(kv.layer(layer).view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            for layer in kv.layers
-        }
+        self._kv = kv
+        self._pool = _PoolPages(segment)
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
-        damaged, position = [], layer - self._first_layer
-        for block in blocks:
-            source = self._segment.layer_view(block.pool_page, position)
-            checksum = copy_layers(source, self._device_view(layer, block), self._layer_bytes)
-            if checksum != self._table.checksums(block.pool_page, range(position, position + 1)):
-                damaged.append(block.pool_page)
-        return Loaded(None, damaged)
+        sources, targets = self._pool.addresses(layer, blocks), self._device_addresses(layer, blocks)
+        digests = copy_scattered(sources, targets, self._pool.layer_bytes)
+        return Loaded(None, self._pool.damaged(layer, blocks, digests))
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
-        checksums = []
-        for block in blocks:
-            target = self._segment.layer_view(block.pool_page, layer - self._first_layer)
-            checksum = copy_layers(self._device_view(layer, block), target, self._layer_bytes)
-            checksums.append(int.from_bytes(checksum, "little"))
+        sources, targets = self._device_addresses(layer, blocks), self._pool.addresses(layer, blocks)
+        checksums: list[int] = copy_scattered(sources, targets, self._pool.layer_bytes).tolist()
         return checksums
 
     def mark(self) -> Mark:
@@ -89,9 +110,9 @@ class HostCopies:
     def wait(self, mark: Mark) -> None:
         pass
 
-    def _device_view(self, layer: int, block: BlockCopy) -> memoryview:
-        start = block.device_page * self._layer_bytes
-        return self._device[layer][start : start + self._layer_bytes]
+    def _device_addresses(self, layer: int, blocks: Sequence[BlockCopy]) -> Addresses:
+        start = self._kv.layer(layer).data_ptr()
+        return _addresses(start, self._pool.layer_bytes, _device_pages(blocks), self._kv.num_pages)
 
 
 class CudaCopies:
@@ -102,44 +123,35 @@ class CudaCopies:
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
         self._kv = kv
-        self._segment = segment
-        self._table = segment.page_table()
-        self._layer_bytes = segment.layout.layer_bytes
-        self._first_layer = kv.layers.start
+        self._pool = _PoolPages(segment)
         self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
-        staged, views = self._staging(len(blocks))
-        damaged, position = [], layer - self._first_layer
-        for block, view in zip(blocks, views, strict=True):
-            source = self._segment.layer_view(block.pool_page, position)
-            checksum = copy_layers(source, view, self._layer_bytes)
-            if checksum != self._table.checksums(block.pool_page, range(position, position + 1)):
-                damaged.append(block.pool_page)
-        pages = torch.tensor([block.device_page for block in blocks]).pin_memory()
+        staged, places = self._staging(len(blocks))
+        digests = copy_scattered(self._pool.addresses(layer, blocks), places, self._pool.layer_bytes)
+        pages = torch.from_numpy(_device_pages(blocks)).pin_memory()
         assert free is not None
         with torch.cuda.stream(self._load_stream):
             self._load_stream.wait_event(free)
             on_device = staged.to(self._kv.device, non_blocking=True)
             index = pages.to(self._kv.device, non_blocking=True)
             scatter_pages(self._kv.layer(layer), index, on_device)
-            return Loaded(self._load_stream.record_event(), damaged)
+            mark = self._load_stream.record_event()
+        return Loaded(mark, self._pool.damaged(layer, blocks, digests))
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
         assert computed is not None
-        staged, views = self._staging(len(blocks))
-        pages = torch.tensor([block.device_page for block in blocks]).pin_memory()
+        staged, places = self._staging(len(blocks))
+        pages = torch.from_numpy(_device_pages(blocks)).pin_memory()
         with torch.cuda.stream(self._store_stream):
             self._store_stream.wait_event(computed)
             index = pages.to(self._kv.device, non_blocking=True)
             staged.copy_(gather_pages(self._kv.layer(layer), index), non_blocking=True)
             copied = self._store_stream.record_event()
         copied.synchronize()  # this thread only
-        checksums = []
-        for block, view in zip(blocks, views, strict=True):
-            target = self._segment.layer_view(block.pool_page, layer - self._first_layer)
-            checksums.append(int.from_bytes(copy_layers(view, target, self._layer_bytes), "little"))
+        digests = copy_scattered(places, self._pool.addresses(layer, blocks), self._pool.layer_bytes)
+        checksums: list[int] = digests.tolist()
         return checksums
 
     def mark(self) -> Mark:
@@ -150,13 +162,25 @@ class CudaCopies:
         if mark is not None:
             torch.cuda.current_stream(self._kv.device).wait_event(mark)
 
-    def _staging(self, num_blocks: int) -> tuple[torch.Tensor, list[memoryview]]:
-        """Pinned memory for one layer of so many blocks, as a tensor and as the bytes of each."""
-        shape = (num_blocks, *self._kv.layer(self._kv.layers.start).shape[1:])
+    def _staging(self, num_blocks: int) -> tuple[torch.Tensor, Addresses]:
+        """Pinned memory for one layer of so many blocks, as a tensor and as the address of each."""
+        shape = (num_blocks, *self._kv.layer_shape[1:])
         staged = torch.empty(shape, dtype=self._kv.dtype, pin_memory=True)
-        flat = memoryview(staged.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        size = self._layer_bytes
-        return staged, [flat[start : start + size] for start in range(0, num_blocks * size, size)]
+        return staged, staged.data_ptr() + np.arange(num_blocks, dtype=np.int64) * self._pool.layer_bytes
+
+
+def _device_pages(blocks: Sequence[BlockCopy]) -> Pages:
+    return np.array([block.device_page for block in blocks], np.int64)
+
+
+def _pool_pages(blocks: Sequence[BlockCopy]) -> Pages:
+    return np.array([block.pool_page for block in blocks], np.int64)
+
+
+def _addresses(start: int, stride: int, pages: Pages, num_pages: int) -> Addresses:
+    """Of `pages` that are `stride` bytes apart, page 0 at `start`."""
+    assert ((pages >= 0) & (pages < num_pages)).all(), "copies know no other bounds"
+    return start + pages * stride
 
 
 def copies_for(kv: DeviceKVCache, segment: Segment) -> Copies:

@@ -30,6 +30,12 @@ class PromptBlock:
     device_page: int
     pool_page: int
     next_layer: int
+    stored: dict[int, int] = field(default_factory=dict)
+    """by layer, checksums of what a window of layers has stored and will load again"""
+
+    def stored_checksum(self, layer: int) -> int | None:
+        """None: the pool knows it."""
+        return self.stored.get(layer)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +123,11 @@ class LayerTransfers:
         return marks
 
     def _store(self, layer: int, part: PassPart, blocks: Sequence[PromptBlock], computed: Mark) -> None:
-        part.on_stored(layer, blocks, self._copies.store(layer, blocks, computed))
+        checksums = self._copies.store(layer, blocks, computed)
+        if self._window is not None:
+            for block, checksum in zip(blocks, checksums, strict=True):
+                block.stored[layer] = checksum
+        part.on_stored(layer, blocks, checksums)
 
 
 class _AtOnce(Executor):

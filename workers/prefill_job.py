@@ -15,6 +15,7 @@ from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.grammar import GrammarState
 from mooncake.messages import COMPUTED, REMOTE, Prefill
+from workers.commits import Commits
 from workers.draws import FirstToken
 from workers.engine.batch import Chunk
 from workers.layerwise import PassPart, PromptBlock
@@ -22,9 +23,6 @@ from workers.prefill_queue import Progress
 from workers.prefix_fetch import PrefixFetch
 from workers.scope import FailureScope
 from workers.stage_messages import PassShare
-
-_COMMIT_TIMEOUT_S = 10.0
-"""of the own messenger, which takes far less than a millisecond"""
 
 
 class PrefillJob:
@@ -79,6 +77,7 @@ class PrefillJob:
         self._num_expected_blocks = 0
         """of a fetch that was under way when they were counted as cached"""
         self._storing: deque[Future[None]] = deque()
+        self._commits = Commits(layers, pool.segment.layout.layer_bytes, self._commit)
         self._committing: deque[Future[None]] = deque()
 
     # -- rounds -------------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ class PrefillJob:
             loads=self._blocks[: self._num_to_load(start, page_size)],
             stores=[block for block in stores if block.next_layer < self._layers.stop],
             await_pool=self._await_pool,
-            on_stored=self._commit,
+            on_stored=self._stored,
             storing=self._storing,
         )
         self._pass_ended.clear()
@@ -260,27 +259,24 @@ class PrefillJob:
         num_blocks = self._num_expected_blocks
         first = self._layers.start
         if self._is_windowed and layer == first:
-            # What passes before this one have computed is loaded with the checksums that are committed; what
-            # has none by then counts as damaged.
-            wait(tuple(self._storing))
-            wait(tuple(self._committing), _COMMIT_TIMEOUT_S)
+            wait(
+                tuple(self._storing)
+            )  # what passes before this one have computed is loaded; copies take no time
         return not num_blocks or self.fetch is None or self.fetch.await_layer(layer - first, num_blocks)
 
-    def _commit(self, layer: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
-        assert self.reservation is not None
-        commit = self._commit_layer(layer - self._layers.start, blocks, checksums)
-        self._committing.append(asyncio.run_coroutine_threadsafe(commit, self._loop))
+    def _stored(self, layer: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
+        self._commits.stored(layer, [block.pool_page for block in blocks], checksums)
 
-    async def _commit_layer(self, position: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
+    def _commit(self, layers: range, pages: list[int], checksums: list[list[int]]) -> None:
         assert self.reservation is not None
-        await self._pool.commit(
+        first = self._layers.start
+        commit = self._pool.commit(
             self.reservation.reservation_id,
-            range(position, position + 1),
-            [block.pool_page for block in blocks],
-            [[checksum] for checksum in checksums],
+            range(layers.start - first, layers.stop - first),
+            pages,
+            checksums,
         )
-        if self._is_windowed:
-            await self._pool.settled()
+        self._committing.append(asyncio.run_coroutine_threadsafe(commit, self._loop))
 
 
 def _has_succeeded(future: Future[None]) -> bool:

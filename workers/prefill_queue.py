@@ -86,7 +86,8 @@ def uncut(start: int, end: int) -> Sequence[range]:
 
 
 class PrefillQueue:
-    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens.
+    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens, rounded down to a
+    multiple of `multiple`.
 
     No further prompt comes to a pass of `saturating_tokens` (default: `prefill_chunk`) or more: where a
     larger one is no faster, prompts that share it only wait for one another.
@@ -102,8 +103,9 @@ class PrefillQueue:
         multiple: int = 1,
     ) -> None:
         assert multiple <= prefill_chunk, "the first prompt always has a share"
-        self._prefill_chunk, self._cut, self._multiple = prefill_chunk, cut, multiple
-        self._saturating_tokens = min(saturating_tokens or prefill_chunk, prefill_chunk)
+        self._prefill_chunk = prefill_chunk - prefill_chunk % multiple
+        self._cut, self._multiple = cut, multiple
+        self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
         self._prompts: list[QueuedPrompt] = []
         self._num_arrived = 0
 

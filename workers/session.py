@@ -200,13 +200,12 @@ class Session:
         config, page_size = self._process.config, self._executor.kv.page_size
         pipeline = config.pipeline
         multiple = 1 if config.worker.prefill_layer_window == "all" else page_size
-        chunk -= chunk % multiple
         if self._next is None:
             saturating = pick_saturating_tokens(self._executor.kv.device)
             return PrefillQueue(chunk, saturating_tokens=saturating, multiple=multiple)
         if pipeline.chunks == "fixed":
             return PrefillQueue(chunk, multiple=multiple)
-        most_tokens = pipeline.stages * chunk
+        most_tokens = pipeline.stages * (chunk - chunk % multiple)
         plan = ChunkPlan(Costs.of(self._executor.model.spec), pipeline.stages, most_tokens, page_size)
         return PrefillQueue(most_tokens, plan, multiple=multiple)
 

@@ -157,6 +157,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     gpus_help = "of an instance (default: the whole node)"
     group.add_argument("--gpus", type=count, dest="num_gpus", help=gpus_help)
     group.add_argument("--prefill-chunk", type=count, help="tokens of a prefill pass")
+    window_help = "prefill with device memory for some layers at a time"
+    group.add_argument("--prefill-layer-window", action="store_true", help=window_help)
     group.add_argument("--max-batch", type=count, help="requests that are decoded together")
 
 

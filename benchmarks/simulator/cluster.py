@@ -79,6 +79,8 @@ class InstanceShape:
     block_tokens: int = BLOCK_TOKENS
     saturating_tokens: int | None = None
     """as in `PrefillQueue`"""
+    prefill_layer_window: bool = False
+    """the devices of prefill instances have memory for some layers at a time"""
     first_token_s: float = 0.0
     """of everything on the way to the first token but queues and computing: front, dispatch"""
     slowdowns: tuple[float, float] | None = None
@@ -187,12 +189,17 @@ class DisaggregatedCluster:
     # -- instances ----------------------------------------------------------------------------------
 
     def _add_prefill(self, name: str) -> PrefillInstance:
-        node = self._add_node(name, Role.PREFILL)
+        node, shape = self._add_node(name, Role.PREFILL), self._shape
         instance = PrefillInstance(
             node,
-            PrefillQueue(self._shape.prefill_chunk, saturating_tokens=self._shape.saturating_tokens),
+            PrefillQueue(
+                shape.prefill_chunk,
+                saturating_tokens=shape.saturating_tokens,
+                multiple=shape.block_tokens if shape.prefill_layer_window else 1,
+            ),
             self._live.__getitem__,
             lambda name: self._decode_of[name],
+            is_windowed=shape.prefill_layer_window,
         )
         self._receivers[node.identity] = instance.receive
         return instance

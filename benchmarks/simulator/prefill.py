@@ -71,8 +71,13 @@ class PrefillInstance:
         queue: PrefillQueue,
         find_request: Callable[[str], SimulatedRequest],
         destinations: Callable[[str], Destination],
+        *,
+        is_windowed: bool = False,
     ) -> None:
+        """`is_windowed`: its device has memory for a window of layers, so each pass of a prompt loads what
+        stands before it."""
         self.node = node
+        self._is_windowed = is_windowed
         self._queue = queue
         self._find_request, self._destinations = find_request, destinations
         self._jobs: dict[Ref, Job] = {}
@@ -99,7 +104,8 @@ class PrefillInstance:
             return
         request = self._find_request(message.ref.request_id)
         now_s = self.node.clock.now_s
-        queued = self._queue.add(request.num_input_tokens, message.time_left_s, now_s)
+        priority = message.request.priority
+        queued = self._queue.add(request.num_input_tokens, message.time_left_s, now_s, priority)
         job = Job(message, request, queued)
         self._jobs[message.ref] = self._job_of[queued] = job
         self._admit_next()
@@ -172,9 +178,10 @@ class PrefillInstance:
         num_copied_tokens = sum(share.num_tokens for share in self._pass)
         for share in self._pass:
             job = self._job_of[share.prompt]
+            if self._is_windowed or not job.has_begun:
+                num_copied_tokens += share.prompt.num_done
             if not job.has_begun:
                 job.has_begun = True
-                num_copied_tokens += job.request.num_cached_tokens
                 self._begin_stream(job)
         node.computes(True)
         compute_s = node.factor * node.costs.iteration_s(shares, 0)

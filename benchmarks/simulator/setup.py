@@ -51,6 +51,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     nic_gbps: float | None = None
     """of an instance; None: what its hardware has"""
     prefill_chunk: int = 2048
+    prefill_layer_window: bool = False
     max_batch: int = 256
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
@@ -94,6 +95,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.prefill_chunk,
             self.max_batch,
             self.checks_reservations,
+            prefill_layer_window=self.prefill_layer_window,
         )
 
     def _check(self, costs: Costs) -> None:

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from messenger import checksums
-from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
+from messenger.checksums import LayerChecksums, address_of, copy_layers, copy_scattered, layer_checksums
 from mooncake.native import NoCompilerError, load
 
 LAYER_SIZES = [1, 240, 241, 304, 1024, 1025, 24 * 1024, 65537, 300_000]
@@ -55,6 +55,23 @@ def test_a_copy_is_exact_at_any_address_and_touches_nothing_else(
             assert copy_layers(memoryview(block), place, layer_bytes) == expected(block, layer_bytes)
             assert place == block
             assert set(target[:offset]) | set(target[offset + len(block) :]) == {0xEE}
+
+
+@pytest.mark.parametrize("layer_bytes", [1, 240, 241, 1025, 24 * 1024])
+def test_layers_are_copied_from_anywhere_to_anywhere(implementation: str, layer_bytes: int) -> None:
+    stride, from_, to = layer_bytes + 7, [3, 0, 2], [1, 4, 0]
+    source, target = memoryview(bytearray(os.urandom(4 * stride))), memoryview(bytearray(5 * stride))
+    addresses = [
+        address_of(memory) + np.array(places, np.int64) * stride
+        for memory, places in ((source, from_), (target, to))
+    ]
+    digests = copy_scattered(addresses[0], addresses[1], layer_bytes)
+    layers = [bytes(source[place * stride : place * stride + layer_bytes]) for place in from_]
+    assert digests.tolist() == [xxhash.xxh3_64_intdigest(layer) for layer in layers]
+    wanted = bytearray(5 * stride)
+    for place, layer in zip(to, layers, strict=True):
+        wanted[place * stride : place * stride + layer_bytes] = layer
+    assert target == wanted
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

@@ -158,6 +158,8 @@ class Lab:
         self._receiving: dict[Ref, Receiving] = {}
         self.answers: dict[Ref, list[Prefilled | WorkFailed]] = {}
         self.runner: PrefillRunner
+        self.stages: list[Stage] = []
+        """or ranks, of the runner"""
 
     @property
     def prefill_nodes(self) -> list[Node]:
@@ -314,6 +316,7 @@ class Lab:
             if ranks:
                 await ranks.start(group, hear)
                 stages += ranks.stages
+            self.stages = stages
             yield self.runner
             async with asyncio.timeout(DEADLINE_S):
                 while any(stage.jobs for stage in stages) or self.jobs.refs:

@@ -147,10 +147,10 @@ def test_priority_goes_before_deadlines() -> None:
 
 
 def test_shares_end_with_whole_blocks_but_for_ends_of_prompts() -> None:
-    queue = PrefillQueue(20, multiple=8)
-    first, second, third = (queue.add(num_tokens, None, 0) for num_tokens in (30, 13, 3))
+    queue = PrefillQueue(27, multiple=8)
+    first, second, third = (queue.add(num_tokens, None, 0) for num_tokens in (44, 13, 3))
     for prompt in (first, second, third):
         queue.ready(prompt, 0)
-    assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 16), (third, 3)]
-    first.num_done = 16
-    assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 14), (third, 3)]
+    assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 24)]
+    first.num_done = 24
+    assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 20), (third, 3)]

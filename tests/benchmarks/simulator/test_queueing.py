@@ -27,6 +27,7 @@ from mooncake.messages import (
 from workers.prefill_queue import PrefillQueue
 
 CHUNK = 512
+LAYOUT = KVLayout(1, 1, 1, CHUNK, "bfloat16")
 NOBODY = MessengerAddress("nobody", 1, "", "", ())
 
 
@@ -50,8 +51,14 @@ class Nowhere:
         pass
 
 
-def waits_of(arrivals_s: Sequence[float], service: DrawnService) -> list[float]:
-    """From arrival to the begin of its pass, of prompts that fill one pass each."""
+def ends_of(
+    requests: Sequence[SimulatedRequest],
+    service: DrawnService,
+    pcie_bytes_per_s: float = float("inf"),
+    *,
+    is_windowed: bool = False,
+) -> list[float]:
+    """When each prompt has been computed, in passes of a chunk."""
     clock = Clock()
     ended_s: list[float] = []
 
@@ -65,15 +72,18 @@ def waits_of(arrivals_s: Sequence[float], service: DrawnService) -> list[float]:
         service,
         Network(clock),
         SimulatedPool(clock, 100_000, EvictionPolicy.LRU),
-        KVLayout(1, 1, 1, CHUNK, "bfloat16"),
+        LAYOUT,
         1.0,
-        float("inf"),
+        pcie_bytes_per_s,
         send,
         {},
     )
-    requests = [SimulatedRequest(i, arrival_s, CHUNK, 1, []) for i, arrival_s in enumerate(arrivals_s)]
     instance = PrefillInstance(
-        node, PrefillQueue(CHUNK), lambda name: requests[int(name)], lambda name: Nowhere()
+        node,
+        PrefillQueue(CHUNK),
+        lambda name: requests[int(name)],
+        lambda name: Nowhere(),
+        is_windowed=is_windowed,
     )
     for request in requests:
         ref = Ref(1, str(request.number), 1)
@@ -81,9 +91,17 @@ def waits_of(arrivals_s: Sequence[float], service: DrawnService) -> list[float]:
         order = Prefill(ref, Request(ref.request_id, [], [], sampling, ""), Grant(0, NOBODY, []))
         clock.at(request.arrival_s, instance.receive, order)
     clock.run()
+    return ended_s
+
+
+def waits_of(arrivals_s: Sequence[float], service: DrawnService) -> list[float]:
+    """From arrival to the begin of its pass, of prompts that fill one pass each."""
+    requests = [SimulatedRequest(i, arrival_s, CHUNK, 1, []) for i, arrival_s in enumerate(arrivals_s)]
     return [
         end_s - seconds - arrival_s
-        for end_s, seconds, arrival_s in zip(ended_s, service.drawn, arrivals_s, strict=True)
+        for end_s, seconds, arrival_s in zip(
+            ends_of(requests, service), service.drawn, arrivals_s, strict=True
+        )
     ]
 
 
@@ -121,3 +139,14 @@ def test_every_wait_is_lindleys() -> None:
             wait_s = max(0.0, wait_s + service.drawn[number - 1] - gap_s)
         expected_s.append(wait_s)
     assert waits_s == pytest.approx(expected_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_windowed", [False, True])
+def test_passes_of_a_window_of_layers_load_what_stands_before_them(is_windowed: bool) -> None:
+    """With one layer, copies and computation come one after the other; a chunk takes 1 s to compute."""
+    chunk_s = 0.25  # to copy
+    request = SimulatedRequest(0, 0.0, 4 * CHUNK, 1, [])
+    service = DrawnService(lambda: 1.0)
+    (end_s,) = ends_of([request], service, LAYOUT.block_bytes / chunk_s, is_windowed=is_windowed)
+    num_loaded = 0 + 1 + 2 + 3 if is_windowed else 0
+    assert end_s == pytest.approx(4 + (4 + num_loaded) * chunk_s)
