@@ -13,6 +13,7 @@ from conductor.history import History
 from conductor.index_metrics import index_metrics
 from conductor.lifecycle import RUNNING_STATES
 from conductor.policy import Conductor
+from conductor.replication_metrics import replication_metrics
 from mooncake.instance_metrics import InstanceReport, instance_text
 from mooncake.messages import InstanceState, Role
 
@@ -95,6 +96,9 @@ class ConductorMetrics(Collector):
         blocks.add_metric(["pinned"], contexts.num_pinned)
         blocks.add_metric(["missing"], contexts.num_blocks - contexts.num_pinned)
         yield blocks
+
+        if (replication := self._conductor.replication) is not None:
+            yield from replication_metrics(replication)
 
         yield CounterMetricFamily(
             "mooncake_conductor_strangers",

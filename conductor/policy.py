@@ -15,6 +15,7 @@ from conductor.instances import Instance, Instances
 from conductor.lifecycle import RequestState, TrackedRequest
 from conductor.outcomes import Outcomes
 from conductor.placement import Placement, Reason, why_too_large
+from conductor.replication import Replication
 from conductor.rules import Limits, Rules
 from mooncake.costs import Costs
 from mooncake.messages import (
@@ -67,6 +68,11 @@ class Conductor:
         self.prefixes = self.view.prefixes
         self._dispatcher = Dispatcher(self.instances, self.view, limits, rules, self.outcomes)
         self.contexts = Contexts(self.prefixes, self.instances)
+        self.replication = (
+            Replication(self.view, rules.replication)
+            if rules.replication is not None and rules.fetches_prefixes
+            else None
+        )
         self._fronts: dict[bytes, float] = {}  # identity -> last seen
         self._last_tick_s: float | None = None
         self._max_sequence_blocks = 0  # of the last pair that was expected
@@ -125,6 +131,8 @@ class Conductor:
         effects += self._dispatcher.ask_again()
         effects += self._retire()
         effects += self.contexts.tick(now_s)
+        if self.replication is not None:
+            effects += self.replication.tick(now_s)
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
@@ -165,6 +173,8 @@ class Conductor:
         if refusal is not None and not given_way:
             return [self._dispatcher.rejected(sender, request.request_id, *refusal)]
         self._fronts[sender] = now_s
+        if self.replication is not None:
+            self.replication.note(submit.request.block_keys)
         return given_way + self._dispatcher.submit(tracked, now_s)
 
     def _reason_to_reject(self, front: bytes, submit: Submit) -> tuple[Reason, str] | None:

@@ -10,6 +10,17 @@ from mooncake.messages import Request
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicationRules:
+    """How eagerly prefixes are copied before they are asked for."""
+
+    period_s: float = 5.0
+    uses_per_copy: float = 20.0
+    """lately, for which a prefix is worth one copy more"""
+    most_bytes: int = 256 << 20
+    """under way, and ordered in one period"""
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """`kvcache_balancing_threshold` is at least 1; None if it adapts."""
 
@@ -18,6 +29,8 @@ class Rules:
     overload: Overload = Overload.PREDICTION
     seed: int = 0
     """of what is chosen at random"""
+    replication: ReplicationRules | None = None
+    """None: prefixes spread by forwarded requests alone"""
 
     @property
     def fetches_prefixes(self) -> bool:

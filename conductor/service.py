@@ -28,10 +28,10 @@ from conductor.front.tool_calls import ToolFormat
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules, SLOs
+from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.bus import PeerGoneError, Router
 from mooncake.checkpoint import open_checkpoint
-from mooncake.config import ConductorProcess
+from mooncake.config import ConductorConfig, ConductorProcess
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError
 from mooncake.messages import ToConductor
@@ -130,6 +130,7 @@ async def serve(process: ConductorProcess) -> None:
             config.conductor.scheduling,
             None if isinstance(threshold, str) else threshold,
             config.conductor.overload,
+            replication=_replication_rules(config.conductor),
         )
         profiled = _profiled_costs(config.conductor.profile, checkpoint.name, dtype)
         conductor = Conductor(time.time_ns(), model.fingerprint, limits, rules, profiled)
@@ -172,6 +173,14 @@ async def serve(process: ConductorProcess) -> None:
         finally:
             follower.close()
             router.close()
+
+
+def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
+    if not config.replicate:
+        return None
+    return ReplicationRules(
+        config.replication_period_s, config.replication_uses, int(config.replication_bytes)
+    )
 
 
 def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, Costs] | None:

@@ -107,7 +107,12 @@ class BlockFetch:
     def _is_stopped(self) -> bool:
         return self._stopped.is_set()
 
-    async def run(self, sources: Sequence[PoolShard], tasks: asyncio.TaskGroup) -> None:
+    async def run(
+        self,
+        sources: Sequence[PoolShard],
+        tasks: asyncio.TaskGroup,
+        urgency: Urgency = Urgency.LATENCY,
+    ) -> None:
         """Returns when nothing more comes, and nobody else writes the pages of `blocks`.
 
         A source that fails is no error; the others are of no use without it. If one hangs when the fetch is
@@ -115,7 +120,7 @@ class BlockFetch:
         """
         if self._is_stopped:  # before it has begun
             return
-        self._streaming = tasks.create_task(self._stream(sources))
+        self._streaming = tasks.create_task(self._stream(sources, urgency))
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait([self._streaming, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +133,7 @@ class BlockFetch:
                 self._reservation, [block for block in mine if not self._pool.is_complete(block)]
             )
 
-    async def _stream(self, sources: Sequence[PoolShard]) -> None:
+    async def _stream(self, sources: Sequence[PoolShard], urgency: Urgency) -> None:
         under_way: _UnderWay = deque()
         pages = [block.page for block in self._blocks]
         for page in pages:
@@ -136,10 +141,10 @@ class BlockFetch:
         try:
             parts = shares(self._segment.layout, sources)
             peers = [await self._peers.peer(share.messenger) for share in parts]
-            frame_bytes = min(peer.frame_bytes(Urgency.LATENCY) for peer in peers)
+            frame_bytes = min(peer.frame_bytes(urgency) for peer in peers)
             for request in self._requests(frame_bytes, parts):
                 asking = [
-                    asyncio.create_task(self._ask(peer, share, request))
+                    asyncio.create_task(self._ask(peer, share, request, urgency))
                     for peer, share in zip(peers, parts, strict=True)
                     if common(share.layers, self._model_layers(request))
                 ]
@@ -172,7 +177,7 @@ class BlockFetch:
     def _model_layers(self, request: _Request) -> range:
         return self._segment.layout.layers[request.layers.start : request.layers.stop]
 
-    async def _ask(self, peer: Peer, share: Share, request: _Request) -> list[bytes]:
+    async def _ask(self, peer: Peer, share: Share, request: _Request, urgency: Urgency) -> list[bytes]:
         """The checksums of the peer's share of the request's blocks that have come, from the first on.
 
         Raises TransferError.
@@ -186,7 +191,7 @@ class BlockFetch:
             heads, layer = share.heads, request.layers.start
             positions = self._segment.layout.head_positions(heads)
             views = [self._segment.part_view(block.page, layer, positions) for block in blocks]
-        checksums = await peer.fetch(keys, views, layers, heads=heads)
+        checksums = await peer.fetch(keys, views, layers, urgency, heads)
         return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
     async def _take(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:

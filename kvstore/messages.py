@@ -6,8 +6,8 @@ one frame a message (see remote), after both sides have proved that they know th
 greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
-`Commit`, `EndLease`, `Prefetch`, `DescribeTokens` and `StopFetch` are no calls: they are frequent or ordered,
-and what is wrong with one ends the session.
+`Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `StopFetch` and `DropIdle` are no calls: they are frequent
+or ordered, and what is wrong with one ends the session.
 
 Owns: the vocabulary. Does not know: sockets.
 """
@@ -17,6 +17,7 @@ from typing import Annotated
 
 import msgspec
 
+from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.messages import Grant, MessengerAddress, PoolShard, PoolStats, Tier
 from mooncake.proofs import NONCE_BYTES
@@ -183,6 +184,7 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
     reservation_id: int
     sources: list[PoolShard]
     blocks: list[int]
+    urgency: Urgency = Urgency.LATENCY
 
 
 class StopFetch(msgspec.Struct, tag=True, frozen=True):
@@ -254,6 +256,12 @@ class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
 
     call_id: int
     keys: list[BlockKey] | None
+
+
+class DropIdle(msgspec.Struct, tag=True, frozen=True):
+    """Forget, in every tier, those of these blocks that nobody uses and no pin keeps."""
+
+    keys: list[BlockKey]
 
 
 class ListBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -476,7 +484,7 @@ Call = (
     | VerifyBlocks
     | GetStats
 )
-Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch
+Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch | DropIdle
 ToPool = Call | Notice
 ToRemotePool = ToPool | GetBlocks | PutBlocks
 Answer = (

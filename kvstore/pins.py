@@ -36,6 +36,9 @@ class Pins:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._by_key
+
     def is_hard(self, key: BlockKey) -> bool:
         return key in self._by_key and self._by_key[key].is_hard
 

@@ -303,6 +303,10 @@ class Pool:
                 self.shelf.pin_softly(page, True)
         return len(pages)
 
+    def is_pinned(self, key: BlockKey) -> bool:
+        """Hard or softly."""
+        return key in self._pins
+
     def unpin(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
         """Returns how many pins were taken away. `hard`: hard ones too."""
         keys = [key for key in keys if hard or not self._pins.is_hard(key)]

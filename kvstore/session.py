@@ -28,6 +28,7 @@ from kvstore.messages import (
     Count,
     DescribeTokens,
     Done,
+    DropIdle,
     EndLease,
     ErrorKind,
     FetchBlocks,
@@ -108,6 +109,8 @@ class Session:
                 self.end_lease(lease_id)
             case Prefetch(keys):
                 self._store.mover.prefetch(_checked(keys))
+            case DropIdle(keys):
+                self._store.drop_idle(_checked(keys))
             case StopFetch(reservation_id):
                 self._stop_fetch(reservation_id)
             case FetchBlocks():
@@ -381,7 +384,7 @@ class Session:
     async def _run_fetch(self, call: FetchBlocks, fetch: BlockFetch) -> None:
         answer: Answer
         try:
-            await fetch.run(call.sources, self._tasks)
+            await fetch.run(call.sources, self._tasks, call.urgency)
         except MooncakeError as error:
             answer = failed_call(call.call_id, error, self._pool.space_epoch)
         else:

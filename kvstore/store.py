@@ -84,6 +84,13 @@ class Store:
         self.events.cleared()
         return num_removed
 
+    def drop_idle(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets, in every tier, those of `keys` that nobody uses and no pin keeps."""
+        for key in keys:
+            page = self.pool.find(key)
+            if page is None or (self.pool.shelf.is_idle(page) and not self.pool.is_pinned(key)):
+                self.mover.remove(key)
+
     def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:
         """Every block that can be found, by tier."""
         yield Tier.DRAM, list(self.pool.shelf.index)

@@ -30,6 +30,7 @@ from kvstore.messages import (
     Count,
     DescribeTokens,
     Detached,
+    DropIdle,
     ErrorKind,
     FetchBlocks,
     Fetched,
@@ -55,6 +56,7 @@ from kvstore.messages import (
 )
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
+from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.messages import Grant, PoolShard, PoolStats
@@ -167,6 +169,10 @@ class WorkerClient:
         """Those of `keys` that `pin` keeps may be evicted like others again; hard pins are of others."""
         await self._call(UnpinBlocks(next(self._call_ids), list(keys), hard=False))
 
+    async def drop_idle(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets those of `keys` that nobody uses and no pin keeps, in every tier."""
+        await self._send(DropIdle(list(keys)))
+
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
         """What the keys of a reservation stand for, for the events of blocks that are still to be sealed.
 
@@ -259,6 +265,13 @@ class WorkerClient:
             del self._on_layers[call.call_id]
         assert isinstance(answer, Fetched)
         return answer.num_layers, answer.pages
+
+    async def fetch_ahead(
+        self, reservation_id: int, sources: Sequence[PoolShard], blocks: Sequence[int]
+    ) -> None:
+        """As `fetch`, for nobody who waits: behind the transfers that somebody waits for."""
+        call_id = next(self._call_ids)
+        await self._call(FetchBlocks(call_id, reservation_id, list(sources), list(blocks), Urgency.BULK))
 
     async def stop_fetch(self, reservation_id: int) -> None:
         """Ends the fetch of this reservation early, if there is one."""

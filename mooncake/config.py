@@ -241,6 +241,20 @@ class ConductorConfig(_Section):
         description="fetch a prefix from another instance if it is so many times as long as the own one;"
         " auto: adapts, so that copies do not drive out blocks that are wanted again",
     )
+    replicate: bool = Field(
+        True,
+        description="copy the hottest prefixes to more prefill instances before they are asked for, and drop"
+        " such copies again; only if scheduling fetches prefixes",
+    )
+    replication_period_s: PositiveSeconds = Field(5.0, description="how often that is looked at")
+    replication_uses: float = Field(
+        20.0,
+        gt=0,
+        description="a prefix is worth one copy more for every so many uses; one counts half after a minute",
+    )
+    replication_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="of copies that are under way, and that are ordered in one period"
+    )
     overload: Overload = Field(
         Overload.PREDICTION,
         description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"

@@ -15,7 +15,7 @@ import msgspec
 from mooncake.blocks import BlockKey, KVLayout, extended_keys
 from mooncake.costs import Costs
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Role(StrEnum):
@@ -559,6 +559,27 @@ class Unpin(msgspec.Struct, tag=True, frozen=True):
     keys: list[BlockKey]
 
 
+class Replicate(msgspec.Struct, tag=True, frozen=True):
+    """Fetch those of a prompt's first blocks that your pool lacks, beside the transfers that requests wait
+    for, and keep them. Needs no answer: what has not come after `timeout_s` is given up."""
+
+    keys: list[BlockKey]
+    shards: tuple[PoolShard, ...]
+    """of the instance that has them"""
+    timeout_s: float
+
+
+class DropCopies(msgspec.Struct, tag=True, frozen=True):
+    """Others hold these blocks as well and they are hardly asked for: forget those that nobody uses or has
+    pinned. Needs no answer."""
+
+    keys: list[BlockKey]
+
+
+BlockOrder = Pin | Unpin | Replicate | DropCopies
+"""what is to become of blocks in an instance's pool"""
+
+
 # -- front <-> Conductor ----------------------------------------------------------------------------
 
 
@@ -693,6 +714,6 @@ FromWorker = Register | Heartbeat | Leave | Retire | Reserved | Prefilled | Fini
 FromFront = FrontHello | Submit | Continue | Cancel | Drain | KeepContext | DropContext
 ToConductor = FromWorker | FromFront
 ToWorker = (
-    Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort | Pin | Unpin
+    Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort | BlockOrder
 )
 ToFront = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains | Tokens

@@ -11,7 +11,7 @@ import msgspec
 from mooncake.bus import Dealer, PeerGoneError
 from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
-from mooncake.messages import Pin, PoolStats, Unpin
+from mooncake.messages import BlockOrder, DropCopies, Pin, PoolStats, Replicate, Unpin
 from workers.errors import SessionLostError
 from workers.rank_messages import FromLeader, ToFollower
 from workers.stage_messages import (
@@ -108,7 +108,7 @@ class PreviousStage:
     async def run(
         self,
         obey: Callable[[Begin | Recount | End], None],
-        pin: Callable[[Pin | Unpin], None],
+        keep: Callable[[BlockOrder], None],
         follow: Callable[[ToFollower], None] | None = None,
     ) -> None:
         """The loop: receive, act. A rank follows. Raises `SessionLostError` when it has begun anew."""
@@ -126,8 +126,8 @@ class PreviousStage:
                     self._take(data)
                 case Begin() | Recount() | End():
                     obey(message)
-                case Pin() | Unpin():
-                    pin(message)
+                case Pin() | Unpin() | Replicate() | DropCopies():
+                    keep(message)
                 case StageWelcome() | StageRefused():
                     pass  # said again, in answer to a hello that was late
                 case _:

@@ -9,6 +9,7 @@ from kvstore.worker_client import WorkerClient
 from mooncake.bus import peer_identity
 from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, Ready, report
+from workers.block_orders import BlockOrders
 from workers.block_transfers import BlockTransfers
 from workers.copies import copies_for
 from workers.follower_stage import FollowerStage
@@ -17,7 +18,6 @@ from workers.latest_stats import LatestStats
 from workers.layerwise import LayerTransfers
 from workers.meeting import meeting
 from workers.next_stage import NextStage
-from workers.pinning import Pinning
 from workers.previous_stage import PreviousStage
 from workers.rank_runner import RankRunner
 from workers.stage_messages import StageHello
@@ -54,7 +54,7 @@ class RankSession(StageSession):
             await leader.join()
             self.is_registered = True
             report(Ready(f"rank {rank.number} on {self._executor.engine}"))
-            await leader.run(runner.obey, Pinning(pool, None, group).obey, runner.follow)
+            await leader.run(runner.obey, BlockOrders(pool, None, group).obey, runner.follow)
         finally:
             leader.close(LINGER_S)
 

@@ -21,6 +21,7 @@ from mooncake.messages import (
     Abort,
     Capacity,
     Decode,
+    DropCopies,
     FromWorker,
     Heartbeat,
     HeartbeatAck,
@@ -31,6 +32,7 @@ from mooncake.messages import (
     Register,
     Registered,
     RegisterRefused,
+    Replicate,
     Reserve,
     Retire,
     Retired,
@@ -42,6 +44,7 @@ from mooncake.messages import (
     WorkFailed,
 )
 from mooncake.process import Progress, Ready, report
+from workers.block_orders import BlockOrders
 from workers.block_transfers import BlockTransfers
 from workers.chunks import ChunkPlan, Costs
 from workers.copies import copies_for
@@ -55,7 +58,6 @@ from workers.loading import pick_prefill_chunk, pick_saturating_tokens
 from workers.meeting import meeting
 from workers.metrics_listener import InstanceStatus
 from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
-from workers.pinning import Pinning
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.rank_messages import Meet
@@ -172,7 +174,7 @@ class Session:
         config = self._process.config
         prefill_chunk = pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device)
         self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
-        self._pinning = Pinning(pool, self._behind, group)
+        self._block_orders = BlockOrders(pool, self._behind, group)
         self._prefill = PrefillRunner(
             stage_of(self._executor, pool, config.worker, self._next, self._followers),
             self._prefill_queue(prefill_chunk),
@@ -227,8 +229,8 @@ class Session:
                 case Abort(ref=ref):
                     self._prefill_jobs.cancel(ref)
                     self._decode_jobs.cancel(ref)
-                case Pin() | Unpin():
-                    self._pinning.obey(message)
+                case Pin() | Unpin() | Replicate() | DropCopies():
+                    self._block_orders.obey(message)
                 case HeartbeatAck(known=known):
                     if not known and self.is_registered:
                         raise SessionLostError("the conductor has restarted, or had given this worker up")

@@ -25,7 +25,7 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
-from mooncake.messages import Capacity, Pin, PoolShard, PoolStats, Prefill, TokenLogprobs, Unpin
+from mooncake.messages import BlockOrder, Capacity, PoolShard, PoolStats, Prefill, TokenLogprobs
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
@@ -176,5 +176,5 @@ AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed | Prompt
 """what goes up the chain to whoever works on the prompt"""
 FromBehind = StageHello | StageBeat | PassTaken | AboutJob
 FromBefore = (
-    StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End | Pin | Unpin
+    StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End | BlockOrder
 )

@@ -12,10 +12,10 @@ from mooncake.bus import peer_identity
 from mooncake.config import WorkerProcess
 from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
 from mooncake.process import Progress, Ready, report
+from workers.block_orders import BlockOrders
 from workers.executor import Executor
 from workers.latest_stats import LatestStats
 from workers.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
-from workers.pinning import Pinning
 from workers.previous_stage import PreviousStage
 from workers.session_tasks import session_tasks
 from workers.stage import stage_of
@@ -92,7 +92,7 @@ class StageSession:
             await before.join()
             self.is_registered = True
             report(Ready(f"stage {self._stage.number} on {self._executor.engine}"))
-            await before.run(runner.obey, Pinning(pool, behind, group).obey)
+            await before.run(runner.obey, BlockOrders(pool, behind, group).obey)
         finally:
             before.close(LINGER_S)
 

@@ -129,3 +129,24 @@ def test_a_hot_prefix_spreads_without_a_command(server: Server) -> None:
         return all(reused(name) >= 152 for name in ("prefill-0", "prefill-1"))
 
     eventually(both_have_it, "both prefill instances have reused the prefix", deadline_s=60)
+
+
+def test_hot_prefixes_are_replicated_without_a_command(server: Server) -> None:
+    """Ahead of requests: the second instance has served none when it gets its copy."""
+
+    def tell(name: str, action: str) -> None:
+        httpx.post(f"{server.url}/admin/instances/{name}/{action}", timeout=30).raise_for_status()
+
+    def num_tokens(source: str) -> float | None:
+        return metric(server, f'mooncake_prefill_tokens_total{{instance="prefill-1",source="{source}"}}')
+
+    tell("prefill-1", "drain")
+    for suffix in range(200, 225):
+        complete(server, prompt=[*HOT_PREFIX, suffix], num_tokens=1)
+    tell("prefill-1", "serve")
+    eventually(lambda: metric(server, "mooncake_replication_copies") == 1, "it has a copy", deadline_s=60)
+    assert not num_tokens("remote")
+    tell("prefill-0", "drain")
+    complete(server, prompt=[*HOT_PREFIX, 90], num_tokens=1)
+    eventually(lambda: num_tokens("dram") == len(HOT_PREFIX), "its copy is used")
+    assert not num_tokens("remote")

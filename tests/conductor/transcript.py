@@ -5,7 +5,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
 
     cluster prefill=2 decode=1 [ttft_slo=S] [tbt_slo=S] [scheduling=...] [overload=...] [threshold=X]
             [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N] [max_running=N] [max_waiting=N]
-            [classes=NAME:TTFT:TBT,...]
+            [classes=NAME:TTFT:TBT,...] [replicate=USES]
     at T                       it is T now
     join INSTANCE [pages=N]    gone INSTANCE    tick
     drain INSTANCE [wanted=no]                 somebody asks for it, or for the opposite
@@ -25,7 +25,7 @@ from conductor.effects import Effect
 from conductor.instances import Instance
 from conductor.outcomes import Outcomes
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules, SLOs
+from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.config import Overload, Scheduling
@@ -38,6 +38,7 @@ from mooncake.messages import (
     ClusterState,
     Decode,
     Drain,
+    DropCopies,
     Ended,
     Failed,
     Finished,
@@ -60,6 +61,7 @@ from mooncake.messages import (
     Register,
     Registered,
     Rejected,
+    Replicate,
     Request,
     Reserve,
     Reserved,
@@ -117,6 +119,7 @@ class Transcript:
         max_running: str = "256",
         max_waiting: str = "0",
         classes: str = "",
+        replicate: str = "",
     ) -> list[str]:
         limits = Limits(
             max_running_requests=int(max_running),
@@ -129,7 +132,8 @@ class Transcript:
                 for name, ttft, tbt in (words.split(":") for words in classes.split(",") if words)
             },
         )
-        rules = Rules(Scheduling(scheduling), float(threshold), Overload(overload))
+        replication = ReplicationRules(uses_per_copy=float(replicate)) if replicate else None
+        rules = Rules(Scheduling(scheduling), float(threshold), Overload(overload), replication=replication)
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
         self._conductor = Conductor(7, "model", limits, rules, profiled)
         self._block_size, self._pages, self._now_s = int(block), int(pages), 0.0
@@ -305,6 +309,11 @@ class Transcript:
             case Rejected(request_id, status, message, retry_after_s):
                 retry = "" if retry_after_s is None else f", retry after {retry_after_s:.3g} s"
                 return f"rejected {request_id} {status}{retry}: {message}"
+            case Replicate(keys, shards):
+                return f"fetch {len(keys)} of {_prompt(keys)} from {shards[0].messenger.instance}"
+            case DropCopies(keys):
+                first = int(keys[0].split()[1])
+                return f"drop {first} to {first + len(keys)} of {_prompt(keys)}"
             case Failed(request_id, message):
                 return f"failed {request_id}: {message}"
             case Ended(request_id, num_tokens):
@@ -330,6 +339,10 @@ def _instance(source: Instance, placement: object) -> str:
 
 def _name(source: object) -> str:
     return str(source.shards[0].messenger.instance)  # type: ignore[attr-defined]
+
+
+def _prompt(keys: list[bytes]) -> str:
+    return keys[0].split()[0].decode()
 
 
 def _costs(text: str) -> Costs:

@@ -151,6 +151,7 @@ class ClientFuzzer:
             m.LeaseBlocks(call_id, keys, random.choice((0.001, 60.0))),
             m.EndLease(self._lease_id),
             m.Prefetch(keys),
+            m.DropIdle(keys[:1]),
             m.PinBlocks(call_id, keys, 60.0, random.random() < 0.5),
             m.UnpinBlocks(call_id, keys),
             m.RemoveBlocks(call_id, keys[:1]),

@@ -33,6 +33,7 @@ from kvstore.messages import (
     DescribeTokens,
     Detached,
     Done,
+    DropIdle,
     EndLease,
     ErrorKind,
     FetchBlocks,
@@ -215,6 +216,7 @@ def test_call_with_what_is_no_key_fails_and_does_nothing(
     ("notice", "reason"),
     [
         (Prefetch([bytes(15)]), "a key of 15 bytes"),
+        (DropIdle([bytes(15)]), "a key of 15 bytes"),
         (b"\xc1", "cannot be read"),
         (b"GET / HTTP/1.1\r\n", "cannot be read"),
         (b"\x91" * 2000, "cannot be read"),
@@ -584,6 +586,24 @@ def test_fetch_is_ended_by_what_comes_right_behind_it(
             user.handle(end(reservation.reservation_id))
             pages = [block.page for block in reservation.blocks]
             assert await answers.to(2) == Fetched(2, [0, 0], pages)
+
+    run(test())
+
+
+def test_what_is_used_or_pinned_stays_when_idle_blocks_are_dropped() -> None:
+    async def test() -> None:
+        async with running(8, FakeSlab(20)) as r, session(r) as (user, answers):
+            on_ssd, idle, pinned, softly_pinned, used, other = (key_of(number) for number in range(1, 7))
+            await on_ssd_only(r, on_ssd)
+            await r.put(idle, pinned, softly_pinned, used, other)
+            r.pool.pin([pinned], hard=True, deadline_s=1e9)
+            r.pool.pin([softly_pinned], hard=False, deadline_s=1e9)
+            user.handle(LeaseBlocks(1, [used], 5.0))
+            await answers.to(1)
+            user.handle(DropIdle([on_ssd, idle, pinned, softly_pinned, used, key_of(7)]))
+            keys = [on_ssd, idle, pinned, softly_pinned, used, other]
+            assert r.pool.locate(keys) == [None, None, *[Tier.DRAM] * 4]
+            assert r.pool.unpin([pinned, softly_pinned]) == 2
 
     run(test())
 

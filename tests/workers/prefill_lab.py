@@ -18,10 +18,10 @@ from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
 from mooncake.config import KVCacheConfig, StageProcess, TransportChoice
 from mooncake.messages import (
     PROTOCOL_VERSION,
+    BlockOrder,
     Capacity,
     Grant,
     MessengerAddress,
-    Pin,
     PoolShard,
     PoolStats,
     Prefill,
@@ -30,7 +30,6 @@ from mooncake.messages import (
     Ref,
     Request,
     SamplingParams,
-    Unpin,
     WorkFailed,
 )
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
@@ -458,5 +457,5 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def _nothing_is_pinned(order: Pin | Unpin) -> None:
+def _nothing_is_pinned(order: BlockOrder) -> None:
     raise AssertionError(f"nobody has asked for {order}")
