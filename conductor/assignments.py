@@ -7,6 +7,7 @@ Owns: those memberships. Does not know: messages, states, why a request ends.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from conductor.cluster_view import ClusterView
@@ -15,6 +16,7 @@ from conductor.instances import Instance
 from conductor.outcomes import Outcomes
 from conductor.placement import Placement
 from conductor.rules import Rules
+from mooncake.aging import due_s
 from mooncake.messages import PrefixSource, Request
 
 
@@ -33,6 +35,7 @@ class Assignment:
     """in the forecast"""
     device_s: float
     """what it is predicted to take of the devices"""
+    tbt_slo_s: float | None = None
     delay_s: float = 0.0
     """of prefills that came later and go first"""
     decode_began_s: float | None = None
@@ -54,6 +57,9 @@ class Assignments:
     def __init__(self, view: ClusterView, forecast: Forecast, outcomes: Outcomes, rules: Rules) -> None:
         self._view, self._forecast, self._outcomes, self._rules = view, forecast, outcomes, rules
         self._assignments: dict[str, Assignment] = {}
+        self._tbt_slos_s: Counter[float] = Counter()
+        self.num_released = 0
+        """that have ended or are placed again"""
 
     def placement_of(self, request_id: str) -> Placement | None:
         """None if it is not placed."""
@@ -64,11 +70,16 @@ class Assignments:
         """That of a placed request."""
         return self._assignments[request_id]
 
-    def is_computed(self, request_id: str) -> bool:
-        """Whether it is the turn of its prompt on its prefill instance."""
-        return self._view.loads.is_computed(self._assignments[request_id].prefill_slot, request_id)
+    def has_begun(self, request_id: str) -> bool:
+        """Whether it has been the turn of its prompt on its prefill instance."""
+        return self._view.loads.has_begun(self._assignments[request_id].prefill_slot, request_id)
 
-    def assign(self, request: Request, placement: Placement, now_s: float) -> None:
+    @property
+    def strictest_tbt_slo_s(self) -> float | None:
+        """Of all that are placed."""
+        return min(self._tbt_slos_s, default=None)
+
+    def assign(self, request: Request, placement: Placement, tbt_slo_s: float | None, now_s: float) -> None:
         """It is about to be ordered from this pair."""
         view, loads, prediction = self._view, self._view.loads, placement.prediction
         prefill, decode = view.slot_of(placement.prefill.name), view.slot_of(placement.decode.name)
@@ -85,8 +96,19 @@ class Assignments:
         view.decode_changed(decode)
         stay = self._forecast.expect(request, now_s + prediction.ttft_s, prediction.tbt_s)
         self._assignments[request.request_id] = Assignment(
-            request, placement, now_s, prefill, decode, source, fetched_bytes, stay, self._device_s(placement)
+            request,
+            placement,
+            now_s,
+            prefill,
+            decode,
+            source,
+            fetched_bytes,
+            stay,
+            self._device_s(placement),
+            tbt_slo_s,
         )
+        if tbt_slo_s is not None:
+            self._tbt_slos_s[tbt_slo_s] += 1
         self._outcomes.placed(placement)
 
     def _device_s(self, placement: Placement) -> float:
@@ -97,14 +119,21 @@ class Assignments:
         return placement.prediction.prefill_s + (part_s * decode_s if decode_s < math.inf else 0.0)
 
     def order_prefill(
-        self, request_id: str, decode: Instance, num_held_blocks: int, now_s: float
+        self,
+        request_id: str,
+        decode: Instance,
+        num_held_blocks: int,
+        time_left_s: float | None,
+        now_s: float,
     ) -> PrefixSource | None:
         """Decode has its pages, and holds so many of the prompt's first blocks.
 
-        Where prefill may fetch a prefix: hot-spot migration (line 29), for what is fetched stays there.
+        `time_left_s`: until the first token is due. Where prefill may fetch a prefix: hot-spot migration
+        (line 29), for what is fetched stays there.
         """
         assignment = self._assignments[request_id]
-        self._view.loads.order_prefill(assignment.prefill_slot, request_id, now_s)
+        loads = self._view.loads
+        loads.order_prefill(assignment.prefill_slot, request_id, due_s(time_left_s, now_s), now_s)
         holder, num_blocks = self._holder(assignment.placement, decode, num_held_blocks)
         if holder is None:
             return None
@@ -156,6 +185,10 @@ class Assignments:
         assignment = self._assignments.pop(request_id, None)
         if assignment is None:
             return
+        self.num_released += 1
+        if assignment.tbt_slo_s is not None:
+            self._tbt_slos_s[assignment.tbt_slo_s] -= 1
+            self._tbt_slos_s += Counter()  # without those that nobody has
         self._leave_prefill(request_id, assignment, None)
         assignment.stay.end()
         if self._view.holds(assignment.decode_slot, assignment.placement.decode):

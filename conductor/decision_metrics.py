@@ -31,7 +31,7 @@ def decision_metrics(outcomes: Outcomes) -> Iterator[Metric]:
         rejections.add_metric([reason.value], outcomes.num_rejections[reason])
     displaced = CounterMetricFamily(
         "mooncake_displacements",
-        "placed requests that had not begun and gave way to those of a higher class or a tenant with less",
+        "requests that had not begun and gave way to those of a higher class or a tenant with less",
     )
     displaced.add_metric([], outcomes.num_displaced)
     fetches = CounterMetricFamily(

@@ -55,6 +55,8 @@ class Dispatcher:
         self._displacement = Displacement(self.requests, self._assignments)
         self._room: dict[str, TrackedRequest] = {}
         """those that wait for load to fall"""
+        self._num_released = 0
+        """of all placements, when those that wait were last tried"""
 
     @property
     def num_waiting(self) -> int:
@@ -73,7 +75,7 @@ class Dispatcher:
         if not self._room or self._limits.slos_of(tracked.request).ttft_s is None:
             return self._place_or_wait(tracked, now_s)
         self._room[tracked.request_id] = tracked
-        return self._place_those_that_wait(now_s) + self._reject_the_last(now_s)
+        return self._place_those_that_wait(now_s) + self._reject_the_last(tracked, now_s)
 
     def make_place(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """There are as many requests as there may be: one gives way, or (no effect) nobody does."""
@@ -96,6 +98,14 @@ class Dispatcher:
         for tracked in list(self.requests.values()):
             if tracked.state is RequestState.WAITING and tracked.request_id not in self._room:
                 effects += self._place_or_wait(tracked, now_s)
+        return effects
+
+    def use_room(self, now_s: float) -> list[Effect]:
+        """Call after every event: if a placement has ended by it, those that wait are tried."""
+        if self._num_released == self._assignments.num_released:
+            return []
+        effects = self._place_those_that_wait(now_s)
+        self._num_released = self._assignments.num_released
         return effects
 
     def ask_again(self) -> list[Effect]:
@@ -168,8 +178,7 @@ class Dispatcher:
             case Finished() if tracked.state is RequestState.DECODING:
                 self._assignments.end_decode(tracked.request_id, now_s, message.num_output_tokens)
                 self._end(tracked, RequestState.FINISHED)
-                ended = Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))
-                return [ended, *self._place_those_that_wait(now_s)]
+                return [Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
             case Refused():
                 return self._on_refused(tracked, sender, message, now_s)
             case WorkFailed():
@@ -193,8 +202,10 @@ class Dispatcher:
         assert prefill is not None
         tracked.move_to(RequestState.PREFILLING)
         num_held_blocks = _num_held_blocks(tracked.request, reserved.grant)
-        source = self._assignments.order_prefill(tracked.request_id, decode, num_held_blocks, now_s)
         time_left_s = self._time_left_s(tracked, now_s)
+        source = self._assignments.order_prefill(
+            tracked.request_id, decode, num_held_blocks, time_left_s, now_s
+        )
         order = Prefill(tracked.ref, tracked.request, reserved.grant, time_left_s, source)
         return [Effect(prefill.identity, order)]
 
@@ -296,11 +307,7 @@ class Dispatcher:
         slos = self._limits.slos_of(tracked.request)
         if not self._limits.slo_classes:
             return slos
-        all_s = [slos.tbt_s] + [
-            self._limits.slos_of(other.request).tbt_s
-            for other in self.requests.values()
-            if other.state not in NOT_PLACED
-        ]
+        all_s = (slos.tbt_s, self._assignments.strictest_tbt_slo_s)
         return slos._replace(tbt_s=min((tbt_s for tbt_s in all_s if tbt_s is not None), default=None))
 
     # -- waiting for load to fall -------------------------------------------------------------------
@@ -341,13 +348,14 @@ class Dispatcher:
                 return self._reject_by_slo(tracked, rejection)
         return []
 
-    def _reject_the_last(self, now_s: float) -> list[Effect]:
+    def _reject_the_last(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
         """If one more waits than may: of those that have not been promised anything, in the same order."""
         most = self._limits.max_waiting
         if len(self._room) <= most:
             return []
         unpromised = [tracked for tracked in self._room.values() if tracked.must_meet_slos]
         last = self._displacement.in_order(unpromised, now_s)[-1]
+        self._outcomes.num_displaced += last is not newest
         message = f"{most} requests wait for load to fall, the limit is {most}"
         return self._reject(last, Reason.TOO_MANY_WAIT, message)
 
@@ -431,7 +439,8 @@ class Dispatcher:
         num_tokens = len(tracked.request.token_ids)
         for instance in (placement.prefill, placement.decode):
             instance.requests[tracked.request_id] = num_tokens
-        self._assignments.assign(tracked.request, placement, now_s)
+        tbt_slo_s = self._limits.slos_of(tracked.request).tbt_s
+        self._assignments.assign(tracked.request, placement, tbt_slo_s, now_s)
         tracked.move_to(RequestState.RESERVING)
         tbt_slo_s = None if tracked.may_have_begun else self._admission.double_check(self._slos(tracked))
         shares_cores = placement.decode.shares_cores(placement.prefill)

@@ -59,7 +59,7 @@ class Displacement:
     def is_queued(self, tracked: TrackedRequest) -> bool:
         """It has a pair, and nothing of its prompt has been computed there."""
         if tracked.state is RequestState.PREFILLING:
-            return not self._assignments.is_computed(tracked.request_id)
+            return not self._assignments.has_begun(tracked.request_id)
         return tracked.state is RequestState.RESERVING
 
     def may_give_way(self, tracked: TrackedRequest) -> bool:

@@ -13,16 +13,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from conductor.estimators import Floats
+from mooncake.aging import standing_s
 from mooncake.messages import Role
 
 
 @dataclass(slots=True)
 class AssignedPrefill:
-    """A prompt in the queue of a prefill instance. `ordered_s` is set when it may be computed."""
+    """A prompt in the queue of a prefill instance. `ordered_s` is set when it may be computed.
 
-    predicted_s: float
+    Of those that may the lowest `standing_s` is computed, the first of several: so do workers.
+    """
+
+    left_s: float
+    """predicted, of what had not been computed when it last began"""
     priority: int
     ordered_s: float | None = None
+    standing_s: float = math.inf
+    has_begun: bool = False
+    is_timed: bool = True
+    """no other one was computed between its beginning and its end"""
 
 
 @dataclass(slots=True)
@@ -32,6 +41,8 @@ class _Prefills:
     waiting: dict[str, AssignedPrefill]
     ordered: dict[str, AssignedPrefill]
     last_ended_s: float = -math.inf
+    head: AssignedPrefill | None = None
+    """the one that is computed"""
 
     @property
     def all(self) -> list[AssignedPrefill]:
@@ -126,12 +137,19 @@ class Loads:
         self._queued_s[priority][slot] += predicted_s
         self._set_head(slot)
 
-    def order_prefill(self, slot: int, request_id: str, now_s: float) -> None:
-        """It may be computed as soon as those before it have ended."""
+    def order_prefill(self, slot: int, request_id: str, due_s: float, now_s: float) -> None:
+        """It may be computed; its first token is due at `due_s`, as the worker counts."""
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)
-        prefill.ordered_s = now_s
+        prefill.ordered_s, prefill.standing_s = now_s, standing_s(prefill.priority, due_s)
         prefills.ordered[request_id] = prefill
+        head = prefills.head
+        if head is not None and prefill.standing_s < head.standing_s:  # it goes on behind this one
+            done_s = min(max(now_s - self.head_began_s.item(slot), 0.0), head.left_s)
+            head.left_s -= done_s
+            self.queued_s[slot] -= done_s
+            self._queued_s[head.priority][slot] -= done_s
+            head.is_timed = prefill.is_timed = False
         self._set_head(slot)
 
     def end_prefill(self, slot: int, request_id: str, now_s: float | None = None) -> float | None:
@@ -145,19 +163,19 @@ class Loads:
             return None
         seconds = None
         if now_s is not None and prefill.ordered_s is not None:
-            if next(iter(prefills.ordered)) == request_id:
+            if prefill is prefills.head and prefill.is_timed:
                 seconds = now_s - max(prefill.ordered_s, prefills.last_ended_s)
             prefills.last_ended_s = now_s
         prefills.ordered.pop(request_id, None)
         self.num_assigned[slot] -= 1
-        self.queued_s[slot] -= prefill.predicted_s
+        self.queued_s[slot] -= prefill.left_s
         self._leave_level(slot, prefill)
         self._set_head(slot)
         return seconds
 
     def _leave_level(self, slot: int, prefill: AssignedPrefill) -> None:
         priority = prefill.priority
-        self._queued_s[priority][slot] -= prefill.predicted_s
+        self._queued_s[priority][slot] -= prefill.left_s
         self._num_queued[priority] -= 1
         if not self._num_queued[priority]:
             del self._queued_s[priority], self._num_queued[priority]
@@ -166,20 +184,23 @@ class Loads:
         """Whether something is computed there, or could be."""
         return bool(self._prefills[slot].ordered)
 
-    def is_computed(self, slot: int, request_id: str) -> bool:
-        """Whether this prompt is the one whose turn it is."""
-        return next(iter(self._prefills[slot].ordered), None) == request_id
+    def has_begun(self, slot: int, request_id: str) -> bool:
+        """Whether it has been the turn of this prompt."""
+        prefill = self._prefills[slot].ordered.get(request_id)
+        return prefill is not None and prefill.has_begun
 
     def _set_head(self, slot: int) -> None:
         prefills = self._prefills[slot]
-        head = next(iter(prefills.ordered.values()), None)
+        head = min(prefills.ordered.values(), key=lambda prefill: prefill.standing_s, default=None)
+        prefills.head = head
         if head is None:
             self.head_s[slot], self.head_began_s[slot] = 0.0, math.inf
             if not prefills.waiting:
                 self.queued_s[slot] = 0.0  # rounding does not add up
         else:
             assert head.ordered_s is not None
-            self.head_s[slot], self.head_priority[slot] = head.predicted_s, head.priority
+            head.has_begun = True
+            self.head_s[slot], self.head_priority[slot] = head.left_s, head.priority
             self.head_began_s[slot] = max(head.ordered_s, prefills.last_ended_s)
 
     # -- decode -------------------------------------------------------------------------------------

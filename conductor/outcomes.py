@@ -40,7 +40,7 @@ class Outcomes:
         self.num_placements: Counter[Reuse] = Counter()
         self.num_rejections: Counter[Reason] = Counter()
         self.num_displaced = 0
-        """requests that were placed and gave way to others before they had begun"""
+        """requests that were placed, or waited, and gave way to others before they had begun"""
         self.num_fetches = 0
         """fetches ordered from one instance to another"""
         self.num_fetched_blocks = 0

@@ -98,6 +98,9 @@ class Conductor:
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         """React to one message."""
+        return self._react(sender, message, now_s) + self._dispatcher.use_room(now_s)
+
+    def _react(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         match message:
             case FrontHello():
                 return self._on_front_hello(sender, message, now_s)
@@ -148,11 +151,11 @@ class Conductor:
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
         """A send failed: the peer is not connected."""
         if peer in self._fronts:
-            return self._drop_front(peer)
+            return self._drop_front(peer) + self._dispatcher.use_room(now_s)
         instance = self.instances.by_identity(peer)
         if instance is None:
             return []
-        return self._drop_instances([instance], "is not connected", now_s)
+        return self._drop_instances([instance], "is not connected", now_s) + self._dispatcher.use_room(now_s)
 
     # -- fronts -------------------------------------------------------------------------------------
 

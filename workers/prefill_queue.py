@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from mooncake.aging import standing_s
+from mooncake.aging import due_s, standing_s
 
-PATIENCE_S = 30.0
-"""how long a prompt without a deadline stands behind those that have one"""
 _PASSES_AHEAD = 2
 """so many passes' worth of prompts are admitted: one that is computed, one that is being prepared"""
 
@@ -113,9 +111,8 @@ class PrefillQueue:
         self, num_tokens: int, time_left_s: float | None, now_s: float, priority: int = 0
     ) -> QueuedPrompt:
         """A prompt whose first token is due in `time_left_s`; what is overdue is due now."""
-        patience_s = PATIENCE_S if time_left_s is None else max(0.0, time_left_s)
         self._num_arrived += 1
-        deadline_s = now_s + patience_s
+        deadline_s = due_s(time_left_s, now_s)
         prompt = QueuedPrompt(num_tokens, priority=priority, deadline_s=deadline_s, arrival=self._num_arrived)
         self._insert(prompt)
         return prompt

@@ -15,6 +15,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
     refused R    failed R
+    displaced                  how many requests gave way so far
     learned                    what the Conductor has learned about prefills
 """
 
@@ -213,6 +214,9 @@ class Transcript:
             for name, slot in view.prefixes.slots.items()
             if view.loads.is_prefill[slot]
         ]
+
+    def _do_displaced(self) -> list[str]:
+        return [f"{self.outcomes.num_displaced} displaced"]
 
     # -- requests -----------------------------------------------------------------------------------
 

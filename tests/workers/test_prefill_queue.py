@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from workers.prefill_queue import PATIENCE_S, PrefillQueue, PromptState, QueuedPrompt
+from mooncake.aging import PATIENCE_S
+from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt
 
 
 def ready(

@@ -1,0 +1,55 @@
+"""Which prompt of a prefill instance's queue is believed to be computed, as workers order them."""
+
+import pytest
+
+from conductor.loads import Loads
+from mooncake.aging import AGING_S
+from mooncake.messages import Role
+
+SLOT = 0
+
+
+@pytest.fixture
+def loads() -> Loads:
+    loads = Loads()
+    loads.reset(SLOT, Role.PREFILL, 100)
+    return loads
+
+
+def order(loads: Loads, request_id: str, now_s: float, due_s: float = 30.0, priority: int = 0) -> None:
+    loads.assign_prefill(SLOT, request_id, 2.0, priority)
+    loads.order_prefill(SLOT, request_id, now_s + due_s, now_s)
+
+
+def test_what_came_first_is_computed_first(loads: Loads) -> None:
+    order(loads, "a", 100.0)
+    order(loads, "b", 100.0)
+    assert (loads.has_begun(SLOT, "a"), loads.has_begun(SLOT, "b")) == (True, False)
+    assert loads.queue_s(101.5)[SLOT] == pytest.approx(2.5)
+    assert loads.end_prefill(SLOT, "a", 103.0) == 3.0
+    assert loads.has_begun(SLOT, "b")
+    assert loads.end_prefill(SLOT, "b", 104.0) == 1.0
+    assert loads.queue_s(105.0)[SLOT] == 0.0
+
+
+def test_an_earlier_deadline_goes_first_and_what_it_interrupts_has_begun_all_the_same(loads: Loads) -> None:
+    order(loads, "patient", 100.0)
+    order(loads, "urgent", 101.5, due_s=1.0)
+    assert loads.has_begun(SLOT, "urgent")
+    assert loads.has_begun(SLOT, "patient"), "it may not be displaced"
+    assert loads.queue_s(101.5)[SLOT] == pytest.approx(2.5), "what had been done stays done"
+    assert loads.queue_s(102.5)[SLOT] == pytest.approx(1.5)
+    assert loads.end_prefill(SLOT, "urgent", 103.5) is None, "a part of that was the other one's"
+    assert loads.queue_s(103.5)[SLOT] == pytest.approx(0.5)
+    assert loads.end_prefill(SLOT, "patient", 104.0) is None
+    assert loads.queue_s(104.0)[SLOT] == 0.0
+
+
+def test_what_stands_behind_by_its_class_has_not_begun(loads: Loads) -> None:
+    order(loads, "first", 100.0, priority=1)
+    order(loads, "second", 100.0, priority=1)
+    order(loads, "third", 100.0, due_s=30.0 + AGING_S / 2)
+    assert [loads.has_begun(SLOT, name) for name in ("first", "second", "third")] == [True, False, True]
+    loads.end_prefill(SLOT, "third")
+    assert loads.has_begun(SLOT, "first")
+    assert not loads.has_begun(SLOT, "second")
