@@ -34,6 +34,8 @@ class BalancingThreshold:
 
     def heard(self, slot: int, pools: Iterable[PoolStats]) -> None:
         """What the pools of an instance have counted since they began."""
+        if not self._adapts:
+            return
         num_lookups = num_evicted = 0
         for pool in pools:
             num_evicted += pool.num_misses.get("evicted", 0)
@@ -44,7 +46,7 @@ class BalancingThreshold:
             return  # it has begun anew
         self._num_lookups += num_lookups - before[0]
         self._num_evicted += num_evicted - before[1]
-        if self._adapts and self._num_lookups >= _LOOKUPS_A_STEP:
+        if self._num_lookups >= _LOOKUPS_A_STEP:
             self._step()
 
     def _step(self) -> None:

@@ -10,6 +10,7 @@ Owns: coefficients by slot. Does not know: requests, queues, the clock.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,11 @@ class CostEstimator:
     """Coefficients of all slots. `is_profiled`: `start` was measured, its scale is roughly right."""
 
     def __init__(self, start: Costs, *, is_profiled: bool) -> None:
-        self._start = np.array(start)
+        self._start = start
         self._is_profiled = is_profiled
         self.constant_s, self.first_s, self.second_s = (np.zeros(0) for _ in range(3))
         """coefficients by slot"""
-        self._covariances = np.zeros((0, 3, 3))
+        self._covariances: list[_Covariance] = []
         self._has_scale: list[bool] = []
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
 
@@ -56,19 +57,19 @@ class CostEstimator:
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
             self._num_surprises.append(0)
+            self._covariances.append(_doubt((0.0, 0.0, 0.0)))
         num_slots = len(self._has_scale)
         self.constant_s, self.first_s, self.second_s = (
             np.append(old, np.zeros(num_slots - len(old)))
             for old in (self.constant_s, self.first_s, self.second_s)
         )
-        missing = np.zeros((num_slots - len(self._covariances), 3, 3))
-        self._covariances = np.concatenate([self._covariances, missing])
         self._begin_at(slot, self._start)
         self._has_scale[slot] = self._is_profiled
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
         """Seconds on one instance."""
-        return float(self.constant_s[slot] + first * self.first_s[slot] + second * self.second_s[slot])
+        constant_s, first_s, second_s = self._coefficients(slot)
+        return constant_s + first * first_s + second * second_s
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
         """Of these slots, of which there is at least one."""
@@ -78,21 +79,30 @@ class CostEstimator:
 
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
         """So long it took."""
-        predicted_s = self.predict_s(slot, first, second)
+        before = self._coefficients(slot)
+        predicted_s = before[0] + first * before[1] + second * before[2]
         error = seconds / predicted_s - 1.0
-        features = np.array([1.0, first, second]) / predicted_s
+        features = 1.0 / predicted_s, first / predicted_s, second / predicted_s
         covariance = self._covariances[slot]
-        gain = covariance @ features
-        variance = float(features @ gain) + NOISE**2
+        gain = [_product(row, features) for row in covariance]
+        variance = _product(features, gain) + NOISE**2
         largest = _LARGEST_SURPRISE * math.sqrt(variance)
         if self._is_change(slot, error, largest):
-            self._begin_at(slot, self._coefficients(slot) * max(seconds / predicted_s, _SMALLEST_SHARE))
+            scale = max(seconds / predicted_s, _SMALLEST_SHARE)
+            self._begin_at(slot, [scale * coefficient for coefficient in before])
             self._has_scale[slot] = True
             return
-        learned = self._coefficients(slot) + gain * (min(max(error, -largest), largest) / variance)
-        self._put(slot, np.maximum(learned, _SMALLEST_SHARE * self._start))
-        covariance -= np.outer(gain, gain) / variance
-        covariance += _FORGETTING * (_doubt(self._coefficients(slot)) - covariance)
+        step = min(max(error, -largest), largest) / variance
+        learned = [
+            max(coefficient + step * of_gain, _SMALLEST_SHARE * start)
+            for coefficient, of_gain, start in zip(before, gain, self._start, strict=True)
+        ]
+        self._put(slot, learned)
+        doubt = _doubt(learned)
+        for row, of_gain, of_doubt in zip(covariance, gain, doubt, strict=True):
+            for column in range(3):
+                left = row[column] - of_gain * gain[column] / variance
+                row[column] = left + _FORGETTING * (of_doubt[column] - left)
 
     def _is_change(self, slot: int, error: float, largest: float) -> bool:
         if not self._has_scale[slot]:
@@ -104,19 +114,30 @@ class CostEstimator:
             self._num_surprises[slot] = max(before, 0) + 1 if error > 0 else min(before, 0) - 1
         return abs(self._num_surprises[slot]) >= _SURPRISES_TO_RESCALE
 
-    def _begin_at(self, slot: int, coefficients: Floats) -> None:
+    def _begin_at(self, slot: int, coefficients: Sequence[float]) -> None:
         self._put(slot, coefficients)
         self._covariances[slot] = _doubt(coefficients)
         self._num_surprises[slot] = 0
 
-    def _coefficients(self, slot: int) -> Floats:
-        return np.array([self.constant_s[slot], self.first_s[slot], self.second_s[slot]])
+    def _coefficients(self, slot: int) -> tuple[float, float, float]:
+        return self.constant_s.item(slot), self.first_s.item(slot), self.second_s.item(slot)
 
-    def _put(self, slot: int, coefficients: Floats) -> None:
+    def _put(self, slot: int, coefficients: Sequence[float]) -> None:
         self.constant_s[slot], self.first_s[slot], self.second_s[slot] = coefficients
 
 
-def _doubt(coefficients: Floats) -> Floats:
+_Covariance = list[list[float]]
+"""3 x 3: too small for arrays, with which learning took ten times as long"""
+
+
+def _doubt(coefficients: Sequence[float]) -> _Covariance:
     """Covariance of coefficients that were measured elsewhere."""
-    common = _COMMON_DOUBT**2 * np.outer(coefficients, coefficients)
-    return common + np.diag((_SHAPE_DOUBT * coefficients) ** 2)
+    common, shape = _COMMON_DOUBT**2, _SHAPE_DOUBT**2
+    return [
+        [(common + shape * (i == j)) * one * other for j, other in enumerate(coefficients)]
+        for i, one in enumerate(coefficients)
+    ]
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]

@@ -78,9 +78,17 @@ class EventLog:
             self._tokens[key] = tokens
         self._collect(KVStored, tier, key)
 
+    def stored_all(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """As `stored`, one after the other; quicker for many."""
+        self._collect_all(KVStored, tier, keys)
+
     def removed(self, tier: Tier, key: BlockKey) -> None:
         """`key` can no longer be found in `tier`."""
         self._collect(KVRemoved, tier, key)
+
+    def removed_all(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """As `removed`, one after the other; quicker for many."""
+        self._collect_all(KVRemoved, tier, keys)
 
     def cleared(self) -> None:
         """Nothing can be found any more, in any tier. Voids what the batch has collected so far."""
@@ -98,6 +106,16 @@ class EventLog:
             self._notify()
         elif self._num_blocks == MAX_BATCH_BLOCKS:
             self.seal()
+
+    def _collect_all(self, kind: type[KVStored | KVRemoved], tier: Tier, keys: Sequence[BlockKey]) -> None:
+        while keys:
+            self._collect(kind, tier, keys[0])
+            # The one that fills a batch is collected by itself.
+            room = MAX_BATCH_BLOCKS - 1 - self._num_blocks if self._num_blocks else 0
+            rest = keys[1 : 1 + room]
+            self._keys += rest
+            self._num_blocks += len(rest)
+            keys = keys[1 + len(rest) :]
 
     def _notify(self) -> None:
         for listener in self._listeners:

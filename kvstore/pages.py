@@ -22,6 +22,7 @@ Owns: per-page facts that outlive a process. Does not know: who uses a page.
 """
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
@@ -192,6 +193,20 @@ class PageTable:
         self._writer[page] = _NOBODY  # has written all of it; whoever keeps the page from now on reads
         self._move(page, SEALED)
 
+    def seal_all(
+        self, pages: Sequence[int], keys: Sequence[BlockKey], first_use: int, positions: Sequence[int]
+    ) -> None:
+        """As `seal`, one after the other; `first_use` is the `last_use` of the first."""
+        index = np.asarray(pages, np.int64)
+        assert np.all(self.states[index] == RESERVED)
+        self._keys[index] = np.frombuffer(b"".join(keys), self._keys.dtype)
+        self._arrays["seal"][index] = [self._sealed_digest(page) for page in pages]
+        self.last_uses[index] = np.arange(first_use, first_use + len(pages))
+        self.positions[index] = positions
+        self.num_uses[index] = 1
+        self._arrays["writer"][index] = _NOBODY
+        self.states[index] = SEALED
+
     def use(self, page: int) -> None:
         """One more use."""
         self.num_uses_of[page] = min(self.num_uses_of[page] + 1, _MOST_USES)
@@ -202,6 +217,13 @@ class PageTable:
     def free(self, page: int) -> None:
         self._bump(page)
         self._move(page, FREE)
+
+    def free_all(self, pages: Sequence[int]) -> None:
+        """As `free`, of pages that are not FREE."""
+        index = np.asarray(pages, np.int64)
+        assert np.all(self.states[index] != FREE)
+        self._arrays["generation"][index] += 1  # _GENERATIONS are as many as its type has
+        self.states[index] = FREE
 
     def clear(self, page: int) -> None:
         """Makes a page FREE, whatever it was."""

@@ -68,7 +68,8 @@ class SimulatedPool:
         self._events.seal()
         self._events.on_event(lambda: clock.after(PUBLISH_DELAY_S, self._flush))
         self._table = _Pages.in_memory(num_pages, 1)
-        self.shelf = Shelf(self._table, policy, lambda key: self._events.removed(Tier.DRAM, key))
+        self._evicted: list[BlockKey] = []
+        self.shelf = Shelf(self._table, policy, self._evicted.append)
         self._low = int(_WATERMARKS.low_watermark * num_pages)
         self._high = int(_WATERMARKS.high_watermark * num_pages)
         self._waiting: deque[tuple[Sequence[BlockKey], int, Callable[[Reservation], None]]] = deque()
@@ -120,18 +121,24 @@ class SimulatedPool:
         return Reservation(keys, pages, [page is not None for page in places])
 
     def _make_room(self, num_pages: int) -> None:
-        shelf = self.shelf
-        while shelf.num_free < num_pages and (page := shelf.coldest()) is not None:
-            shelf.evict(page)
+        if self.shelf.num_free < num_pages:
+            self.shelf.evict_coldest(num_pages - self.shelf.num_free)
+            self._events.removed_all(Tier.DRAM, self._evicted)
+            self._evicted.clear()
 
     def arrived(self, reservation: Reservation, blocks: range) -> None:
         """Those of `blocks` of the reservation that were not there are now, and can be found."""
-        shelf, state_of = self.shelf, self._table.state_of
-        for index in blocks:
-            page, key = reservation.pages[index], reservation.keys[index]
-            if state_of[page] == RESERVED and key not in shelf.index:
-                shelf.seal(page, key, index)
-                self._events.stored(Tier.DRAM, key)
+        pages, keys, known, state_of = (
+            reservation.pages,
+            reservation.keys,
+            self.shelf.index,
+            self._table.state_of,
+        )
+        new = [i for i in blocks if state_of[pages[i]] == RESERVED and keys[i] not in known]
+        if new:
+            new_keys = [keys[i] for i in new]
+            self.shelf.seal_all([pages[i] for i in new], new_keys, new)
+            self._events.stored_all(Tier.DRAM, new_keys)
 
     def release(self, reservation: Reservation) -> None:
         """Its pages may be evicted, the last block first, or are free."""

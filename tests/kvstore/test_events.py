@@ -1,3 +1,4 @@
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -145,6 +146,19 @@ def test_a_batch_is_bounded_even_if_nobody_seals(alternating: bool) -> None:
             sum(len(event.keys) for event in batch.events if isinstance(event, KVStored)) == MAX_BATCH_BLOCKS
         )
     assert sealed(log).events == [KVStored(DRAM, [A])]
+
+
+def test_many_at_once_are_collected_as_one_after_the_other() -> None:
+    ones, many = log_after_start(), log_after_start()
+    rng = random.Random(1)
+    for number in range(20):
+        keys = [number.to_bytes(16, "big")] * rng.choice([0, 1, 7, MAX_BATCH_BLOCKS - 1, MAX_BATCH_BLOCKS])
+        for key in keys:
+            ones.stored(DRAM, key) if number % 3 else ones.removed(DRAM, key)
+        many.stored_all(DRAM, keys) if number % 3 else many.removed_all(DRAM, keys)
+        assert many.next_sequence == ones.next_sequence
+    ones.seal(), many.seal()
+    assert many.since(many.oldest_sequence) == ones.since(ones.oldest_sequence)
 
 
 OPERATIONS = st.lists(

@@ -177,6 +177,38 @@ def test_under_churn_the_order_is_kept_to_within_one_batch_and_an_idle_page_is_a
     Churn(policy, seed).run(900)
 
 
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_many_at_once_is_the_same_as_one_after_the_other(policy: EvictionPolicy) -> None:
+    removed: tuple[list[BlockKey], list[BlockKey]] = ([], [])
+    ones, many = (new_shelf(NUM_PAGES, policy, heard.append) for heard in removed)
+    rng, number = random.Random(1), 0
+    for _ in range(60):
+        num_blocks = rng.randrange(1, 3 * BATCH)
+        for shelf in (ones, many):
+            keys = [key_of(number + position) for position in range(num_blocks)]
+            if shelf is many:
+                shelf.evict_coldest(num_blocks - shelf.num_free)
+                pages = shelf.take(num_blocks)
+                shelf.seal_all(pages, keys, range(num_blocks))
+            else:
+                while shelf.num_free < num_blocks and (page := shelf.coldest()) is not None:
+                    shelf.evict(page)
+                pages = shelf.take(num_blocks)
+                for position, (page, key) in enumerate(zip(pages, keys, strict=True)):
+                    shelf.seal(page, key, position)
+            used = pages[: num_blocks // 2]
+            shelf.unclaim(pages)
+            shelf.claim(used)
+            shelf.unclaim(used)
+        number += num_blocks
+        assert many.index == ones.index
+        assert removed[0] == removed[1]
+        assert not list(many.problems())
+    assert removed[0]
+    many.evict_coldest(2 * NUM_PAGES)
+    assert (many.num_free, many.index) == (NUM_PAGES, {})
+
+
 def test_block_that_is_used_again_after_it_was_chosen_is_spared() -> None:
     shelf = new_shelf(NUM_PAGES)
     pages = [store(shelf, number) for number in range(NUM_PAGES)]
