@@ -1,6 +1,6 @@
 """Transfers between two processes beside a peer and beside what the machine can do: see benchmarks/transfer.
 
-python benchmarks/messenger.py [--quick] [--only SECTION]
+python benchmarks/messenger.py [--quick] [--only SECTION] [--kib SIZE...] [--without-peer]
 """
 
 import runpy

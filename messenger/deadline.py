@@ -7,6 +7,10 @@ import asyncio
 from collections.abc import Callable
 
 
+def _nothing() -> None:
+    """Nobody awaits anything any more."""
+
+
 class Deadline:
     """`missed` is called once it has passed. Also a context manager: what is within must not take longer."""
 
@@ -28,7 +32,8 @@ class Deadline:
         self._due_s = None
 
     def close(self) -> None:
-        """For good."""
+        """For good. Whoever it would call may have it, and goes at once with no circle left."""
+        self._missed = _nothing
         if self._timer is not None:
             self._timer.cancel()
 

@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
+from messenger.outbox import Outbox
 from messenger.outstanding import Outstanding
 from messenger.protocol import (
     Close,
@@ -33,7 +34,6 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, WriteRequest
-from messenger.stream import Outbox
 from messenger.transports import Inlet, Path, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError

@@ -3,7 +3,8 @@
 Owns: what waits to be sent, and how much of it may. Does not know: what it is.
 """
 
-from messenger.stream import Outbox, Stream
+from messenger.outbox import Outbox
+from messenger.stream import Stream
 
 _MOST_WAITING = 1024
 """messages of one connection"""

@@ -13,10 +13,10 @@ import functools
 import mmap
 import os
 import socket
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
+from messenger.readiness import Readiness
 from messenger.tls import TlsSocket
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
@@ -29,9 +29,8 @@ _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
 AHEAD_BYTES = 72 * 1024
 """room for a small frame with its payload"""
-
-
-Result = TypeVar("Result")
+_STRAGGLES_S = 50e-6
+"""the rest of such a frame behind its beginning"""
 
 
 class Stream:
@@ -63,8 +62,8 @@ class Stream:
         self.wanted_bytes = 1
         """for which there will be room `ahead`"""
         self._is_waiting_ahead = False
-        self._readable = _Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
-        self._writable = _Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
+        self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
+        self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
         """bytes since others had their turn"""
         self.num_received_bytes = 0
@@ -173,6 +172,23 @@ class Stream:
                 self._is_waiting_ahead = False
         await self.take_turns()
 
+    def look_for(self, num_bytes: int) -> bool:
+        """Whether so many are `ahead`, the last of them perhaps after a moment: what is sent in one piece may
+        come in two, and to wait for the second one costs more."""
+        if num_bytes > AHEAD_BYTES:
+            return num_bytes <= self.num_ahead
+        until_s = 0.0
+        while num_bytes > self.num_ahead:
+            try:
+                self._receive_ahead()
+            except BlockingIOError:
+                now_s = time.perf_counter()
+                until_s = until_s or now_s + _STRAGGLES_S
+                if now_s > until_s:
+                    return False
+                os.sched_yield()
+        return True
+
     @property
     def may_poll(self) -> bool:
         """Whether somebody waits for more to be `ahead`, so that another may look for it."""
@@ -277,126 +293,6 @@ class Stream:
                 self.moved(num_bytes)
                 rest = _without(rest, num_bytes)
         return rest
-
-
-class Outbox:
-    """Sends whole messages in their order, at once as far as the kernel takes them.
-
-    `on_empty` is called when everything has left that had to wait. Whoever has one is the only sender.
-    """
-
-    def __init__(self, stream: Stream, on_empty: Callable[[], None] = lambda: None) -> None:
-        self._stream = stream
-        self._on_empty = on_empty
-        self._waiting: deque[Sequence[memoryview]] = deque()
-        self._task: asyncio.Task[None] | None = None
-
-    def __len__(self) -> int:
-        """Messages that wait."""
-        return len(self._waiting)
-
-    def post(self, *buffers: bytes | memoryview) -> None:
-        """Never waits. Raises OSError when the connection is lost."""
-        rest: Sequence[memoryview] = [memoryview(buffer) for buffer in buffers]
-        if not self._waiting:
-            rest = self._stream.send_now(rest)
-            if not rest:
-                return
-        self._waiting.append(rest)
-        if self._task is None:
-            self._task = asyncio.create_task(self._flush())
-
-    async def close(self) -> None:
-        """Ends the sending; what waits is not sent."""
-        self._on_empty = lambda: None  # whose it is may hold mappings, and goes at once with no circle left
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _flush(self) -> None:
-        try:
-            while self._waiting:
-                await self._stream.send(self._waiting[0])
-                self._waiting.popleft()
-        except OSError:
-            self._stream.shut_down()  # the receiving side finds out, and says why
-            return
-        self._task = None
-        self._on_empty()
-
-
-class _Readiness:
-    """Waits until a socket can be read, or written. It stays registered from one wait to the next, until an
-    event comes that nobody waits for."""
-
-    def __init__(
-        self,
-        sock: "socket.socket | TlsSocket",
-        add: Callable[..., None],
-        remove: Callable[[int], bool],
-        had_turns: Callable[[], None],
-    ) -> None:
-        """`had_turns` is called when others had theirs."""
-        self._sock = sock
-        self._add = add
-        self._remove = remove
-        self._had_turns = had_turns
-        self._is_registered = False
-        self._attempt: Callable[[], Any] | None = None
-        self._result: asyncio.Future[Any] | None = None
-
-    async def first(self, attempt: Callable[[], Result]) -> Result:
-        """What `attempt` returns when it does not raise BlockingIOError any more."""
-        if self._sock.fileno() < 0:
-            raise ConnectionResetError("connection closed")
-        if not self._is_registered:
-            self._add(self._sock.fileno(), self._on_event)
-            self._is_registered = True
-        self._attempt = attempt
-        self._result = asyncio.get_running_loop().create_future()
-        try:
-            result: Result = await self._result
-            return result
-        finally:
-            self._result = self._attempt = None
-
-    def end(self) -> None:
-        """Before the socket is closed."""
-        self.rest()
-        if self._result is not None and not self._result.done():
-            self._result.set_exception(ConnectionResetError("connection closed"))
-
-    @property
-    def is_awaited(self) -> bool:
-        return self._result is not None and not self._result.done()
-
-    def look(self) -> None:
-        """An attempt for who waits, and who may be cancelled by it."""
-        assert self._result is not None
-        assert self._attempt is not None
-        try:
-            result = self._attempt()
-        except BlockingIOError:
-            pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the waiting
-            if self.is_awaited:
-                self._result.set_exception(error)
-        else:
-            if self.is_awaited:
-                self._result.set_result(result)
-
-    def rest(self) -> None:
-        """Hears of no more events until somebody waits again."""
-        if self._is_registered:
-            self._remove(self._sock.fileno())
-            self._is_registered = False
-
-    def _on_event(self) -> None:
-        self._had_turns()
-        if self.is_awaited:
-            self.look()
-        else:
-            self.rest()
 
 
 def _new_buffer(num_bytes: int) -> memoryview:

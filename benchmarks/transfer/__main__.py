@@ -1,6 +1,6 @@
 """One markdown table per section: ours, the peer, and the limits of the machine, measured in turn.
 
-    python -m benchmarks.transfer [--quick] [--only SECTION]
+    python -m benchmarks.transfer [--quick] [--only SECTION] [--kib SIZE...] [--without-peer]
 
 Owns: the sections, their tables and bars. Does not know: how anything is measured.
 """
@@ -8,7 +8,7 @@ Owns: the sections, their tables and bars. Does not know: how anything is measur
 import argparse
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -99,8 +99,8 @@ def engines(python: Path | None) -> Iterator[dict[str, TransferSide]]:
         yield sides
 
 
-def transfers(effort: Effort, python: Path | None) -> None:
-    """Every side, size and depth."""
+def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES) -> None:
+    """Every side and depth, blocks of these sizes."""
     with contextlib.ExitStack() as stack:
         raw, unix, two = (
             stack.enter_context(contextlib.closing(limit))
@@ -116,7 +116,7 @@ def transfers(effort: Effort, python: Path | None) -> None:
             MEMCPY: Workload(Memcpy(), memory),
         }
         rows = []
-        for block_bytes in SIZES:
+        for block_bytes in sizes:
             progress(f"transfers: {size_name(block_bytes)}")
             for side in sides.values():
                 side.open(block_bytes)
@@ -228,11 +228,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks/messenger.py", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--kib", type=int, nargs="+", help="sizes of blocks in the first section")
+    parser.add_argument("--without-peer", action="store_true", help="ours and the machine's limits only")
     flags = parser.parse_args()
     effort = QUICK if flags.quick else NORMAL
     wanted = [flags.only] if flags.only else SECTIONS
     python, peer_note = None, "not asked"
-    if wanted != ["round-trips"]:
+    if wanted != ["round-trips"] and not flags.without_peer:
         try:
             python, peer_note = install(), PACKAGE
         except PeerError as error:
@@ -241,7 +243,7 @@ def main() -> None:
     for section in wanted:
         match section:
             case "transfers":
-                transfers(effort, python)
+                transfers(effort, python, [kib << 10 for kib in flags.kib] if flags.kib else SIZES)
             case "round-trips":
                 round_trips(effort)
             case "concurrent":

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from messenger.stream import Outbox, Stream
+from messenger.outbox import Outbox
+from messenger.stream import Stream
 from mooncake.errors import TransferError
 from tests.messenger.fabric import run, until
 from tests.messenger.proxy import listen
@@ -92,6 +93,24 @@ def test_large_buffers_are_filled_behind_small_ones(family: int) -> None:
             await far.receive_into([memoryview(body)])
             await sending
             assert bytes(header + body) == data
+
+    run(test())
+
+
+def test_stragglers_are_looked_for() -> None:
+    async def test() -> None:
+        async with pair(socket.AF_INET) as (near, far):
+            await near.send([b"1234"])
+            await far.more(lambda: far.num_ahead == 4)
+            assert far.look_for(4)
+            assert not far.look_for(5), "nothing more comes"
+            await near.send([b"5", bytes(1000)])
+            await until(lambda: far.look_for(1005))
+            assert far.num_ahead == 1005
+            far.take(1005)
+            near.shut_down()
+            with pytest.raises(ConnectionResetError):
+                await until(lambda: far.look_for(1))
 
     run(test())
 
