@@ -176,8 +176,16 @@ class PageTable:
 
     def reserve(self, page: int, writer: Writer | None = None) -> None:
         """`writer` has the page mapped and is going to write it; None: only its owner writes."""
-        self._writer[page] = writer.pid << 32 | writer.serial if writer is not None else _NOBODY
-        self._move(page, RESERVED)
+        self.reserve_all([page], writer)
+
+    def reserve_all(self, pages: Sequence[int], writer: Writer | None = None) -> None:
+        """As `reserve`, one after the other."""
+        number = writer.pid << 32 | writer.serial if writer is not None else _NOBODY
+        state_of, writer_of = self.state_of, self._writer
+        for page in pages:
+            assert state_of[page] == FREE, f"page {page}: {_STATES[state_of[page]].name} -> RESERVED"
+            writer_of[page] = number
+            state_of[page] = RESERVED
 
     def set_checksums(self, page: int, layers: range, checksums: bytes) -> None:
         assert self.state_of[page] == RESERVED

@@ -101,10 +101,14 @@ class Shelf:
 
     def take(self, num_pages: int, writer: Writer | None = None) -> list[int]:
         """Free pages, now RESERVED and the caller's, who is their first user."""
-        pages = [self._free.pop() for _ in range(num_pages)]
+        split = len(self._free) - num_pages
+        pages = self._free[split:].tolist()[::-1]
+        assert len(pages) == num_pages
+        del self._free[split:]
+        self.table.reserve_all(pages, writer)
+        num_users_of = self.num_users_of
         for page in pages:
-            self.table.reserve(page, writer)
-            self.num_users_of[page] = 1
+            num_users_of[page] = 1
         return pages
 
     def seal(self, page: int, key: BlockKey, position: int, num_uses: int = 1) -> None:

@@ -105,7 +105,7 @@ class SimulatedPool:
     def _try_to_reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation | None:
         """Uses what is there, takes pages for the rest; None without room."""
         shelf = self.shelf
-        places = [shelf.index.get(key) for key in keys]
+        places = list(map(shelf.index.get, keys))
         found = [page for page in places if page is not None]
         num_missing = len(keys) - len(found) + num_private
         shelf.claim(found)  # not to be evicted for the others
@@ -115,9 +115,12 @@ class SimulatedPool:
         self._make_room(num_missing)
         for page in found:
             self._table.use(page)
-        fresh = iter(shelf.take(num_missing))
-        pages = [next(fresh) if page is None else page for page in places]
-        pages += fresh
+        fresh = shelf.take(num_missing)
+        pages = fresh
+        if found:
+            left = iter(fresh)
+            pages = [next(left) if page is None else page for page in places]
+            pages += left
         return Reservation(keys, pages, [page is not None for page in places])
 
     def _make_room(self, num_pages: int) -> None:

@@ -59,6 +59,8 @@ MESSAGE_S = 0.0005
 """of one message on the control plane"""
 HEARTBEAT_S = 1.0
 UNLIMITED = 1 << 62
+_ORDERS = (Reserve, Prefill, Decode, Abort)
+"""what workers do something for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class DisaggregatedCluster:
         self._machine = Machine({}) if shape.slowdowns is not None else None
         self.limits = limits
         self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
+        self._num_device_blocks = shape.num_device_blocks
         self._network = Network(self.clock)
         self._live: dict[str, SimulatedRequest] = {}
         self._nodes: dict[str, Node] = {}
@@ -206,7 +209,7 @@ class DisaggregatedCluster:
 
     def _add_decode(self, name: str) -> DecodeInstance:
         node = self._add_node(name, Role.DECODE)
-        num_tokens = self._shape.num_device_blocks * self._shape.block_tokens
+        num_tokens = self._num_device_blocks * self._shape.block_tokens
         instance = DecodeInstance(
             node,
             self._shape.max_batch,
@@ -243,7 +246,7 @@ class DisaggregatedCluster:
 
     def _registration(self, node: Node, role: Role) -> Register:
         shape = self._shape
-        capacity = Capacity(node.pool.num_pages, shape.num_device_blocks)
+        capacity = Capacity(node.pool.num_pages, self._num_device_blocks)
         return Register(
             PROTOCOL_VERSION,
             node.name,
@@ -261,7 +264,7 @@ class DisaggregatedCluster:
             return
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
         for prefill in self.prefills:
-            self._beat(prefill.node, 0, prefill.num_queued, self._shape.num_device_blocks, DecodeStats())
+            self._beat(prefill.node, 0, prefill.num_queued, self._num_device_blocks, DecodeStats())
         for decode in self.decodes:
             num_running, num_free = decode.batch.size, decode.num_free_tokens // self._shape.block_tokens
             num_waiting = decode.num_sequences - num_running
@@ -286,7 +289,7 @@ class DisaggregatedCluster:
             message = effect.message
             if effect.peer == FRONT:
                 self._end(message)
-            elif isinstance(message, Reserve | Prefill | Decode | Abort):
+            elif isinstance(message, _ORDERS):
                 self.clock.after(MESSAGE_S, self._receivers[effect.peer], message)
 
     def _submit(self, request: SimulatedRequest) -> None:

@@ -39,6 +39,10 @@ class Node:
     incoming: Port = field(init=False)
     traffic: Traffic = field(init=False)
     messenger: MessengerAddress = field(init=False)
+    identity: bytes = field(init=False)
+    """of its socket at the Conductor"""
+    block_bytes: int = field(init=False)
+    kv_bytes_per_token: float = field(init=False)
     busy_s: float = 0.0
     """of the device, up to what has ended"""
 
@@ -46,11 +50,9 @@ class Node:
         self.outgoing, self.incoming = Port(self.nic_bytes_per_s), Port(self.nic_bytes_per_s)
         self.traffic = Traffic(self.clock, self.network)
         self.messenger = MessengerAddress(self.name, INCARNATION, self.name, "", ())
-
-    @property
-    def identity(self) -> bytes:
-        """Of its socket at the Conductor."""
-        return f"{self.name}#{INCARNATION}".encode()
+        self.identity = f"{self.name}#{INCARNATION}".encode()
+        self.block_bytes = self.layout.block_bytes
+        self.kv_bytes_per_token = self.block_bytes / self.layout.block_size
 
     @property
     def shards(self) -> tuple[PoolShard, ...]:
@@ -70,7 +72,7 @@ class Node:
             num_reservations=0,
             num_leases=0,
             num_pins=0,
-            block_bytes=self.layout.block_bytes,
+            block_bytes=self.block_bytes,
             eviction_policy=shelf.policy,
             tiers={},
             num_misses={},
@@ -95,10 +97,6 @@ class Node:
         """Tell the others on this machine."""
         if self.machine is not None:
             self.machine.computes(self.name, is_computing)
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        return self.layout.block_bytes / self.layout.block_size
 
     def overlapped_s(self, compute_s: float, copy_s: float) -> float:
         """Both layer by layer beside each other: the shorter one shows in one layer (Mooncake, section

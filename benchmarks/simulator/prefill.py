@@ -151,7 +151,7 @@ class PrefillInstance:
             source.name,
             source.outgoing,
             self.node.incoming,
-            num_there * self.node.layout.block_bytes,
+            num_there * self.node.block_bytes,
             partial(self._fetched, job, blocks),
         )
         return num_there
@@ -243,7 +243,7 @@ class PrefillInstance:
             )
 
     def _granted_bytes(self, job: Job) -> int:
-        return len(job.order.grant.pages) * self.node.layout.block_bytes
+        return len(job.order.grant.pages) * self.node.block_bytes
 
     def _stream_ended(self, job: Job) -> None:
         job.stream = None

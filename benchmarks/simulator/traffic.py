@@ -64,6 +64,8 @@ class Traffic:
 
     def stats(self) -> dict[str, PeerStats]:
         """By peer; without those with which nothing has been under way since the last report."""
+        if not self._active:
+            return {}
         report = {}
         for peer in self._active:
             in_flight_bytes = int(sum(map(self._network.left_bytes, peer.under_way)))
