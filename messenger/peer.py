@@ -33,7 +33,8 @@ MAX_QUEUED_REQUESTS = 16
 _BULK_WINDOW_BYTES = 8 << 20
 """of bulk requests under way on one lane"""
 _CAUTIOUS_BULK_WINDOW_BYTES = {Transport.TCP: 1 << 20, Transport.RDMA: 1 << 20, Transport.SHM: 2 << 20}
-"""the same while others are in a hurry, two pieces: they wait behind so much"""
+"""the same while others are in a hurry, two pieces, over shared memory one of what is fetched: they wait
+behind so much"""
 _BULK_WAITS_S = 0.01
 """for those in a hurry, at most: then some of it is sent between them"""
 _HURRY_S = 1.0
@@ -345,7 +346,9 @@ class Peer:
             request.lost(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
-        """The lane with the least under way that may take a request of this class, if there is one."""
+        """The lane with the least under way that may take a request of this class, if both are there."""
+        if not self._queues[urgency]:
+            return None
         chosen = None
         for lane in self._lanes:
             if self._takes(lane, urgency) and (
@@ -367,6 +370,7 @@ class Peer:
         self._look_after_bulk()
 
     def _takes(self, lane: Lane, urgency: Urgency) -> bool:
+        """Whether `lane` may be given what comes next of this class. Something does."""
         if self._stands_by(lane):
             return False
         if urgency is Urgency.LATENCY:
@@ -376,6 +380,8 @@ class Peer:
         if self._num_urgent and self._now_s() < self._bulk_sent_s + _BULK_WAITS_S:
             return False
         window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport]
+        if lane.path.transport is Transport.SHM and isinstance(self._queues[urgency][0], FetchRequest):
+            window_bytes //= 2  # this side copies it, before it can ask for anything else
         return lane is not self._kept_free and lane.outstanding_bytes < window_bytes
 
     # -- what lanes say (lane.Owner) --------------------------------------------------------------

@@ -11,8 +11,8 @@ import pytest
 
 from messenger.lane import Lane
 from messenger.peer import MAX_QUEUED_REQUESTS, Peer
-from messenger.protocol import WriteEntry
-from messenger.requests import Outcome, ProbeRequest, Urgency
+from messenger.protocol import Fetch, WriteEntry
+from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency
 from messenger.transports import Path as Way
 from messenger.transports import Traffic, Transport
 from mooncake.errors import PoolError, TransferError
@@ -336,6 +336,36 @@ def test_bulk_waits_for_those_in_a_hurry_but_not_for_ever() -> None:
         for request in urgent[:2]:
             request.done(None)
         assert peer.next_request(lane) == bulk[2]
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_fetched", [1, 0])
+def test_of_bulk_fetched_over_shared_memory_those_in_a_hurry_wait_for_one_piece(num_fetched: int) -> None:
+    async def test() -> None:
+        peer, now_s = Peer("receiver", Traffic()), 100.0
+        lane = cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(Transport.SHM, "socket")))
+        lane.wake = lambda: None  # type: ignore[method-assign]
+        lane.linger = no_answer  # type: ignore[method-assign]
+        peer._lanes.append(lane)
+        peer._now_s = lambda: now_s
+        urgent = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: None)
+        await peer.submit(urgent)
+        assert peer.next_request(lane) == urgent
+        urgent.done(None)
+        piece = memoryview(bytes(peer.frame_bytes(Urgency.BULK)))
+        for _ in range(3):
+            request: Request = ProbeRequest(piece, Urgency.BULK, lambda _: None)
+            if num_fetched:
+                request = FetchRequest(
+                    Fetch([b"key"], 0, 1), [piece], len(piece), Urgency.BULK, lambda found, failure: None
+                )
+            await peer.submit(request)
+        num_under_way = 0
+        while peer.next_request(lane) is not None:
+            num_under_way += 1
+            lane.outstanding_bytes = num_under_way * len(piece)  # type: ignore[misc]
+        assert num_under_way == 2 - num_fetched
 
     run(test())
 
