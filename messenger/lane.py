@@ -8,7 +8,6 @@ Owns: one connection to a peer. Does not know: other lanes, what comes next.
 
 import asyncio
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
@@ -33,6 +32,7 @@ from messenger.protocol import (
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
+from messenger.rdma.writes import RemoteWrites
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, WriteRequest
 from messenger.transports import Inlet, Path, Transport
 from mooncake.blocks import KVLayout
@@ -100,9 +100,11 @@ class Lane:
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
-        self._placing: dict[WriteRequest, asyncio.Task[None]] = {}
-        """on their way by RDMA, before the peer is told"""
-        self._remote = RemotePages(endpoint, layout, self.post) if endpoint is not None else None
+        self._remote: RemoteWrites | None = None
+        """what is written by RDMA"""
+        if endpoint is not None:
+            pages = RemotePages(endpoint, layout, self.post)
+            self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
         self._outbox = Outbox(self._stream, self._pump)
         self._patience = Patience()
         self._left: Frame | None = None
@@ -186,8 +188,7 @@ class Lane:
             if self._remote is not None:
                 if self._remote.failure is not None:
                     self.remedy = self._remote.failure.remedy
-                self._remote.close()
-                await asyncio.gather(*self._placing.values(), return_exceptions=True)
+                await self._remote.close()
             self._outstanding.end()
             if self._later is not None:
                 self._later.cancel()
@@ -203,19 +204,15 @@ class Lane:
         """The transfer has ended: no more of it is written by RDMA than the device has got already."""
         if self._remote is not None:
             self._remote.forget(transfer_id)
-            for request, placing in self._placing.items():
-                if request.write.transfer_id == transfer_id:
-                    placing.cancel()
 
     def is_writing(self, transfer_id: int) -> bool:
         """Whether bytes of this transfer are on their way by RDMA: its pages must stay open for them."""
-        return any(request.write.transfer_id == transfer_id for request in self._placing)
+        return self._remote is not None and self._remote.is_writing(transfer_id)
 
     def take_outstanding(self) -> list[Request]:
         """What was under way when the lane was lost."""
-        requests = [*self._outstanding.take_all(), *self._placing]
-        self._placing.clear()
-        return requests
+        placing = self._remote.take_all() if self._remote is not None else []
+        return [*self._outstanding.take_all(), *placing]
 
     def take_closes(self) -> list[Close]:
         """Those of which nobody knows whether they have arrived: no later request was answered."""
@@ -271,9 +268,7 @@ class Lane:
         """What is to be sent now for `request`, which is outstanding from now on."""
         self._outstanding.begin(request)
         if isinstance(request, WriteRequest) and self._remote is not None:
-            placing = asyncio.create_task(self._place(request, self._remote))
-            placing.add_done_callback(functools.partial(self._placed, request))
-            self._placing[request] = placing
+            self._remote.begin(request)
         else:
             self._outstanding.sent(request)
         match request:
@@ -295,24 +290,17 @@ class Lane:
             *(source[e.source_offset : e.source_offset + e.num_layers * layer_bytes] for e in entries),
         ]
 
-    async def _place(self, request: WriteRequest, remote: RemotePages) -> None:
-        async with asyncio.timeout(self._answer_timeout_s):
-            await remote.write(request.write, request.layer_bytes)
-
-    def _placed(self, request: WriteRequest, placing: asyncio.Task[None]) -> None:
-        """The bytes are in the peer's memory, who is told so; or none of them moves any more."""
-        if not self._is_running:
-            return  # somebody takes the request over
-        error = TransferError("the transfer has ended") if placing.cancelled() else placing.exception()
+    def _stuck(self, request: WriteRequest, error: BaseException | None) -> None:
+        """Nothing can be written by RDMA any more."""
         if isinstance(error, TimeoutError):
             self.remedy = Remedy.OTHER_PATH
             self.give_up(f"no answer within {self._answer_timeout_s:g} s")
-            return
-        if self._remote is not None and self._remote.failure is not None:
+        elif self._remote is not None:
             self._blame(request, error)
             self.give_up(str(self._remote.failure))
-            return
-        del self._placing[request]
+
+    def _placed(self, request: WriteRequest, error: BaseException | None) -> None:
+        """The bytes are in the peer's memory, who is told so; or none of them moves any more."""
         if error is None:
             self._outstanding.sent(request)
             self.post(request.write)
