@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from conductor.front.access import AccessControl, KeyLimits, KeyRing
 from conductor.front.admin import admin
-from conductor.front.boundary import Boundary, RequestIds, answer_errors
+from conductor.front.boundary import Boundary, answer_errors
 from conductor.front.front import Front
 from conductor.front.monitoring import monitoring
 
@@ -20,7 +20,6 @@ def create_admin_app(front: Front) -> FastAPI:
     if keys_file is not None:
         app.add_middleware(AccessControl, ring=KeyRing(keys_file), limits=KeyLimits(), metrics=front.metrics)
     app.add_middleware(Boundary)
-    app.add_middleware(RequestIds)
 
     @app.get("/health")
     async def health() -> Response:

@@ -17,7 +17,7 @@ from conductor.front.access import AccessControl, KeyLimits, KeyRing
 from conductor.front.access_metrics import AccessMetrics
 from conductor.front.admin import admin
 from conductor.front.answer import AnswerFormat
-from conductor.front.boundary import Boundary, RequestIds, answer_errors
+from conductor.front.boundary import Boundary, answer_errors
 from conductor.front.context_api import context_caches
 from conductor.front.front import Front, key_of
 from conductor.front.generation import Generation
@@ -60,7 +60,6 @@ def create_app(front: Front) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(RequestIds)
 
     async def generate(endpoint: Endpoint, request: Request) -> Response:
         arrived_s = asyncio.get_running_loop().time()

@@ -1,6 +1,7 @@
 """Where HTTP comes in: ids of requests, the size of bodies, and what becomes of bugs.
 
-`RequestIds` is outermost; `Boundary` is within what adds headers to all responses (CORS).
+`RequestIds` is around the whole application, so a stream's events pass by all of it; `Boundary` is within
+what adds headers to all responses (CORS).
 
 Owns: that every response has an id and that no exception leaves without OpenAI's error body.
 Does not know: routes.

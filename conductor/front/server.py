@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from conductor.display import Display
 from conductor.front.admin_app import create_admin_app
 from conductor.front.app import create_app
+from conductor.front.boundary import RequestIds
 from conductor.front.certificate import Certificate
 from conductor.front.config import FrontConfig
 from conductor.front.connection import connections
@@ -128,7 +129,7 @@ def _key_of(config: FrontConfig) -> Path:
 def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None) -> _Server:
     return _Server(
         uvicorn.Config(
-            app,
+            RequestIds(app),
             http=connections(config.request_timeout_s),
             ws="none",
             lifespan="off",
@@ -136,6 +137,7 @@ def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None) 
             log_config=None,
             log_level="warning",
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=config.shutdown_grace_s + _LAST_WORDS_S,

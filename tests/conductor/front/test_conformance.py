@@ -29,7 +29,7 @@ RULES = re.compile(
         (
             "cannot be combined",
             "expected a JSON object",
-            "expected a token id",
+            "expected (a token id|token ids)",
             "expected either",
             "has no token",
             "more than 128 choices",
