@@ -4,8 +4,8 @@
                                          and steps take than in the profile, how steps vary
     four at a time                       how much longer both take while the other instance computes as well
 
-Which loops these are was chosen when the outcome of one replay was known (docs/simulator.md): that it agrees
-with the simulation is a fit.
+Which loops these are was chosen when the outcome of one replay was known. docs/simulator.md has a blind
+prediction with them, and what they miss: the busy loop has prompts of one length.
 
 Owns: the loops, and what follows from their outcomes. Does not know: how they are sent, simulations.
 """
