@@ -20,6 +20,7 @@ from tests.cluster.test_faults import (
     cached_tokens,
     complete,
     is_ready,
+    metric,
     text_of,
     wait_until_idle,
 )
@@ -67,18 +68,53 @@ def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Serve
     wait_until_idle(server, num_stages=NUM_STAGES)
 
 
-@pytest.mark.parametrize("stage", range(NUM_STAGES))
-@pytest.mark.parametrize("module", ["workers.service", "kvstore.service"])
-def test_killed_stage_fails_the_group_and_no_request(server: Server, module: str, stage: int) -> None:
-    expected = [text_of(complete(server, prompt=LONG[number:], num_tokens=30)) for number in range(4)]
-    pid = server.pids_of(module)[stage]
-    with ThreadPoolExecutor(4) as threads:
-        answers = [
-            threads.submit(complete, server, prompt=LONG[number:], num_tokens=30) for number in range(4)
-        ]
-        os.kill(pid, signal.SIGKILL)
-        assert [text_of(answer.result()) for answer in answers] == expected
-    wait_until_idle(server, num_stages=NUM_STAGES)
+VICTIMS = [
+    (module, place)
+    for place in ("stage 0", "stage 1", "decode side")
+    for module in ("workers.service", "kvstore.service")
+]
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        VICTIMS[::2] + VICTIMS[3::2],
+        pytest.param(5 * VICTIMS, marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
+    ],
+    ids=["each", "soak"],
+)
+def test_process_that_is_killed_in_mid_prefill_fails_no_request(
+    server: Server, victims: list[tuple[str, str]]
+) -> None:
+    prompts = [LONG[number:] for number in range(4)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=30)) for prompt in prompts]
+    places = "stage 0", "stage 1", "decode side"
+    pid_of = {
+        (module, place): pid
+        for module in ("workers.service", "kvstore.service")
+        for place, pid in zip(places, server.pids_of(module), strict=True)
+    }
+    for number, victim in enumerate(victims):
+        last_stage = pid_of["workers.service", "stage 1"]
+        os.kill(last_stage, signal.SIGSTOP)  # so that no prompt is through
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            try:
+                answers = [
+                    threads.submit(complete, server, prompt=prompt, num_tokens=30, cache_salt=f"{number}")
+                    for prompt in prompts
+                ]
+                eventually(lambda: are_prefilling(server, len(prompts)), "all prompts are being prefilled")
+                os.kill(pid_of[victim], signal.SIGKILL)
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # it may be the victim
+                    os.kill(last_stage, signal.SIGCONT)
+            assert [text_of(answer.result()) for answer in answers] == expected, victim
+        wait_until_idle(server, num_stages=NUM_STAGES)
+        (pid_of[victim],) = set(server.pids_of(victim[0])) - set(pid_of.values())
+
+
+def are_prefilling(server: Server, num_requests: int) -> bool:
+    return metric(server, 'mooncake_requests_by_state{state="prefilling"}') == num_requests
 
 
 @pytest.mark.parametrize(

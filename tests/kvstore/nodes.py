@@ -117,11 +117,11 @@ class StartNode(Protocol):
     def __call__(self, name: str, *, num_pages: int = 16, transport: TransportChoice = "auto") -> Node: ...
 
 
-def run(test: Awaitable[None]) -> None:
+def run(test: Awaitable[None], deadline_s: float = 2 * DEADLINE_S) -> None:
     """Runs an async test with a deadline."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(2 * DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             await test
 
     asyncio.run(bounded())

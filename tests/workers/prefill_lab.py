@@ -405,21 +405,47 @@ class Lab:
             ordered = [await self.order(prompt, source) for prompt in prompts]
             return [await receiving.result() for receiving in ordered]
 
+    def plain(self, prompt: Sequence[int]) -> Result:
+        """What every way to it must give: computed whole, by one model, without any pool."""
+        tokens, kv, model = list(prompt), self._decoder.kv, self._decoder.model
+        num_blocks = -(-len(prompt) // BLOCK_SIZE)
+        pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
+        try:
+            batch = self._decoder.prepare([Chunk(tokens, 0, pages)])
+            hidden = model.embed(batch)
+            for layer in kv.layers:
+                hidden = model.forward_layer(layer, hidden, batch, kv)
+            blocks = [
+                b"".join(kv.layer(layer)[page].numpy().tobytes() for layer in kv.layers)
+                for page in pages[:num_blocks]
+            ]
+            drawn = Draws([Row(SAMPLING, len(tokens))]).draw(model.logits(hidden[-1:]))
+            answer = self._continue(tokens + drawn.tokens, pages)
+        finally:
+            kv.free(pages)
+        if len(prompt) % BLOCK_SIZE:
+            blocks[-1] = self.without_rest(blocks[-1], len(prompt) % BLOCK_SIZE)
+        return Result(answer[len(prompt) :], blocks, 0)
+
     def continue_greedily(self, prompt: Sequence[int], first_token: int, pool_pages: list[int]) -> list[int]:
         """The first token and those after it, from the KVCache at the decode side."""
-        tokens, kv = [*prompt, first_token], self._decoder.kv
+        kv = self._decoder.kv
         device_pages = kv.allocate(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
         try:
             copies = copies_for(kv, self.decode.segment)
             pairs = [BlockPair(*pages) for pages in zip(device_pages, pool_pages, strict=False)]
             for layer in kv.layers:
                 assert not copies.load(layer, pairs, None).damaged
-            for _ in range(NUM_OUTPUT_TOKENS - 1):
-                batch = self._decoder.prepare([Chunk(tokens[-1:], len(tokens) - 1, device_pages)])
-                tokens += self._decoder.decode(batch, Draws([Row(SAMPLING, len(tokens))])).tokens
+            return self._continue([*prompt, first_token], device_pages)[len(prompt) :]
         finally:
             kv.free(device_pages)
-        return tokens[len(prompt) :]
+
+    def _continue(self, tokens: list[int], device_pages: list[int]) -> list[int]:
+        """All output tokens, behind those and the first one, of which there is no KVCache yet."""
+        for _ in range(NUM_OUTPUT_TOKENS - 1):
+            batch = self._decoder.prepare([Chunk(tokens[-1:], len(tokens) - 1, device_pages)])
+            tokens = tokens + self._decoder.decode(batch, Draws([Row(SAMPLING, len(tokens))])).tokens
+        return tokens
 
     def without_rest(self, block: bytes, num_tokens: int) -> bytes:
         """Zeros behind its tokens, where there may be anything."""

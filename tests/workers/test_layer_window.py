@@ -1,6 +1,7 @@
 """Device memory for some layers at a time: each is freed once stored, and loaded again in later passes."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.kvstore.nodes import DEADLINE_S, run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, holding, plain_run, prompt_of
+from tests.workers.test_prefill_equality import assert_equal, cell, fail, prompt_of
 from tests.workers.test_prefill_faults import gone
 from workers.copies import BlockCopy, Loaded, Mark
 from workers.engine.batch import Chunk
@@ -26,6 +27,8 @@ from workers.layerwise import LayerTransfers, PassPart, PromptBlock
 from workers.loading import layer_window
 
 NUM_LAYERS, WINDOW = 4, 2
+CELLS = list(itertools.product((BLOCK_SIZE, 20, 1000), (0, 2, 5)))
+"""tokens of a pass, and blocks that are cached"""
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +42,25 @@ def model() -> transformers.PreTrainedModel:
     [(2, 1, 1, True), (2, 1, 1, False), (3, 1, 1, True), (2, 2, 1, True), (3, 1, 2, True)],
 )
 def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
-    model: transformers.PreTrainedModel,
     tmp_path: Path,
     window: int,
     num_stages: int,
     num_ranks: int,
     overlap: bool,
 ) -> None:
-    if num_ranks > 1:
-        model = tiny_model("smollm2", num_key_value_heads=3)
-    if num_stages > 1:
-        model = tiny_model("smollm2", num_hidden_layers=6)
+    model = tiny_model(
+        "smollm2", num_key_value_heads=1 if num_ranks == 1 else 3, num_hidden_layers=3 * num_stages + 1
+    )
     prompts = [prompt_of(seed, length) for seed, length in enumerate((5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE, 9))]
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = [await plain_run(lab, prompt) for prompt in prompts]
-        folder = tmp_path / "w"
-        folder.mkdir()
         async with prefill_lab(
-            model, folder, num_stages=num_stages, num_ranks=num_ranks, layer_window=window
+            model, tmp_path, num_stages=num_stages, num_ranks=num_ranks, layer_window=window
         ) as lab:
+            plain = [lab.plain(prompt) for prompt in prompts]
             assert lab.executor.kv.window == window
-            for chunk in (BLOCK_SIZE, 20, 1000):
-                for num_cached in (0, 2, 5):
+            for chunk, num_cached in CELLS if num_stages * num_ranks == 1 else CELLS[::4]:
+                with cell(chunk, num_cached):
                     lab.clear(*lab.prefill_nodes)
                     if num_cached:
                         lab.put_local(lab.keys_of(prompts[0])[:num_cached], plain[0].blocks[:num_cached])
@@ -75,23 +73,16 @@ def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("answer", [Answer.EVICTED, Answer.DAMAGED, Answer.DIE, Answer.HANG])
 def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
-    model: transformers.PreTrainedModel, tmp_path: Path, answer: Answer
+    model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
-
     async def test() -> None:
         async with prefill_lab(model, tmp_path, "tcp", layer_window=WINDOW) as lab:
-            plain = await plain_run(lab, prompt)  # one pass: nothing is loaded again
-            keys = lab.keys_of(prompt)
-            lab.put_local(keys[:1], plain.blocks[:1])
-            with holding(lab, keys, plain, answer, 2) as holder:
-                source = lab.source(holder.address, len(keys))
-                (result,) = await lab.results(Setting(16), [prompt], source)
-            assert_equal(result, plain, 1, same_arithmetic=False)
+            for answer in (Answer.EVICTED, Answer.DAMAGED, Answer.DIE, Answer.HANG):
+                with cell(answer):
+                    await fail(lab, answer, 2, 1, Setting(16))
 
-    run(test())
+    run(test(), 4 * DEADLINE_S)
 
 
 async def reaches(gate: Gate, num_marks: int) -> None:
@@ -110,8 +101,7 @@ def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, layer_window=WINDOW) as lab:
-            plain = await plain_run(lab, prompt)
-            lab.clear(lab.decode_node)
+            plain = lab.plain(prompt)
             async with lab.running(Setting(make_copies=gate.make)):
                 receiving = await lab.order(prompt)
                 await gate.reached()

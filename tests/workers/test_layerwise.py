@@ -10,7 +10,7 @@ from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
+from tests.workers.test_prefill_equality import assert_equal, prompt_of
 
 pytestmark = pytest.mark.cluster
 
@@ -27,8 +27,7 @@ def test_computation_waits_for_no_store(model: transformers.PreTrainedModel, tmp
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = await plain_run(lab, prompt)
-            lab.clear(lab.decode_node)
+            plain = lab.plain(prompt)
             async with lab.running(Setting(25, make_copies=gate.make)):
                 receiving = await lab.order(prompt)
                 await gate.reached()
@@ -51,9 +50,8 @@ def test_layer_is_computed_while_the_next_one_is_loaded(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             lab.put(lab.prefill_node, lab.keys_of(prompt)[:3], plain.blocks[:3])
-            lab.clear(lab.decode_node)
             async with lab.running(Setting(make_copies=gate.make)):
                 receiving = await lab.order(prompt)
                 await gate.reached()

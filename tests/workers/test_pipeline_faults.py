@@ -14,7 +14,7 @@ from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
+from tests.workers.test_prefill_equality import assert_equal, prompt_of
 from tests.workers.test_prefill_faults import answers_of, gone
 
 pytestmark = pytest.mark.cluster
@@ -108,14 +108,13 @@ def test_damaged_block_in_one_stage_fails_the_attempt_and_is_dropped_there(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, num_stages=3) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             lab.put_local(keys, plain.blocks[:5])
             client = lab.parts[stage].client
             reservation = await client.reserve(keys, 0)
             client.segment.layer_view(reservation.blocks[2].page, 0)[5] ^= 1
             await client.release(reservation.reservation_id)
-            lab.clear(lab.decode_node)
             async with lab.running(Setting()):
                 receiving = await lab.order(prompt)
                 (failure,) = await answers_of(lab, receiving)
@@ -167,7 +166,7 @@ def test_stages_that_hold_different_prefixes_reuse_what_all_have(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, num_stages=3) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             for counts in ((6, 3, 5), (0, 6, 6), (2, 6, 1), (6, 6, 6)):
                 lab.clear(*lab.prefill_nodes)
@@ -188,13 +187,11 @@ def test_many_prompts_in_little_memory_wait_for_one_another_and_do_not_lock_up(
     prompts = [prompt_of(seed, rng.randrange(1, 70)) for seed in range(24)]
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = [await plain_run(lab, prompt) for prompt in prompts]
         async with prefill_lab(model, tmp_path, num_pages=14, num_stages=3) as lab:
+            plain = [lab.plain(prompt) for prompt in prompts]
             for part in lab.parts:  # so little memory on the devices too
                 part.executor.kv.allocate(part.executor.kv.num_free_pages - 14)
             lab.num_taken_pages = lab.executor.kv.num_pages - 14
-            lab.clear(lab.decode_node)
             async with lab.running(Setting(24)):
                 for start in range(0, len(prompts), 6):  # the decode side has not room for more
                     ordered = [await lab.order(prompt) for prompt in prompts[start : start + 6]]

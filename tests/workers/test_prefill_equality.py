@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import transformers
 
+from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey
 from mooncake.config import KVCacheConfig, TransportChoice
 from mooncake.messages import Tier
 from tests.kvstore.holder import Answer, HandMadeHolder
-from tests.kvstore.nodes import run
+from tests.kvstore.nodes import DEADLINE_S, Node, run
 from tests.tiny_models import tiny_model
 from tests.workers.prefill_lab import (
     BLOCK_SIZE,
@@ -30,8 +31,9 @@ from tests.workers.prefill_lab import (
 
 pytestmark = pytest.mark.cluster
 
-PLAIN = Setting(prefill_chunk=1000, overlap=False)
-SETTINGS = [Setting(chunk, overlap) for chunk, overlap in itertools.product((5, 20, 1000), (True, False))]
+SETTINGS = [Setting(chunk, overlap) for overlap, chunk in itertools.product((True, False), (5, 20, 1000))]
+PLACES = [(1, 1), (2, 1), (3, 1), (1, 2)]
+"""stages and ranks of the prefill instance"""
 
 
 @pytest.fixture(scope="module")
@@ -61,75 +63,80 @@ def assert_equal(result: Result, plain: Result, num_reused_blocks: int, *, same_
             np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-5)
 
 
-async def plain_run(lab: Lab, prompt: list[int]) -> Result:
-    lab.clear(*lab.prefill_nodes)
-    (plain,) = await lab.results(PLAIN, [prompt])
-    lab.clear(*lab.prefill_nodes)
-    return plain
+@contextlib.contextmanager
+def cell(*coordinates: object) -> Iterator[None]:
+    """One of many in a lab: says which one failed."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in {coordinates}")
+        raise
 
 
-@pytest.mark.parametrize(
-    ("length", "num_stages", "num_ranks"),
-    [
-        *((length, stages, 1) for stages in (1, 2, 3) for length in (5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE)),
-        (5 * BLOCK_SIZE + 3, 1, 2),
-    ],
-)
-@pytest.mark.parametrize("tier", ["dram", "ssd", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(("num_stages", "num_ranks"), PLACES)
 def test_any_prefix_from_any_tier_in_any_chunks_stages_and_ranks(
     models: dict[int, transformers.PreTrainedModel],
     tmp_path: Path,
     num_stages: int,
     num_ranks: int,
-    tier: str,
-    length: int,
+    transport: TransportChoice,
 ) -> None:
-    prompt, model = prompt_of(length, length), models[num_ranks]
-    transport: TransportChoice = "tcp" if tier == "tcp" else "auto"
+    """Each number of blocks from each tier in each place. One stage meets all settings with each number from
+    its DRAM; elsewhere they take turns."""
     ssd = KVCacheConfig(ssd_dirs=[tmp_path], ssd_bytes=4 << 20)  # type: ignore[arg-type]
+    tiers = ["dram", "ssd", "shm"] if transport == "auto" else ["tcp"]
+    prefixes = [(5 * BLOCK_SIZE + 3, num_blocks) for num_blocks in range(1, 6)] + [(5 * BLOCK_SIZE, 5)]
+    turns = itertools.cycle(SETTINGS)
+    for _ in range(PLACES.index((num_stages, num_ranks))):
+        next(turns)  # so that a number meets others there
 
     async def test() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            lab = await stack.enter_async_context(
-                prefill_lab(
-                    model,
-                    tmp_path,
-                    transport,
-                    ssd if tier == "ssd" else None,
-                    num_pages=16 if tier == "ssd" else 96,
-                    num_stages=num_stages,
-                    num_ranks=num_ranks,
-                )
-            )
-            plain = await plain_run(lab, prompt)
-            keys = lab.keys_of(prompt)
-            holder = await lab.holder(transport) if tier in ("shm", "tcp") else None
-            # Disks are slow: two settings are enough for what they change.
-            settings = SETTINGS[2:4] if tier == "ssd" or num_stages * num_ranks > 1 else SETTINGS
-            for num_blocks, setting in itertools.product(range(1, len(keys) + 1), settings):
-                lab.clear(*lab.prefill_nodes)
-                source = None
-                if holder is not None:
-                    node, client = holder
-                    lab.clear(node)
-                    lab.put(node, keys[:num_blocks], plain.blocks[:num_blocks])
-                    source = lab.source(client.address, len(keys))  # believed to have more than it has
-                else:
-                    lab.put_local(keys[:num_blocks], plain.blocks[:num_blocks])
-                    if tier == "ssd":
-                        for part in lab.parts:
-                            push_out(lab, part, keys[:num_blocks])
-                (result,) = await lab.results(setting, [prompt], source)
-                assert result.num_cached_tokens == min(num_blocks * BLOCK_SIZE, length - 1)
-                assert_equal(result, plain, num_blocks, same_arithmetic=False)
-                for node in lab.prefill_nodes:
-                    with lab.client(node) as pool:
-                        assert pool.prefix_len(keys) == len(keys)  # sealed, wherever they came from
-            if holder is not None:
-                await lab.assert_nothing_is_held(holder[1])
-                await holder[1].close()
+        async with prefill_lab(
+            models[num_ranks],
+            tmp_path,
+            transport,
+            ssd if transport == "auto" else None,
+            num_pages=16 if transport == "auto" else 96,
+            num_stages=num_stages,
+            num_ranks=num_ranks,
+        ) as lab:
+            holder = await lab.holder(transport)
+            for tier, (length, num_blocks) in itertools.product(tiers, prefixes):
+                meets_all = tier == "dram" and num_stages * num_ranks == 1
+                for setting in SETTINGS if meets_all else [next(turns)]:
+                    with cell(tier, length, num_blocks, setting):
+                        await reuse(lab, holder, tier, length, num_blocks, setting)
+            await lab.assert_nothing_is_held(holder[1])
+            await holder[1].close()
 
-    run(test())
+    run(test(), 6 * DEADLINE_S)
+
+
+async def reuse(
+    lab: Lab, holder: tuple[Node, WorkerClient], tier: str, length: int, num_blocks: int, setting: Setting
+) -> None:
+    """A prompt of which `num_blocks` are in that tier, and nowhere else."""
+    prompt = prompt_of(length, length)
+    plain, keys = lab.plain(prompt), lab.keys_of(prompt)
+    lab.clear(*lab.prefill_nodes)
+    source = None
+    if tier in ("shm", "tcp"):
+        node, client = holder
+        lab.clear(node)
+        lab.put(node, keys[:num_blocks], plain.blocks[:num_blocks])
+        source = lab.source(client.address, len(keys))  # believed to have more than it has
+    else:
+        lab.put_local(keys[:num_blocks], plain.blocks[:num_blocks])
+        if tier == "ssd":
+            for part in lab.parts:
+                push_out(lab, part, keys[:num_blocks])
+    (result,) = await lab.results(setting, [prompt], source)
+    assert result.num_cached_tokens == min(num_blocks * BLOCK_SIZE, length - 1)
+    assert_equal(result, plain, num_blocks, same_arithmetic=False)
+    for node in lab.prefill_nodes:
+        with lab.client(node) as pool:
+            assert pool.prefix_len(keys) == len(keys)  # sealed, wherever they came from
 
 
 def push_out(lab: Lab, part: PrefillPart, keys: list[BlockKey]) -> None:
@@ -153,7 +160,7 @@ def test_prompts_in_one_pass_are_computed_as_if_alone(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, num_stages=num_stages) as lab:
-            plain = [await plain_run(lab, prompt) for prompt in prompts]
+            plain = [lab.plain(prompt) for prompt in prompts]
             for chunk in (4, 16, 200):
                 lab.clear(*lab.prefill_nodes)
                 results = await lab.results(Setting(chunk, overlap), prompts)
@@ -179,58 +186,48 @@ def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: P
     run(test())
 
 
-FAILURES = [
-    *itertools.product([Answer.EVICTED, Answer.DAMAGED, Answer.DIE], range(4)),
-    (Answer.HANG, 0),
-    (Answer.HANG, 2),
-]
-FAILURES_OF_TWO_LAYERS = [(answer, layer) for answer, layer in FAILURES if layer < 2]
-
-
-@pytest.mark.parametrize(
-    ("num_local", "overlap", "num_stages", "num_ranks", "answer", "layer"),
-    [
-        *(
-            (*place, 1, *failure)
-            for place in ((0, True, 1), (2, True, 1), (2, False, 1), (2, True, 2))
-            for failure in FAILURES
-        ),
-        *((2, True, 1, 2, *failure) for failure in FAILURES_OF_TWO_LAYERS),
-    ],
-)
+@pytest.mark.parametrize(("num_stages", "num_ranks"), PLACES)
 def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
-    models: dict[int, transformers.PreTrainedModel],
-    tmp_path: Path,
-    num_local: int,
-    overlap: bool,
-    num_stages: int,
-    num_ranks: int,
-    answer: Answer,
-    layer: int,
+    models: dict[int, transformers.PreTrainedModel], tmp_path: Path, num_stages: int, num_ranks: int
 ) -> None:
-    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
+    """Each failure at each layer; what is in the own pool, and whether copies overlap, take turns."""
+    model = models[num_ranks]
+    failures = [
+        *itertools.product(
+            (Answer.EVICTED, Answer.DAMAGED, Answer.DIE), range(model.config.num_hidden_layers)
+        ),
+        (Answer.HANG, num_stages - 1),
+    ]
+    turns = itertools.cycle([(2, True), (0, True), (2, False), (0, True), (2, True)])
 
     async def test() -> None:
-        async with prefill_lab(
-            models[num_ranks], tmp_path, "tcp", num_stages=num_stages, num_ranks=num_ranks
-        ) as lab:
-            plain = await plain_run(lab, prompt)
-            keys = lab.keys_of(prompt)
-            lab.put_local(keys[:num_local], plain.blocks[:num_local])
-            with holding(lab, keys, plain, answer, layer) as holder:
-                source = lab.source(holder.address, len(keys))
-                (result,) = await lab.results(Setting(16, overlap), [prompt], source)
-            assert_equal(result, plain, num_local, same_arithmetic=False)
-            num_good = 4 if answer is Answer.EVICTED else num_local
-            if answer is Answer.DAMAGED:
-                num_good = result.num_cached_tokens // BLOCK_SIZE
-                assert num_local <= num_good <= 4
-            assert result.num_cached_tokens == num_good * BLOCK_SIZE
-            for node in lab.prefill_nodes:
-                with lab.client(node) as pool:
-                    assert pool.verify(keys).num_intact == len(keys)
+        async with prefill_lab(model, tmp_path, "tcp", num_stages=num_stages, num_ranks=num_ranks) as lab:
+            for answer, layer in failures:
+                num_local, overlap = next(turns)
+                with cell(answer, layer, num_local, overlap):
+                    await fail(lab, answer, layer, num_local, Setting(16, overlap))
 
-    run(test())
+    run(test(), 6 * DEADLINE_S)
+
+
+async def fail(lab: Lab, answer: Answer, layer: int, num_local: int, setting: Setting) -> None:
+    """A prompt of which the own pool has `num_local` blocks, and a holder that does not serve the others."""
+    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
+    plain, keys = lab.plain(prompt), lab.keys_of(prompt)
+    lab.clear(*lab.prefill_nodes)
+    lab.put_local(keys[:num_local], plain.blocks[:num_local])
+    with holding(lab, keys, plain, answer, layer) as holder:
+        source = lab.source(holder.address, len(keys))
+        (result,) = await lab.results(setting, [prompt], source)
+    assert_equal(result, plain, num_local, same_arithmetic=False)
+    num_good = 4 if answer is Answer.EVICTED else num_local
+    if answer is Answer.DAMAGED:
+        num_good = result.num_cached_tokens // BLOCK_SIZE
+        assert num_local <= num_good <= 4
+    assert result.num_cached_tokens == num_good * BLOCK_SIZE
+    for node in lab.prefill_nodes:
+        with lab.client(node) as pool:
+            assert pool.verify(keys).num_intact == len(keys)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from tests.messenger.proxy import proxied
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Receiving, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, holding, plain_run, prompt_of
+from tests.workers.test_prefill_equality import assert_equal, holding, prompt_of
 from workers.copies import BlockCopy, Copies, Mark, copies_for
 from workers.engine.kvcache import DeviceKVCache
 from workers.prefix_fetch import PATIENCE_S
@@ -48,9 +48,8 @@ def test_aborted_prefill_stops_between_two_layers(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             lab.put(lab.prefill_node, lab.keys_of(prompt)[:10], plain.blocks[:10])
-            lab.clear(lab.decode_node)
             async with lab.running(Setting(make_copies=gate.make)):
                 receiving = await lab.order(prompt)
                 await gate.reached()
@@ -75,8 +74,7 @@ def test_others_of_the_pass_go_on_when_one_is_aborted(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = [await plain_run(lab, prompt) for prompt in prompts]
-            lab.clear(lab.decode_node)
+            plain = [lab.plain(prompt) for prompt in prompts]
             async with lab.running(Setting(make_copies=gate.make)):
                 first, aborted, last = [await lab.order(prompt) for prompt in prompts]
                 await gate.reached()
@@ -109,13 +107,17 @@ def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedModel, tmp
     run(test())
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 def test_decode_side_that_dies_in_mid_prefill_fails_the_attempt(
-    model: transformers.PreTrainedModel, tmp_path: Path
+    model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int
 ) -> None:
     gate = Gate(store=2)
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab, lab.running(Setting(make_copies=gate.make)):
+        async with (
+            prefill_lab(model, tmp_path, num_stages=num_stages) as lab,
+            lab.running(Setting(make_copies=gate.make, stage=num_stages - 1)),
+        ):
             receiving = await lab.order(prompt_of(2, 60))
             await gate.reached()
             lab.decode_node.kill()
@@ -141,10 +143,9 @@ def test_real_holder_that_goes_away_costs_nothing_but_time(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, "tcp") as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             node, client = await lab.holder("tcp")
             lab.put(node, lab.keys_of(prompt), plain.blocks[:5])
-            lab.clear(lab.decode_node)
             async with lab.running(Setting(8)), proxied(client.address.tcp_endpoints[0]) as proxy:
                 proxy.slow(256, 0.01)
                 near = msgspec.structs.replace(client.address, tcp_endpoints=(proxy.endpoint,))
@@ -178,7 +179,7 @@ def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, "tcp") as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             pause = partial(threading.Event().wait, piece_s)
             with holding(lab, keys, plain, Answer.IN_PIECES, layer, pause) as holder:
@@ -197,9 +198,8 @@ def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, "tcp") as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
-            lab.clear(lab.decode_node)
             asked = threading.Event()
             with holding(lab, keys, plain, Answer.HANG, layer, asked=asked) as holder:
                 async with lab.running(Setting(make_copies=gate.make)):
@@ -227,8 +227,7 @@ def test_store_that_fails_fails_its_prompt_and_no_other(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = [await plain_run(lab, prompt) for prompt in prompts]
-            lab.clear(lab.decode_node)
+            plain = [lab.plain(prompt) for prompt in prompts]
             async with lab.running(Setting(make_copies=failing.make)):
                 failed, other = [await lab.order(prompt) for prompt in prompts]
                 (failure,) = await answers_of(lab, failed)
@@ -275,13 +274,12 @@ def test_damaged_block_of_the_own_pool_is_dropped_and_the_attempt_fails(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             lab.put(lab.prefill_node, keys, plain.blocks[:5])
             reservation = await lab.prefill.reserve(keys, 0)
             lab.prefill.segment.layer_view(reservation.blocks[2].page, 1)[5] ^= 1
             await lab.prefill.release(reservation.reservation_id)
-            lab.clear(lab.decode_node)
             async with lab.running(Setting()):
                 receiving = await lab.order(prompt)
                 (failure,) = await answers_of(lab, receiving)
@@ -301,12 +299,11 @@ def test_reused_tokens_are_counted_by_source(model: transformers.PreTrainedModel
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             node, client = await lab.holder("auto")
             lab.put(node, keys[:5], plain.blocks[:5])
             lab.put(lab.prefill_node, keys[:2], plain.blocks[:2])
-            lab.clear(lab.decode_node)
             async with lab.running(Setting()) as runner:
                 receiving = await lab.order(prompt, lab.source(client.address, 5))
                 await receiving.result()

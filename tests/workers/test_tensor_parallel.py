@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.mini_cluster import Sizes, mini_cluster
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, plain_run, prompt_of
+from tests.workers.test_prefill_equality import assert_equal, prompt_of
 from tests.workers.test_prefill_faults import answers_of, gone
 from tests.workers.test_runners import reference, tokens_of
 
@@ -139,14 +139,13 @@ def test_damaged_block_in_one_rank_fails_the_attempt_and_is_dropped_there(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, num_ranks=2) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             lab.put_local(keys, plain.blocks[:5])
             client = lab.parts[rank].client
             reservation = await client.reserve(keys, 0)
             client.segment.layer_view(reservation.blocks[2].page, 1)[5] ^= 1
             await client.release(reservation.reservation_id)
-            lab.clear(lab.decode_node)
             async with lab.running(Setting()):
                 receiving = await lab.order(prompt)
                 (failure,) = await answers_of(lab, receiving)
@@ -167,7 +166,7 @@ def test_ranks_that_hold_different_prefixes_reuse_what_all_have(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, num_ranks=3) as lab:
-            plain = await plain_run(lab, prompt)
+            plain = lab.plain(prompt)
             keys = lab.keys_of(prompt)
             for counts in ((6, 3, 5), (0, 6, 6), (2, 6, 1)):
                 lab.clear(*lab.prefill_nodes)
@@ -215,8 +214,7 @@ def test_others_of_a_pass_go_on_when_one_is_aborted(
 
     async def test() -> None:
         async with prefill_lab(model, tmp_path, num_ranks=2) as lab:
-            plain = [await plain_run(lab, prompt) for prompt in prompts]
-            lab.clear(lab.decode_node)
+            plain = [lab.plain(prompt) for prompt in prompts]
             async with lab.running(Setting(make_copies=gate.make, overlap=False, stage=1)):
                 ordered = [await lab.order(prompt) for prompt in prompts]
                 await gate.reached()
