@@ -1,5 +1,6 @@
 """The Conductor's metrics, read from its state at each scrape."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -57,6 +58,15 @@ class ConductorMetrics(Collector):
             "accepted requests that wait for load to fall, while their TTFT SLO allows it",
             self._conductor.num_waiting,
         )
+
+        stages = GaugeMetricFamily(
+            "mooncake_stage_load",
+            "what is predicted of a stage's instances in relation to its SLO, on average",
+            labels=["stage"],
+        )
+        for stage, load in self._conductor.stage_loads(time.monotonic()).items():
+            stages.add_metric([stage], load)
+        yield stages
 
         yield GaugeMetricFamily(
             "mooncake_kvcache_balancing_threshold",

@@ -17,6 +17,7 @@ from conductor.outcomes import Outcomes
 from conductor.placement import Placement, Reason, why_too_large
 from conductor.replication import Replication
 from conductor.rules import Limits, Rules
+from conductor.stage_loads import decode_load, prefill_load
 from mooncake.costs import Costs
 from mooncake.messages import (
     PROTOCOL_VERSION,
@@ -95,6 +96,14 @@ class Conductor:
     def placement_of(self, request_id: str) -> Placement | None:
         """Where a request is, and what was predicted; None while it waits."""
         return self._dispatcher.placement_of(request_id)
+
+    def stage_loads(self, now_s: float) -> dict[str, float]:
+        """In relation to their SLOs; of stages that have one, and instances."""
+        loads = {
+            "prefill": prefill_load(self.view, self.limits, now_s),
+            "decode": decode_load(self.view, self.limits),
+        }
+        return {stage: load for stage, load in loads.items() if load is not None}
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         """React to one message."""

@@ -31,7 +31,8 @@ def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
     write_tiny_tokenizer(directory)
     arguments = ["--model", str(directory), "--kvcache-block-size=8", "--num-prefill=2", "--num-decode=2"]
     sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
-    with Server(*arguments, *sizes, run_dir=run_dir) as running:
+    hopeless = '--conductor-slo-classes={"hopeless": {"ttft_slo_s": 1e-9}}'
+    with Server(*arguments, *sizes, hopeless, run_dir=run_dir) as running:
         yield running
 
 
@@ -150,3 +151,41 @@ def test_hot_prefixes_are_replicated_without_a_command(server: Server) -> None:
     complete(server, prompt=[*HOT_PREFIX, 90], num_tokens=1)
     eventually(lambda: num_tokens("dram") == len(HOT_PREFIX), "its copy is used")
     assert not num_tokens("remote")
+
+
+def test_excess_is_refused_with_a_time_to_come_back_and_nothing_is_left_of_it(server: Server) -> None:
+    """As many again as are served come in a class whose SLO cannot be met."""
+    instances = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)]
+
+    def leftovers() -> list[float | None]:
+        states = ("waiting", "interrupted", "reserving", "prefilling", "decoding")
+        kinds = ("reservations", "leases")
+        return [metric(server, f'mooncake_requests_by_state{{state="{state}"}}') for state in states] + [
+            metric(server, f'mooncake_pool_users{{instance="{name}",kind="{kind}"}}')
+            for name in instances
+            for kind in kinds
+        ]
+
+    def refused(number: int) -> bool:
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json=body([3 + number, *range(3, 60)], NUM_TOKENS),
+            headers={"X-Mooncake-SLO-Class": "hopeless"},
+            timeout=60,
+        )
+        if answer.status_code == 200:  # an instance about which nothing is known takes anything
+            return False
+        assert answer.status_code == 429, answer.text
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert "conductor.ttft_slo_s" in answer.json()["error"]["message"]
+        return True
+
+    prompts = [[3 + index, *range(3, 40)] for index in range(NUM_CLIENTS)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
+    with ThreadPoolExecutor(3 * NUM_CLIENTS) as threads:
+        served = [threads.submit(streamed, server, prompt) for prompt in prompts]
+        excess = list(threads.map(refused, range(2 * NUM_CLIENTS)))
+        assert [answer.result() for answer in served] == expected
+    assert any(excess)
+    assert metric(server, 'mooncake_rejections_total{reason="ttft_slo_s"}') == sum(excess)
+    eventually(lambda: not any(leftovers()), "nothing is left of any request")

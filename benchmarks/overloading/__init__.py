@@ -1,0 +1,2 @@
+"""A real cluster under more load than it can take: `slowed` is its server, with `slowed_worker`; `sampling`
+reads its loads."""

@@ -1,0 +1,52 @@
+"""Samples of a server's loads, from its metrics, while it is under load.
+
+Owns: the sampling thread. Does not know: what loads mean.
+"""
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import numpy as np
+
+PERIOD_S = 0.2
+STAGES = ("prefill", "decode")
+
+
+class LoadSampler:
+    """A context manager: samples `mooncake_stage_load` of both stages from beginning to end."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._rows: list[tuple[float, float, float]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "LoadSampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def rows(self) -> "np.ndarray[Any, Any]":
+        """Seconds since the beginning, prefill's load, decode's load."""
+        return np.array(self._rows).reshape(-1, 3)
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        with httpx.Client(timeout=10.0) as http:
+            while not self._is_over.wait(PERIOD_S):
+                text = http.get(f"{self._url}/metrics").raise_for_status().text
+                values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in ("", "#"))
+                loads = [float(values[f'mooncake_stage_load{{stage="{stage}"}}']) for stage in STAGES]
+                self._rows.append((time.monotonic() - began_s, loads[0], loads[1]))
+
+
+def swing(rows: "np.ndarray[Any, Any]", from_s: float, to_s: float) -> float:
+    """The standard deviation of (prefill load - decode load) between two times."""
+    within = rows[(rows[:, 0] >= from_s) & (rows[:, 0] < to_s)]
+    return float((within[:, 1] - within[:, 2]).std())
