@@ -204,6 +204,10 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         browser.wait(lambda: "prefill-0" in browser.text("#paths tbody"), "traffic")
         browser.wait(lambda: "429" in browser.text("#rejections tbody"), "rejections")
         assert "overloaded" in browser.text("#rejections tbody")
+        book = {"name": "book", "prompt": [5 + token for token in range(40)]}
+        url = f"{monitored.server.url}/v1/context_caches"
+        eventually(lambda: httpx.post(url, json=book).is_success, "room for a context cache")
+        browser.wait(lambda: "cache-" in browser.text("#contexts tbody"), "a context cache")
         rows = "[...document.querySelectorAll('#requests tr')]"
         finished = f"{rows}.find(row => row.innerText.includes('finished'))"
         browser.wait(lambda: bool(browser.evaluate(f"Boolean({finished})")), "a finished request")
@@ -216,11 +220,11 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         for step in ("queued", "reserving", "prefilling", "transferring", "loading", "decoding", "finished"):
             assert step in timeline
         assert "64 prompt tokens" in timeline
-        browser.click("#requests tbody tr:nth-child(3)")
-        browser.wait(lambda: request_id not in browser.text("#timeline"), "another timeline")
         if (picture := os.environ.get("MOONCAKE_SCREENSHOT")) is not None:
             browser.evaluate("scrollTo(0, 0)")
             browser.screenshot(Path(picture))
+        browser.click("#requests tbody tr:nth-child(3)")
+        browser.wait(lambda: request_id not in browser.text("#timeline"), "another timeline")
         assert browser.problems == []
         browser.click("#find input")
         browser.type("nobody's")

@@ -110,9 +110,7 @@ def job_of(endpoint: Endpoint, body: Any) -> Job | None:
         return None
 
 
-@FEW
-@given(CHATS)
-def test_chats(body: Any) -> None:
+def check_chat(body: Any) -> None:
     job = job_of(Endpoint.CHAT, body)
     if job is not None:
         assert job.requests("ipc://x")
@@ -121,11 +119,24 @@ def test_chats(body: Any) -> None:
             assert message["role"] == "assistant"
 
 
-@FEW
-@given(COMPLETIONS)
-def test_completions(body: Any) -> None:
+def check_completion(body: Any) -> None:
     job = job_of(Endpoint.COMPLETION, body)
     assert job is None or job.requests("ipc://x")
+
+
+KINDS = pytest.mark.parametrize(("bodies", "check"), [(CHATS, check_chat), (COMPLETIONS, check_completion)])
+
+
+@KINDS
+def test_bodies(bodies: Any, check: Any) -> None:
+    FEW(given(bodies)(check))()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@KINDS
+def test_many_bodies(bodies: Any, check: Any) -> None:
+    settings(FEW, max_examples=20_000)(given(bodies)(check))()
 
 
 @pytest.mark.parametrize("answer", [tokenize, detokenize])
