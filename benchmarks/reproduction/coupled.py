@@ -157,7 +157,7 @@ REAL_WORKLOAD = Experiment(
     f" {CHUNK:,} tokens.",
     real_workload_remark,
     run_real_workload,
-    cost=40,
+    cost=32,
 )
 CAPACITY = Experiment(
     "capacity",
@@ -169,5 +169,5 @@ CAPACITY = Experiment(
     " SLO), interpolated.",
     capacity_remark,
     run_capacity,
-    cost=60,
+    cost=24,
 )

@@ -74,5 +74,5 @@ EXPERIMENT = Experiment(
     f" the requests are within both SLOs, to {FINE:.0%}. The neighbours have one instance in the other role.",
     remark,
     run,
-    cost=300,
+    cost=75,
 )
