@@ -85,9 +85,9 @@ class Admission:
             case Overload.BASELINE:
                 return None
             case Overload.EARLY_REJECTION:
-                return self._check_tbt(self._mean_tbt_now_s(num_tokens), slos.tbt_s)
+                return self._check_tbt(self._tbt_now_s(num_tokens), slos.tbt_s)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
-                tbt_s = self._mean_tbt_at_s(now_s + ttft_s, num_tokens, freed.work)
+                tbt_s = self._tbt_at_s(now_s + ttft_s, num_tokens, freed.work)
                 return self._check_tbt(tbt_s, slos.tbt_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
@@ -111,7 +111,7 @@ class Admission:
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
     def _check_tbt(self, tbt_s: float | None, tbt_slo_s: float | None) -> Rejection | None:
-        """`tbt_s`: predicted; None if nobody else is decoded then."""
+        """`tbt_s`: predicted; None if some instance decodes nothing then."""
         if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
             return None
         return _rejection(Reason.TBT, tbt_s, tbt_slo_s, self._decode_s() * (1 - tbt_slo_s / tbt_s))
@@ -121,28 +121,29 @@ class Admission:
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
-    def _mean_tbt_now_s(self, num_tokens: int) -> float | None:
-        """Of all decode instances, with one more request somewhere; None if they have nothing to do."""
-        loads, costs, pool = self._view.loads, self._view.decode_costs, self._view.decode_pool()
-        num_decoding = loads.num_decoding
-        if not num_decoding.any():
+    def _tbt_now_s(self, num_tokens: int) -> float | None:
+        """Of the decode instance that is quickest with one more request; None if one has nothing to do."""
+        loads, costs = self._view.loads, self._view.decode_costs
+        (slots,) = loads.is_decode.nonzero()
+        num_decoding = loads.num_decoding[slots]
+        if not num_decoding.all():
             return None
         step_s = (
-            costs.constant_s
-            + (num_decoding + 1 / pool.num_instances) * costs.first_s
-            + (loads.num_decoding_tokens + num_tokens / pool.num_instances) * costs.second_s
+            costs.constant_s[slots]
+            + (num_decoding + 1) * costs.first_s[slots]
+            + (loads.num_decoding_tokens[slots] + num_tokens) * costs.second_s[slots]
         )
-        return float(step_s @ loads.is_decode) / pool.num_instances
+        return float(step_s.min())
 
-    def _mean_tbt_at_s(self, time_s: float, num_tokens: int, freed: Work) -> float | None:
+    def _tbt_at_s(self, time_s: float, num_tokens: int, freed: Work) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
         work = self._forecast.at(time_s)
         work = Work(work.num_requests - freed.num_requests, work.num_tokens - freed.num_tokens)
-        if work.num_requests <= 0:
-            return None
         pool = self._view.decode_pool()
+        if work.num_requests < pool.num_instances:
+            return None
         return pool.mean_costs.seconds(
-            (work.num_requests + 1) / pool.num_instances, (work.num_tokens + num_tokens) / pool.num_instances
+            work.num_requests // pool.num_instances + 1, work.num_tokens / pool.num_instances + num_tokens
         )
 
 
