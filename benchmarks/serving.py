@@ -11,10 +11,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import httpx
 
@@ -38,8 +39,17 @@ class Timing:
     total_s: float
 
 
+class Completes(Protocol):
+    """Whoever sends a server completions with random prompts."""
+
+    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
+        """One streamed request."""
+
+    def close(self) -> None: ...
+
+
 class Client:
-    """Sends completions with random prompts."""
+    """Sends completions with random prompts, as token ids."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64))
@@ -60,21 +70,31 @@ class Client:
             "return_token_ids": True,
             "stream": True,
         }
-        started_s = time.perf_counter()
-        ttft_s = None
-        num_tokens = 0
-        with self._http.stream("POST", "/v1/completions", json=body) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    ttft_s = ttft_s or time.perf_counter() - started_s
-                    num_tokens += len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
-        if num_tokens != num_output_tokens or ttft_s is None:
-            raise RuntimeError(f"expected {num_output_tokens} tokens, got {num_tokens}")
-        return Timing(ttft_s, time.perf_counter() - started_s)
+        return timed(self._http, body, num_output_tokens, lambda event: len(event["choices"][0]["token_ids"]))
 
 
-def closed_loop(client: Client, concurrency: int, num_requests: int) -> tuple[float, list[Timing]]:
+def timed(
+    http: httpx.Client, body: object, num_output_tokens: int, num_tokens_of: Callable[[Any], int]
+) -> Timing:
+    """Send a completion and read its stream. `num_tokens_of` an event: those that it brings, or tells of.
+
+    Raises RuntimeError if they are not `num_output_tokens` in all.
+    """
+    started_s = time.perf_counter()
+    ttft_s = None
+    num_tokens = 0
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                ttft_s = ttft_s or time.perf_counter() - started_s
+                num_tokens += num_tokens_of(json.loads(line.removeprefix("data: ")))
+    if num_tokens != num_output_tokens or ttft_s is None:
+        raise RuntimeError(f"expected {num_output_tokens} tokens, got {num_tokens}")
+    return Timing(ttft_s, time.perf_counter() - started_s)
+
+
+def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple[float, list[Timing]]:
     """Output tokens a second with so many requests under way, and the timings of all."""
     started_s = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as threads:

@@ -5,6 +5,7 @@ Owns: the mix, the SLOs, what counts. Does not know: how requests are sent, whic
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from benchmarks.decoding.requests import Answer, Planned, Sender
 
@@ -12,6 +13,10 @@ SHORT, LONG = (120, 64), (1500, 16)
 """tokens of prompt and answer"""
 SHORT_SHARE = 0.8
 TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
+MIN_RATIO, MIN_RATIO_TUNED = 2.2, 1.75
+"""of our goodput by vLLM's: with its defaults, with its best size of chunks"""
+MIN_LONG_BY_SHORT = 0.9
+MIN_IN_TIME = 0.5
 
 
 def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned]:
@@ -30,27 +35,77 @@ def is_effective(answer: Answer) -> bool:
     return answer.is_whole and answer.ttft_s <= TTFT_SLO_S and answer.tbt_s <= TBT_SLO_S
 
 
-def attainment(answers: Sequence[Answer]) -> str:
-    """The share that is effective."""
-    return f"{sum(map(is_effective, answers)) / len(answers):.0%}" if answers else "-"
+class Row(NamedTuple):
+    """Of one server at one rate; shares are of the requests that were sent, None without any."""
+
+    rate_per_s: float
+    goodput_per_s: float
+    short_share: float | None
+    long_share: float | None
+
+    @property
+    def spares_no_kind(self) -> bool:
+        """Whether long prompts attain the SLOs about as often as short ones."""
+        if self.short_share is None or self.long_share is None:
+            return True
+        return self.long_share >= MIN_LONG_BY_SHORT * self.short_share
 
 
-async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> None:
-    """Print the rows of one server; each rate is offered for `duration_s`."""
+def row_of(rate_per_s: float, answers: Sequence[Answer], duration_s: float) -> Row:
+    """What was attained of all that was sent within `duration_s`."""
+
+    def share(kind: tuple[int, int]) -> float | None:
+        effective = [is_effective(a) for a in answers if a.request.num_prompt_tokens == kind[0]]
+        return sum(effective) / len(effective) if effective else None
+
+    num_effective = sum(map(is_effective, answers))
+    return Row(rate_per_s, num_effective / duration_s, share(SHORT), share(LONG))
+
+
+async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> Row:
+    """Print the rows of one server, each rate offered for `duration_s`; return the best.
+
+    Rates ascend. After one of which less than half was in time there is no other: more would only be later.
+    """
+    rows: list[Row] = []
+    await sender.send_all([Planned(0.0, *SHORT), Planned(0.0, *LONG)])  # the first ones allocate and compile
     for rate_per_s in rates_per_s:
         answers = await sender.send_all(poisson(rate_per_s, duration_s))
-        short = [answer for answer in answers if answer.request.num_prompt_tokens == SHORT[0]]
-        long = [answer for answer in answers if answer.request.num_prompt_tokens == LONG[0]]
+        row = row_of(rate_per_s, answers, duration_s)
+        rows.append(row)
         whole = [answer for answer in answers if answer.is_whole]
-        tbt_s = sorted(answer.tbt_s for answer in whole)
-        ttft_s = sorted(answer.ttft_s for answer in whole)
-        p90s = [f"{values[int(0.9 * len(values))]:.2f} s" if values else "-" for values in (ttft_s, tbt_s)]
-        num_refused = len(answers) - len(whole)
+        p90s = [_p90([a.ttft_s for a in whole]), _p90([a.tbt_s for a in whole])]
         print(
-            f"| {name} | {rate_per_s:g} | {sum(map(is_effective, answers)) / duration_s:.2f} "
-            f"| {attainment(short)} | {attainment(long)} | {num_refused} | {' | '.join(p90s)} |",
+            f"| {name} | {rate_per_s:g} | {row.goodput_per_s:.2f} | {_percent(row.short_share)} "
+            f"| {_percent(row.long_share)} | {len(answers) - len(whole)} | {' | '.join(p90s)} |",
             flush=True,
         )
+        if sum(map(is_effective, answers)) < MIN_IN_TIME * len(answers):
+            break
+    return max(rows, key=lambda row: row.goodput_per_s)
+
+
+def compare(ours: Row, peer: Row | None, tuned_peer: Row | None) -> bool:
+    """Print how often ours is a peer's best goodput. Whether all bars are met."""
+    is_met = ours.spares_no_kind
+    print(f"\nours at {ours.rate_per_s:g} req/s spares no kind of request: {'yes' if is_met else 'no'}")
+    for name, best, bar in (
+        ("its defaults", peer, MIN_RATIO),
+        ("its best chunk", tuned_peer, MIN_RATIO_TUNED),
+    ):
+        if best is not None:
+            ratio = ours.goodput_per_s / best.goodput_per_s if best.goodput_per_s else float("inf")
+            is_met &= ratio >= bar
+            print(f"goodput by vLLM's with {name}: {ratio:.2f} (bar {bar})", flush=True)
+    return is_met
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _p90(values: Sequence[float]) -> str:
+    return f"{sorted(values)[int(0.9 * len(values))]:.2f} s" if values else "-"
 
 
 HEADER = (

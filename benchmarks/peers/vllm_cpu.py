@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.hf_directory import hf_directory
+from benchmarks.peers.installing import run
+from benchmarks.serving import Client
 from benchmarks.store.peer import CACHE, PeerError
 from benchmarks.store.rounds import progress
 from mooncake.checkpoint import open_checkpoint
@@ -26,14 +28,16 @@ _UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
 """what it asks for and a language model does without; the builds that pip finds do not fit its torch"""
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 _END_DEADLINE_S = 60.0
+_MAX_MODEL_LEN = 4096
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
 class VllmCpu:
     """An installation, with what it has compiled and the default model, in one directory."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home.absolute()
+    def __init__(self, home: Path, cores: str) -> None:
+        """`cores` are those that compute, as in `0` or `0-1`."""
+        self._home, self._cores = home.absolute(), cores
         self._bin = self._home / "venv" / "bin"
         self._python = str(self._bin / "python")
 
@@ -66,14 +70,11 @@ class VllmCpu:
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
     def _run(self, *command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment("nobind"))
-        if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise PeerError(f"{PACKAGE} cannot be installed: {reason}")
-        return done.stdout
+        return run(PACKAGE, list(command), self.environment | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
-    def environment(self, cores: str) -> dict[str, str]:
-        """Of its processes; `cores` are those that compute, as in `0` or `0-1`.
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its processes.
 
         Intel's OpenMP is preloaded, as its documentation advises; it comes with the package.
         """
@@ -82,7 +83,7 @@ class VllmCpu:
         return {
             **kept,
             **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_CPU_OMP_THREADS_BIND": self._cores,
             "VLLM_CACHE_ROOT": str(self._home / "compiled"),
             # What it has compiled so it cannot load again, and says so in its log; inductor's cache works.
             "VLLM_USE_AOT_COMPILE": "0",
@@ -92,19 +93,24 @@ class VllmCpu:
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
 
-    def serve_command(self, port: int, max_model_len: int) -> list[str]:
+    def serve_command(self, port: int, *options: str) -> list[str]:
         """Its server on loopback. Prompts of benchmarks never repeat, so it need not look for prefixes."""
         return [
             *(str(self._bin / "vllm"), "serve", str(self.model)),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
+            *("--dtype", "bfloat16", "--max-model-len", str(_MAX_MODEL_LEN)),
             *("--kv-cache-memory-bytes", str(1 << 30)),
             "--no-enable-prefix-caching",
+            *options,
         ]
 
-    def offline(self, cores: str) -> "Offline":
+    def client(self, url: str) -> Client:
+        """For its server there."""
+        return Client(url)
+
+    def offline(self) -> "Offline":
         """Raises PeerError."""
-        return Offline([self._python, str(_DRIVER), str(self.model)], self.environment(cores))
+        return Offline([self._python, str(_DRIVER), str(self.model)], self.environment)
 
 
 class Offline:

@@ -80,11 +80,11 @@ def beside_vllm(num_rounds: int, sizes: Sequence[int], home: Path) -> bool:
     Both compute on the same core, in turn. vLLM's process that only hands prompts on may use others.
     """
     core = min(os.sched_getaffinity(0))
-    peer = VllmCpu(home)
+    peer = VllmCpu(home, str(core))
     peer.install()
     progress("starting vLLM, which compiles the model")
     rng = random.Random(0)
-    with contextlib.closing(peer.offline(str(core))) as theirs, on_core(core):
+    with contextlib.closing(peer.offline()) as theirs, on_core(core):
         sides: dict[str, Side] = {"ours": Engine(max(sizes)), "vLLM": theirs}
         print("| tokens, prefill alone | ours | vLLM | ratio |\n|---|---|---|---|", flush=True)
         is_met = True

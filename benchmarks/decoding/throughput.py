@@ -1,0 +1,70 @@
+"""Output tokens a second in a closed loop: of our server and of peers, each on all cores.
+
+Owns: concurrencies, medians over rounds, the bars. Does not know: how servers are started, who the peers are.
+"""
+
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks.serving import NUM_INPUT, NUM_OUTPUT, Completes, closed_loop
+
+CONCURRENCIES = (1, 8, 32)
+FURTHER_REQUESTS = 4
+"""so that one client alone sends enough"""
+MinRatio = Mapping[int, float]
+"""how many times a peer's tokens a second ours are to be, by concurrency"""
+
+
+class Sample(NamedTuple):
+    """Of one round, or the medians of several."""
+
+    tokens_per_s: float
+    ttft_p50_s: float
+
+
+class Measured:
+    """Samples of one server by concurrency."""
+
+    def __init__(self) -> None:
+        self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
+
+    def add(self, client: Completes, concurrencies: Sequence[int], per_client: int) -> None:
+        """One round; closes the client."""
+        with contextlib.closing(client):
+            for concurrency in concurrencies:
+                closed_loop(client, concurrency, concurrency)
+                rate, timings = closed_loop(client, concurrency, per_client * concurrency + FURTHER_REQUESTS)
+                ttft_s = statistics.median(timing.ttft_s for timing in timings)
+                self._samples[concurrency].append(Sample(rate, ttft_s))
+
+    def medians(self, concurrency: int) -> Sample:
+        return Sample(*map(statistics.median, zip(*self._samples[concurrency], strict=True)))
+
+
+def compare(
+    ours: Measured,
+    peers: Mapping[str, Measured],
+    min_ratios: Mapping[str, MinRatio],
+    concurrencies: Sequence[int],
+) -> bool:
+    """Print the table. Whether all bars are met."""
+    print(f"| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | server | tok/s | ours by it | TTFT p50 |")
+    print("|---|---|---|---|---|")
+    is_met = True
+    for concurrency in concurrencies:
+        our = ours.medians(concurrency)
+        print(f"| {concurrency} | ours | {_figures(our, '')} |")
+        for name, measured in peers.items():
+            their = measured.medians(concurrency)
+            ratio, bar = our.tokens_per_s / their.tokens_per_s, min_ratios[name].get(concurrency)
+            is_met &= bar is None or ratio >= bar
+            told = f"{ratio:.2f}" + ("" if bar is None else f" (bar {bar})")
+            print(f"| {concurrency} | {name} | {_figures(their, told)} |", flush=True)
+    return is_met
+
+
+def _figures(sample: Sample, told: str) -> str:
+    return f"{sample.tokens_per_s:.0f} | {told} | {1000 * sample.ttft_p50_s:.0f} ms"

@@ -1,0 +1,18 @@
+"""Commands that install a peer.
+
+Owns: their error. Does not know: what is installed.
+"""
+
+import subprocess
+from collections.abc import Mapping
+
+from benchmarks.store.peer import PeerError
+
+
+def run(package: str, command: list[str], environment: Mapping[str, str]) -> str:
+    """What it prints. Raises PeerError with the last line of its complaint."""
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise PeerError(f"{package} cannot be installed: {reason}")
+    return done.stdout
