@@ -161,10 +161,10 @@ def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
     [
         Sizes(),
         Sizes(num_pool_pages=16, num_device_pages=14),
-        Sizes(num_device_pages=20, max_batch=4),
+        Sizes(num_device_pages=20, max_batch=4, idle_cores=frozenset({0})),
         Sizes(num_device_pages=20, inline_prefill_tokens=30),
     ],
-    ids=["ample", "scarce", "preempting", "inlining"],
+    ids=["ample", "scarce", "preempting and giving way", "inlining"],
 )
 @pytest.mark.parametrize(
     ("seed", "num_requests"), [(0, 200), pytest.param(1, 2000, marks=pytest.mark.soak)], ids=["200", "2000"]
@@ -200,6 +200,8 @@ def test_random_aborts_leave_nothing_behind(
                 for first in range(16):
                     clients.create_task(client(cluster, range(first, num_requests, 16)))
             await cluster.assert_nothing_is_held()
+            gave_way = cluster.instances[1].decode.meter.stats.pause_s > 0
+            assert gave_way == bool(sizes.idle_cores)
         assert any(cancelled_after)
         assert not all(cancelled_after)
 
