@@ -3,8 +3,8 @@
 "The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Beside the spreading
 by forwarded requests, every few seconds: a prefix is worth one copy more for every so many uses. The instance
 with the least to do is told to fetch it, as bulk, so many bytes at a time at most. A copy that was ordered so
-is dropped when the uses have fallen to half of what it was made for, and somebody else holds it. Copies that
-requests have brought are the pools' to evict.
+is dropped when the uses have fallen to half of what it was made for, and another prefill instance holds it.
+Copies that requests have brought are the pools' to evict.
 
 Owns: which copies were ordered, and what became of them. Does not know: how blocks travel, the clock.
 """
@@ -112,14 +112,17 @@ class Replication:
 
     def _drop(self) -> list[Effect]:
         """Of copies that are surplus the blocks that have become cold."""
+        view = self._view
         effects = []
         num_dropped: Counter[BlockKey] = Counter()
         for name, copy in list(self._copies.items()):
             if not copy.is_there:
                 continue
-            tip = copy.keys[-1]
-            held = self._view.prefixes.match(copy.keys).num_blocks == len(copy.keys)
-            num_others = int(held.sum()) - num_dropped[tip] - 1
+            tip, slot = copy.keys[-1], view.slot_of(copy.instance.name)
+            assert slot is not None  # those of lost instances have been forgotten
+            held = view.loads.is_prefill & (view.prefixes.match(copy.keys).num_blocks == len(copy.keys))
+            held[slot] = False
+            num_others = int(held.sum()) - num_dropped[tip]
             num_warm = self._heat.depth(copy.keys, self._rules.uses_per_copy * num_others / 2)
             if num_others < 1 or num_warm == len(copy.keys):
                 continue

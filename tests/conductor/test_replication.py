@@ -187,6 +187,16 @@ def test_blocks_that_are_hot_stay_when_those_behind_them_are_dropped() -> None:
     assert cluster.round(4 * HALF_LIFE_S) == [("p1", "drop", 4)]
 
 
+def test_what_decode_instances_hold_makes_no_copy_surplus() -> None:
+    cluster, keys = Cluster(), keys_of("a", 10)
+    cluster.add("d1", Role.DECODE)
+    for holder in ("p0", "d0", "d1"):
+        cluster.store(holder, keys)
+    cluster.copied(keys)
+    assert cluster.round(HALF_LIFE_S) == [], "2.4 uses"
+    assert cluster.round(HALF_LIFE_S / 2) == [("p1", "drop", 10)]
+
+
 def test_the_last_copy_is_not_dropped() -> None:
     cluster, keys = Cluster(), keys_of("a", 10)
     cluster.store("p0", keys)
