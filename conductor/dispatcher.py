@@ -246,7 +246,10 @@ class Dispatcher:
         tracked.may_have_begun = False  # its first token would have left after the check
         tracked.last_failure, tracked.waiting_since_s = refused.reason, now_s
         tracked.move_to(RequestState.WAITING)
-        return effects + self._place_or_wait(tracked, now_s)
+        effects += self._place_or_wait(tracked, now_s)
+        if tracked.request_id in self._room:
+            self._num_released = self._assignments.num_released  # whoever refuses has no room
+        return effects
 
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
