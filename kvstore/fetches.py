@@ -141,8 +141,7 @@ class BlockFetch:
         try:
             parts = shares(self._segment.layout, sources)
             peers = [await self._peers.peer(share.messenger) for share in parts]
-            frame_bytes = min(peer.frame_bytes(urgency) for peer in peers)
-            for request in self._requests(frame_bytes, parts):
+            for request in self._requests(peers, parts, urgency):
                 asking = [
                     asyncio.create_task(self._ask(peer, share, request, urgency))
                     for peer, share in zip(peers, parts, strict=True)
@@ -161,15 +160,19 @@ class BlockFetch:
             for page in pages:
                 self._pool.unhold(page)
 
-    def _requests(self, frame_bytes: int, parts: Sequence[Share]) -> Iterator[_Request]:
-        """Layer by layer; of few blocks several layers at once, of many blocks a layer in several parts."""
+    def _requests(
+        self, peers: Sequence[Peer], parts: Sequence[Share], urgency: Urgency
+    ) -> Iterator[_Request]:
+        """Layer by layer; of few blocks several layers at once, of many blocks a layer in several parts, each
+        as large as may be asked for by then."""
         layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
         num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
         num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))
-        blocks_at_once = min(max(1, frame_bytes // (num_at_once * layer_bytes)), MAX_FRAME_ENTRIES)
         for layers in steps(self._segment.layout, parts, num_at_once):
             first = 0
             while first < self._num_wanted:
+                frame_bytes = min(peer.frame_bytes(urgency) for peer in peers)
+                blocks_at_once = min(max(1, frame_bytes // (num_at_once * layer_bytes)), MAX_FRAME_ENTRIES)
                 end = min(first + blocks_at_once, self._num_wanted)
                 yield _Request(layers, first, end)
                 first = end

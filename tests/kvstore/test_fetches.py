@@ -6,12 +6,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
+from kvstore import claims
+from kvstore.fetches import BlockFetch
 from kvstore.messages import Reservation
+from kvstore.pool import Pool
+from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
+from messenger.peer import Peer
+from messenger.peers import Peers
+from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.config import TransportChoice
 from mooncake.errors import PoolError
@@ -79,6 +88,22 @@ def hand_made(
 
 def blocks_of(reservation: Reservation, num_blocks: int) -> Reservation:
     return msgspec.structs.replace(reservation, blocks=reservation.blocks[:num_blocks])
+
+
+def test_pieces_become_smaller_as_soon_as_others_are_in_a_hurry() -> None:
+    blocks = [claims.Block(key, page, 0, False, 0, page) for page, key in enumerate(prompt_keys(8))]
+    segment = cast(Segment, SimpleNamespace(layout=LAYOUT))
+    reservation = claims.Reservation(1, 1, blocks)
+    fetch = BlockFetch(
+        cast(Pool, None), segment, cast(Peers, None), reservation, range(8), lambda *layers: None
+    )
+    num_blocks = 4
+    peer = cast(Peer, SimpleNamespace(frame_bytes=lambda urgency: num_blocks * LAYOUT.layer_bytes))
+    requests = fetch._requests([peer], [], Urgency.BULK)
+    pieces = [next(requests)]
+    num_blocks = 2
+    pieces += [next(requests), next(requests)]
+    assert [(piece.first, piece.end) for piece in pieces] == [(0, 4), (4, 6), (6, 8)]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
