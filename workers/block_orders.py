@@ -57,5 +57,7 @@ class BlockOrders:
                         await self._pool.fetch_ahead(reservation.reservation_id, order.shards, lacking)
                 finally:
                     await self._pool.release(reservation.reservation_id)
-        except (TimeoutError, PoolFullError) as error:
+        except TimeoutError:
+            log.info("%d blocks of a hot prefix did not come within %g s", len(order.keys), order.timeout_s)
+        except PoolFullError as error:
             log.info("%d blocks of a hot prefix are not copied: %s", len(order.keys), error)

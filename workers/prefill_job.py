@@ -259,9 +259,7 @@ class PrefillJob:
         num_blocks = self._num_expected_blocks
         first = self._layers.start
         if self._is_windowed and layer == first:
-            wait(
-                tuple(self._storing)
-            )  # what passes before this one have computed is loaded; copies take no time
+            wait(tuple(self._storing))  # of the passes before: what they have computed is loaded
         return not num_blocks or self.fetch is None or self.fetch.await_layer(layer - first, num_blocks)
 
     def _stored(self, layer: int, blocks: Sequence[PromptBlock], checksums: list[int]) -> None:
