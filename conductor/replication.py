@@ -146,8 +146,9 @@ class Replication:
         for keys in self._hot:
             for copy, source in self._lacking(keys, layout, left_bytes, now_s):
                 left_bytes -= copy.num_bytes
-                self._add(copy)
-                self.num_ordered_blocks += copy.num_bytes // layout.block_bytes
+                num_new_blocks = copy.num_bytes // layout.block_bytes
+                self.num_ordered_blocks += num_new_blocks
+                self._add(copy, len(copy.keys) - num_new_blocks, now_s)
                 order = Replicate(list(copy.keys), source.registration.shards, FETCH_S)
                 effects.append(Effect(copy.instance.identity, order))
         return effects
@@ -195,8 +196,8 @@ class Replication:
         """What instances will hold when the copies that are under way have come."""
         num_blocks = num_blocks.copy()
         for copy in self._copies.values():
-            depth = len(copy.keys)
-            if depth <= len(keys) and keys[depth - 1] == copy.keys[-1] and copy.is_under_way(now_s):
+            depth = min(len(copy.keys), len(keys))
+            if keys[depth - 1] == copy.keys[depth - 1] and copy.is_under_way(now_s):
                 slot = self._view.slot_of(copy.instance.name)
                 assert slot is not None  # those of lost instances have been forgotten
                 num_blocks[slot] = max(num_blocks.item(slot), depth)
@@ -224,7 +225,12 @@ class Replication:
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
         return int(holders[ahead_bytes.argmin()])
 
-    def _add(self, copy: Copy) -> None:
+    def _add(self, copy: Copy, num_held_blocks: int, now_s: float) -> None:
+        """It replaces one that ends where it goes on: a long prefix that comes in parts is one copy."""
+        if num_held_blocks:
+            earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)
+            if earlier is not None and earlier.is_under_way(now_s):
+                copy.num_bytes += earlier.num_bytes
         self._copies[copy.instance.name, copy.keys[-1]] = copy
         if len(self._copies) > MOST_COPIES:
             del self._copies[next(iter(self._copies))]

@@ -161,6 +161,11 @@ def test_no_more_than_so_many_bytes_are_under_way() -> None:
     cluster.ask(warm, 5)
     assert cluster.round() == [("p1", "p0", 10)]
     assert cluster.replication.num_ordered_blocks == 20
+    cluster.store("p1", warm)
+    assert cluster.round() == []
+    assert cluster.replication.num_copies == 2, "the parts are one"
+    cluster.round(5 * HALF_LIFE_S)
+    assert cluster.replication.num_dropped_blocks == 20
 
 
 def test_a_surplus_copy_is_dropped_at_half_the_uses_that_it_was_made_for() -> None:
