@@ -36,10 +36,6 @@ class KeptContext:
         """What `holder` was told to keep."""
         return self.keys[: self.num_pinned]
 
-    @property
-    def is_whole(self) -> bool:
-        return self.num_pinned == len(self.keys)
-
 
 class Contexts:
     """All caches, by their ids. What is to be said to whom is returned."""
