@@ -94,10 +94,11 @@ class Contexts:
         holder, num_held = self._best_holder(context)
         effects = self._unpin(context) if holder is not context.holder else []
         context.holder, context.num_pinned = holder, num_held
-        if holder is not None and (before != (holder, num_held) or context.renew_s <= now_s):
+        if before != (holder, num_held) or context.renew_s <= now_s:
             context.renew_s = now_s + RENEW_S
-            pin = Pin(context.pinned, min(PIN_S, context.expires_s - now_s))
-            effects.append(Effect(holder.identity, pin))
+            if holder is not None:
+                pin = Pin(context.pinned, min(PIN_S, context.expires_s - now_s))
+                effects.append(Effect(holder.identity, pin))
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:

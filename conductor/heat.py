@@ -38,7 +38,7 @@ class Heat:
 
     def note(self, keys: Sequence[BlockKey]) -> None:
         """A prompt with these blocks has come."""
-        if self._num_noted_blocks + len(keys) <= MOST_NOTED_BLOCKS:
+        if keys and self._num_noted_blocks + len(keys) <= MOST_NOTED_BLOCKS:
             self._noted.append(keys)
             self._num_noted_blocks += len(keys)
 

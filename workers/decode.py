@@ -87,7 +87,9 @@ class DecodeRunner:
         self._sealer = Sealer(pool, transfers)
         self.meter = DecodeMeter()
         self._double_check = DoubleCheck(self.meter, max_inline_tokens)
-        self._giving_way = GivingWay(self.meter)
+        self._giving_way = GivingWay(self.meter, max_batch)
+        self._resumption: asyncio.TimerHandle | None = None
+        """of a batch that gives way"""
         self._numbers = itertools.count()
         self._now_s = asyncio.get_running_loop().time
         self._reserving = asyncio.Lock()  # first come, first served
@@ -369,6 +371,8 @@ class DecodeRunner:
         return outputs
 
     def _plan(self) -> None:
+        if self._resumption is not None:
+            self._resumption.cancel()
         ready = self._batch.plan()
         if not ready:
             self.meter.idle()
@@ -379,7 +383,7 @@ class DecodeRunner:
             self._iterations.plan(ready)
         elif not is_running:
             self.meter.gives_way()
-            asyncio.get_running_loop().call_later(left_s, self._changed.set)
+            self._resumption = asyncio.get_running_loop().call_later(left_s, self._changed.set)
 
 
 def output_of(sequence: Sequence) -> tuple[str, TokenOutput]:

@@ -35,10 +35,10 @@ def pause_s(
 
 
 class GivingWay:
-    """Of one batch; predicts with what `meter` has learned."""
+    """Of one batch of `max_batch` sequences at most; predicts with what `meter` has learned."""
 
-    def __init__(self, meter: DecodeMeter) -> None:
-        self._meter = meter
+    def __init__(self, meter: DecodeMeter, max_batch: int) -> None:
+        self._meter, self._max_batch = meter, max_batch
         self._num_prefilled = 0
         self._ended_s = -math.inf
 
@@ -63,5 +63,6 @@ class GivingWay:
         num_tokens = sum(len(sequence.tokens) for sequence in ready)
         slos_s = [sequence.tbt_slo_s for sequence in ready if sequence.tbt_slo_s is not None]
         iteration_s = self._meter.tbt.predict_s(len(ready), num_tokens)
-        pause = pause_s(len(ready), self._num_prefilled, iteration_s, min(slos_s, default=None))
+        num_joining = min(self._num_prefilled, self._max_batch - len(ready))
+        pause = pause_s(len(ready), num_joining, iteration_s, min(slos_s, default=None))
         return pause if is_running else max(0.0, self._ended_s + pause - now_s)

@@ -5,6 +5,7 @@ Owns: the sampling thread. Does not know: what loads mean.
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -21,15 +22,17 @@ class LoadSampler:
         self._url = url
         self._rows: list[tuple[float, float, float]] = []
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = ThreadPoolExecutor(1)
 
     def __enter__(self) -> "LoadSampler":
-        self._thread.start()
+        self._sampling = self._thread.submit(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Raises what has kept it from sampling."""
         self._is_over.set()
-        self._thread.join()
+        with self._thread:
+            self._sampling.result()
 
     @property
     def rows(self) -> "np.ndarray[Any, Any]":

@@ -221,6 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--peer-home", type=Path, default=HOME, metavar="FOLDER", help="of section vllm")
     arguments = parser.parse_args()
+    arguments.timelines.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     is_met = asyncio.run(measure(arguments))
     if arguments.only in (None, "vllm"):
