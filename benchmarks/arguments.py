@@ -6,10 +6,14 @@ Owns: these. Does not know: any command.
 import argparse
 import sys
 from collections.abc import Callable
+from enum import StrEnum
+from typing import TypeVar
 
 from mooncake.errors import ConfigError, MooncakeError
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -50,3 +54,24 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return value
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """Tokens in and out, each 1 or more: `128/64`."""
+    try:
+        num_input, num_output = map(int, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected tokens in and out, as 128/64, got {text}") from None
+    return count(str(num_input)), count(str(num_output))
+
+
+def one_of(choices: type[Choice]) -> Callable[[str], Choice]:
+    """By its value."""
+
+    def choice(text: str) -> Choice:
+        try:
+            return choices(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(choices)}, got {text}") from None
+
+    return choice

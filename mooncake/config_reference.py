@@ -20,7 +20,8 @@ HEAD = """# Configuration
 
 A key such as `http.port` can stand in a YAML file (`--config FILE`), in the environment
 (`MOONCAKE_HTTP_PORT`) and on the command line (`--http-port`); the later of these wins. An unknown key or a
-bad value is an error that names it, so is a key that has no effect with the role.
+bad value is an error that names it, so is a key that says which instances run here if the role has none
+of them.
 `mooncake-serve --print-config` shows the result of all sources.
 
 Sizes take units (`512MiB`, `2GiB`), durations are in seconds, lists are YAML lists, or separated by commas

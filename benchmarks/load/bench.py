@@ -36,8 +36,8 @@ class Server(NamedTuple):
 def find_server(url: str, model: str | None, context_len: int | None) -> Server:
     """Asks for the server's models; the first one is taken. Raises ClientError."""
     url = url.rstrip("/").removesuffix("/v1")
-    request = urllib.request.Request(f"{url}/v1/models", headers=api_key_header())
     try:
+        request = urllib.request.Request(f"{url}/v1/models", headers=api_key_header())
         with urllib.request.urlopen(request, timeout=MODELS_TIMEOUT_S) as response:
             models = json.load(response)["data"]
         found = next(entry for entry in models if model in (None, entry["id"]))

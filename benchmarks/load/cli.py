@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.arguments import INTERRUPTED, count, exit_code, not_negative, positive
+from benchmarks.arguments import INTERRUPTED, count, exit_code, lengths, not_negative, positive
 from benchmarks.load.measures import Slo
 from benchmarks.load.pictures import draw
 from benchmarks.load.report import Report, print_report, save_report
@@ -286,7 +286,7 @@ def _id_range(text: str) -> tuple[int, int]:
 
 
 def _lengths(text: str) -> Mix:
-    num_input, num_output = map(count, text.split("/"))
+    num_input, num_output = lengths(text)
     return Mix((RequestClass(1.0, num_input, num_output),), TTFT_SLO_S, TBT_SLO_S)
 
 

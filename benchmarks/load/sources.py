@@ -15,8 +15,11 @@ import msgspec
 from benchmarks.traces.mixes import Mix, mixed
 from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import at_speed, jittered, until
-from benchmarks.traces.request import TraceRequest
+from benchmarks.traces.request import TraceError, TraceRequest
 from benchmarks.traces.synthetic import SyntheticLoad, synthesize
+
+MOST_TOO_LONG = 10_000
+"""requests that are left out before the first one fits: a load without end may have none that does"""
 
 
 class Source(Protocol):
@@ -122,6 +125,11 @@ class Plan:
             num_output = scaled(request.num_output_tokens, run.scale_lengths)
             if run.context_len is not None and num_input + num_output > run.context_len:
                 self.num_too_long += 1
+                if number == 0 and self.num_too_long == MOST_TOO_LONG:
+                    raise TraceError(
+                        f"the first {MOST_TOO_LONG:,} requests are all longer than the server's context,"
+                        f" {run.context_len:,} tokens"
+                    )
                 continue
             yield Planned(number, request.arrival_s, num_input, num_output, request.hash_ids)
             number += 1

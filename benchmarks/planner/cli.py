@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.arguments import count, exit_code, positive, share
+from benchmarks.arguments import count, exit_code, lengths, positive, share
 from benchmarks.planner import workload as workloads
 from benchmarks.planner.advice import advice
 from benchmarks.planner.goodput import Goodputs
@@ -109,7 +109,9 @@ def _workload(options: argparse.Namespace) -> Workload:
     else:
         num_input, num_output = options.lengths
         shared_tokens = int(options.shared_prefix * num_input) // BLOCK_TOKENS * BLOCK_TOKENS
-        load = SyntheticLoad(1.0, (num_input,), (num_output,), shared_prefix_tokens=shared_tokens)
+        load = SyntheticLoad(
+            1.0, (float(num_input),), (float(num_output),), shared_prefix_tokens=shared_tokens
+        )
     return workloads.of_synthetic(load, options.seed, options.num_requests)
 
 
@@ -129,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
     source = add_source(group)
-    source.add_argument("--lengths", type=_lengths, metavar="IN/OUT", help="tokens of every request")
+    source.add_argument("--lengths", type=lengths, metavar="IN/OUT", help="tokens of every request")
     shared_help = "share of a prompt of --lengths that all have in common, in whole blocks of 512 tokens"
     group.add_argument("--shared-prefix", type=share, default=0.0, metavar="SHARE", help=shared_help)
     rate_help = "requests/s that the cluster is to serve; the advice says whether it does"
@@ -152,8 +154,3 @@ def _add_slos(group: argparse._ArgumentGroup) -> None:
         )
     attainment_help = "share of the requests that must be within both (default: %(default)s)"
     group.add_argument("--attainment", type=share, default=0.9, metavar="SHARE", help=attainment_help)
-
-
-def _lengths(text: str) -> tuple[float, float]:
-    num_input, num_output = map(count, text.split("/"))
-    return float(num_input), float(num_output)

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from benchmarks.arguments import count, exit_code, positive
+from benchmarks.arguments import count, exit_code, one_of, positive
 from benchmarks.simulator.arguments import add_instances, add_source, setup_of
 from benchmarks.simulator.pictures import Drawn, draw
 from benchmarks.simulator.report import Report, print_report
@@ -163,10 +163,10 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--scheduling", type=Scheduling, choices=list(Scheduling))
+    group.add_argument("--scheduling", type=one_of(Scheduling), choices=list(Scheduling))
     group.add_argument("--kvcache-balancing-threshold", type=positive)
-    group.add_argument("--overload", type=Overload, choices=list(Overload))
-    group.add_argument("--eviction", type=EvictionPolicy, choices=list(EvictionPolicy))
+    group.add_argument("--overload", type=one_of(Overload), choices=list(Overload))
+    group.add_argument("--eviction", type=one_of(EvictionPolicy), choices=list(EvictionPolicy))
     group.add_argument("--ttft-slo", type=positive, dest="ttft_slo_s", metavar="SECONDS")
     group.add_argument("--tbt-slo", type=positive, dest="tbt_slo_s", metavar="SECONDS")
     rejection_help = "measure by the SLOs, reject nothing"

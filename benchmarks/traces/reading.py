@@ -75,6 +75,8 @@ class TraceFile:
                     yield request._replace(arrival_s=latest_s - first_s)
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise TraceError(f"{self.path} cannot be read: {error}") from None
+        if first_s is None:
+            raise TraceError(f"{self.path} has no request with an input and an output")
 
     def _open(self) -> TextIOWrapper:
         if self.path.suffix == ".gz":

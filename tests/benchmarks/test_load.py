@@ -26,6 +26,7 @@ from benchmarks.load.prompts import PromptMaker
 from benchmarks.load.sending import Sender
 from benchmarks.load.sources import MixSource, Plan, Planned, Run, SyntheticSource
 from benchmarks.traces.mixes import Mix, RequestClass
+from benchmarks.traces.request import TraceError
 from benchmarks.traces.synthetic import SyntheticLoad
 from tests.benchmarks.fake_server import FakeServer, answer, chunk, event, fake_server, tokens
 
@@ -184,6 +185,12 @@ def test_a_plan_leaves_out_what_the_server_cannot_hold_and_scales_the_rest() -> 
     assert max(request.num_input_tokens for request in requests) < 2000
     assert {request.num_output_tokens for request in requests} == {10}
     assert 60 < plan.num_too_long < 140
+
+
+def test_a_load_without_end_of_which_nothing_fits_is_an_error() -> None:
+    load = SyntheticLoad(1.0, (3000,), (100,))
+    with pytest.raises(TraceError, match="longer than the server's context, 2,000 tokens"):
+        next(iter(Plan(a_run(source=SyntheticSource(load), context_len=2000, num_requests=1))))
 
 
 # -- schedule ---------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"none\.csv cannot be read"):
         list(TraceFile(tmp_path / "none.csv"))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(line(0, 10, 1).encode())[:-9])
+    with pytest.raises(TraceError, match=r"left\.jsonl has no request"):
+        list(written(tmp_path / "left.jsonl", line(0, 10, 0)))
     with pytest.raises(TraceError, match=r"cut\.jsonl\.gz cannot be read"):
         list(TraceFile(tmp_path / "cut.jsonl.gz"))
 
