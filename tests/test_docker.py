@@ -65,6 +65,12 @@ def test_every_setting_of_the_services_is_a_valid_key() -> None:
     assert roles == {"conductor", "prefill", "decode"}
 
 
+def test_instances_have_the_time_to_drain_before_they_are_killed() -> None:
+    drain_s = load_config(None, {}, {}).worker.drain_timeout_s
+    for service in (OURS["prefill"], OURS["decode"]):
+        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s
+
+
 def test_instances_can_be_scaled_and_find_the_conductor() -> None:
     address = OURS["conductor"]["networks"]["cluster"]["ipv4_address"]
     for service in (OURS["prefill"], OURS["decode"]):
