@@ -21,7 +21,7 @@ from conductor.front.front import Front, beside, key_of
 from conductor.front.generation import Generation
 from conductor.front.model import ServedModel
 from conductor.front.openapi import described
-from conductor.front.prompt import ChatPrefix, prefix_tokens, prompts_of, tenant_root
+from conductor.front.prompt import ChatPrefix, check_num_messages, prefix_tokens, prompts_of, tenant_root
 from conductor.front.response import until_hang_up
 from conductor.front.schema import (
     MAX_CACHE_NAME_CHARS,
@@ -135,7 +135,7 @@ def context_caches(front: Front) -> APIRouter:
 
 def _read(body: bytes, front: Front, key: ApiKey | None) -> _Beginning:
     """Raises RequestError."""
-    wanted = parse(ContextCacheRequest, body)
+    wanted = parse(ContextCacheRequest, body, functools.partial(check_num_messages, model=front.model))
     check_model(wanted.model, front.config.served_model_name)
     if (wanted.prompt is None) == (wanted.messages is None):
         raise RequestError(

@@ -6,7 +6,7 @@ tools consist of (`conversation`, `tools`), other fields.
 
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from conductor.front.conversation import index_of_tool_use, rendered_messages
@@ -60,8 +60,7 @@ def chat_tokens(
 
     The first `num_before` messages are not the client's of today: the others are numbered from 0.
     """
-    if len(messages) > model.context_len:  # each takes at least one token
-        raise _too_long(f"{len(messages)} messages", model.context_len, "messages")
+    _check_num_messages(len(messages), model)
     rendered = rendered_messages(messages, num_before)
     _check_num_chars(sum(len(entry["content"]) for entry in rendered), model, "messages")
     described = rendered_tools(tools)
@@ -79,6 +78,13 @@ def chat_tokens(
         rendered, described = describe_tools(rendered, described), []
     variables = {"tools": described} if described else {}
     return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt, **variables)
+
+
+def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None:
+    """Raises RequestError if a body has more messages than the model has room for."""
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        _check_num_messages(len(messages), model)
 
 
 def num_prompts_of(prompt: object) -> int:
@@ -144,6 +150,11 @@ def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) 
                 param=where,
                 code="invalid_value",
             )
+
+
+def _check_num_messages(num: int, model: ServedModel) -> None:
+    if num > model.context_len:  # each takes at least one token
+        raise _too_long(f"{num} messages", model.context_len, "messages")
 
 
 def _check_num_chars(num_chars: int, model: ServedModel, path: str) -> None:

@@ -3,6 +3,7 @@
 Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may run in a thread.
 """
 
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, SkipValidation
@@ -10,7 +11,7 @@ from pydantic import Field, SkipValidation
 from conductor.front.body import parse, refusing_depth
 from conductor.front.fields import KnownFields, ListOf
 from conductor.front.model import ServedModel
-from conductor.front.prompt import chat_tokens, check_token_ids, text_tokens
+from conductor.front.prompt import chat_tokens, check_num_messages, check_token_ids, text_tokens
 from conductor.front.schema import Message, check_message_fields, check_model
 from conductor.front.tools import MAX_TOOLS, ToolFields
 from mooncake.errors import RequestError
@@ -37,7 +38,7 @@ class DetokenizeRequest(KnownFields):
 
 def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
     """The answer to `/tokenize`. Raises RequestError."""
-    request = parse(TokenizeRequest, body)
+    request = parse(TokenizeRequest, body, partial(check_num_messages, model=model))
     check_model(request.model, served_model_name)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(

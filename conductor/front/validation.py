@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import msgspec
 
@@ -19,6 +20,7 @@ from conductor.front.model import ServedModel
 from conductor.front.prompt import (
     NO_PREFIX,
     chat_prompt,
+    check_num_messages,
     num_prompts_of,
     prompts_of,
     tenant_root,
@@ -155,7 +157,10 @@ def _read_job(
 ) -> Job:
     request: ChatCompletionRequest | CompletionRequest
     is_chat = endpoint is Endpoint.CHAT
-    request = parse(ChatCompletionRequest, body) if is_chat else parse(CompletionRequest, body)
+    if is_chat:
+        request = parse(ChatCompletionRequest, body, partial(check_num_messages, model=model))
+    else:
+        request = parse(CompletionRequest, body)
     check_extra_fields(request)
     check_model(request.model, served_model_name)
     if request.stream_options is not None and not request.stream:

@@ -283,6 +283,14 @@ def test_max_tokens_defaults_fit_the_context() -> None:
     assert completion(prompt="x" * 99, max_tokens=1).sampling[0].max_tokens == 1
 
 
+def test_more_messages_than_tokens_fit_are_refused_before_each_is_looked_at() -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(messages=[1] * 101)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError, match=r"messages\[0\]|messages\.0"):
+        chat(messages=[1] * 100)
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "numbers"),
     [("x" * 100, {}, ["100 tokens"]), ("x" * 90, {"max_tokens": 11}, ["90", "11", "101", "100"])],
