@@ -419,8 +419,8 @@ class Dispatcher:
         return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
 
     def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str) -> list[Effect]:
-        """Reject what was never placed; what was has failed."""
-        if tracked.attempt:
+        """Reject it if the client has read nothing; else it has failed."""
+        if tracked.may_have_begun:
             return self.fail(tracked, message)
         return self._reject(tracked, reason, message)
 

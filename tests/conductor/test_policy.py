@@ -464,8 +464,9 @@ def test_a_request_does_not_wait_for_ever() -> None:
     for now_s in (4.0, 8.0, 12.0):
         conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)
         effects = conductor.tick(now_s)
-    [failed] = [effect.message for effect in effects if isinstance(effect.message, Failed)]
-    assert "d0 is not connected" in failed.message
+    [rejected] = [effect.message for effect in effects if isinstance(effect.message, Rejected)]
+    assert "d0 is not connected" in rejected.message
+    assert (rejected.status, rejected.retry_after_s) == (503, 1.0)
     assert conductor.num_running == 0
 
 
