@@ -128,7 +128,9 @@ async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: 
     port = free_port()
     url = f"http://127.0.0.1:{port}"
 
-    async def best(name: str, command: list[str], ready: str, rates: str, peer: Peer | None = None) -> Row:
+    async def rows_of(
+        name: str, command: list[str], ready: str, rates: str, peer: Peer | None = None
+    ) -> list[Row]:
         environment = None if peer is None else peer.environment
         with serving(command, url + ready, environment, output=log):
             async with client() as http:
@@ -139,7 +141,8 @@ async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: 
                 )
 
     print(goodput.HEADER, flush=True)
-    ours = await best("ours", our_command(port, flags), "/ready", arguments.rates)
+    rows = await rows_of("ours", our_command(port, flags), "/ready", arguments.rates)
+    ours = goodput.best_that_spares_no_kind(rows)
     theirs: list[Row] = []
     if "vllm" in arguments.peers:
         vllm = VllmCpu(arguments.peer_home, arguments.peer_cores)
@@ -148,7 +151,8 @@ async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: 
             options = ("--max-num-batched-tokens", chunk) if chunk else ()
             name = f"vLLM, chunks of {chunk}" if chunk else "vLLM"
             command = vllm.serve_command(port, *options)
-            theirs.append(await best(name, command, "/health", arguments.peer_rates, vllm))
+            rows = await rows_of(name, command, "/health", arguments.peer_rates, vllm)
+            theirs.append(goodput.best(rows))
     tuned = max(theirs[1:], key=operator.attrgetter("goodput_per_s"), default=None)
     return goodput.compare(ours, theirs[0] if theirs else None, tuned)
 

@@ -62,8 +62,8 @@ def row_of(rate_per_s: float, answers: Sequence[Answer], duration_s: float) -> R
     return Row(rate_per_s, num_effective / duration_s, share(SHORT), share(LONG))
 
 
-async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> Row:
-    """Print the rows of one server, each rate offered for `duration_s`; return the best.
+async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> list[Row]:
+    """Print and return the rows of one server, each rate offered for `duration_s`.
 
     Rates ascend. After one of which less than half was in time there is no other: more would only be later.
     """
@@ -82,7 +82,17 @@ async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], durat
         )
         if sum(map(is_effective, answers)) < MIN_IN_TIME * len(answers):
             break
+    return rows
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """The most goodput, whoever it is made of."""
     return max(rows, key=lambda row: row.goodput_per_s)
+
+
+def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
+    """If there is none, `best`."""
+    return best([row for row in rows if row.spares_no_kind] or rows)
 
 
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None) -> bool:

@@ -6,7 +6,18 @@ from typing import cast
 
 import pytest
 
-from benchmarks.decoding.goodput import LONG, SHORT, Row, compare, is_effective, measure, poisson, row_of
+from benchmarks.decoding.goodput import (
+    LONG,
+    SHORT,
+    Row,
+    best,
+    best_that_spares_no_kind,
+    compare,
+    is_effective,
+    measure,
+    poisson,
+    row_of,
+)
 from benchmarks.decoding.requests import Answer, Planned, Sender
 
 
@@ -64,10 +75,16 @@ class ServerOf:
 
 def test_a_server_is_known_by_its_best_rate_and_offered_no_more_once_it_is_overloaded() -> None:
     server = ServerOf(2.5, 100.0)
-    best = asyncio.run(measure("a server", cast(Sender, server), [1.0, 2.0, 4.0, 8.0], 100.0))
-    assert best.rate_per_s == 2.0
-    assert best.goodput_per_s == pytest.approx(2.0, rel=0.2)
+    rows = asyncio.run(measure("a server", cast(Sender, server), [1.0, 2.0, 4.0, 8.0], 100.0))
+    assert best(rows).rate_per_s == 2.0
+    assert best(rows).goodput_per_s == pytest.approx(2.0, rel=0.2)
     assert server.num_sent[1:] == [len(poisson(rate, 100.0)) for rate in (1.0, 2.0, 4.0)]
+
+
+def test_ours_is_known_by_its_best_rate_at_which_long_prompts_are_not_turned_away() -> None:
+    fair, greedy = Row(2, 1.9, 1.0, 0.95), Row(4, 3.4, 1.0, 0.4)
+    assert best_that_spares_no_kind([Row(1, 0.9, 1.0, 1.0), fair, greedy]) is fair
+    assert best_that_spares_no_kind([greedy, Row(5, 2.0, 1.0, 0.1)]) is greedy
 
 
 @pytest.mark.parametrize(
