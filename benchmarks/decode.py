@@ -24,7 +24,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -40,7 +39,7 @@ from benchmarks.decoding.requests import Sender, client
 from benchmarks.decoding.throughput import CONCURRENCIES, Measured, compare
 from benchmarks.peers.transformers_serve import TransformersServe
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
-from benchmarks.servers import Server, ServerError, free_port, serving
+from benchmarks.servers import Server, ServerError, free_port, serving, telling_why
 from benchmarks.serving import Client, Completes, our_command
 from benchmarks.store.peer import PeerError
 from benchmarks.store.rounds import progress
@@ -185,28 +184,23 @@ def main() -> None:
         default=",".join(map(str, sorted(os.sched_getaffinity(0)))),
         help="those of a peer's computing threads; default: all",
     )
-    parser.add_argument("--rates", default="1,1.5,2", help="goodput: requests a second, ascending")
-    parser.add_argument("--peer-rates", default="0.3,0.5,0.7", help="goodput: the same for vLLM")
+    parser.add_argument("--rates", default="1.2,1.6,2,2.5,4", help="goodput: requests a second, ascending")
+    parser.add_argument("--peer-rates", default="0.8,1.1,1.4,1.8", help="goodput: the same for vLLM")
     parser.add_argument(
         "--peer-chunks", nargs="*", default=["256"], help="goodput: vLLM's, beside its default"
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="goodput: how long requests come")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would leave vLLM behind
     arguments, flags = parser.parse_known_args()
-    with tempfile.TemporaryFile() as log:
-        try:
-            is_met = True
-            match arguments.only:
-                case "throughput":
-                    is_met = measure(arguments, flags, log.fileno())
-                case "interference":
-                    is_met = asyncio.run(measure_interference(flags, log.fileno()))
-                case "goodput":
-                    is_met = asyncio.run(measure_goodput(arguments, flags, log.fileno()))
-        except (PeerError, ServerError) as error:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").splitlines()
-            sys.exit("\n".join([*lines[-20:], str(error)]))
+    is_met = True
+    with telling_why(PeerError, ServerError) as log:
+        match arguments.only:
+            case "throughput":
+                is_met = measure(arguments, flags, log)
+            case "interference":
+                is_met = asyncio.run(measure_interference(flags, log))
+            case "goodput":
+                is_met = asyncio.run(measure_goodput(arguments, flags, log))
     if not is_met:
         sys.exit("a bar is not met")
 

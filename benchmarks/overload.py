@@ -35,7 +35,7 @@ from benchmarks.load.outcomes import Kind
 from benchmarks.load.sources import MixSource, Run
 from benchmarks.overloading.sampling import LoadSampler, swing
 from benchmarks.overloading.slowed import VOCAB_SIZE
-from benchmarks.servers import ServerError, free_port, serving
+from benchmarks.servers import ServerError, free_port, serving, telling_why
 from benchmarks.store.rounds import progress
 from benchmarks.traces.mixes import Mix, RequestClass
 from mooncake.config import Overload
@@ -189,18 +189,11 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     rates = [float(rate) for rate in arguments.rates.split(",")]
     is_met = True
-    with tempfile.TemporaryFile() as log, Clients(1) as clients:
-        try:
-            if arguments.only != "swing":
-                is_met &= measure_excess(clients, rates, arguments.seconds, flags, log.fileno())
-            if arguments.only != "excess":
-                is_met &= measure_swing(
-                    clients, arguments.rate, arguments.seconds, flags, log.fileno(), arguments.picture
-                )
-        except ServerError as error:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").splitlines()
-            sys.exit("\n".join([*lines[-20:], str(error)]))
+    with Clients(1) as clients, telling_why(ServerError) as log:
+        if arguments.only != "swing":
+            is_met &= measure_excess(clients, rates, arguments.seconds, flags, log)
+        if arguments.only != "excess":
+            is_met &= measure_swing(clients, arguments.rate, arguments.seconds, flags, log, arguments.picture)
     if not is_met:
         sys.exit("a bar is not met")
 

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,6 +21,18 @@ END_DEADLINE_S = 60.0
 
 class ServerError(Exception):
     """A server did not start."""
+
+
+@contextlib.contextmanager
+def telling_why(*errors: type[Exception]) -> Iterator[int]:
+    """A file for what servers print. One of `errors` ends the program, with the last lines of that."""
+    with tempfile.TemporaryFile() as log:
+        try:
+            yield log.fileno()
+        except errors as error:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").splitlines()
+            sys.exit("\n".join([*lines[-20:], str(error)]))
 
 
 class Server:

@@ -13,7 +13,6 @@ import functools
 import mmap
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 
 from messenger.readiness import Readiness
@@ -29,8 +28,6 @@ _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
 AHEAD_BYTES = 72 * 1024
 """room for a small frame with its payload"""
-_STRAGGLES_S = 50e-6
-"""the rest of such a frame behind its beginning"""
 
 
 class Stream:
@@ -171,23 +168,6 @@ class Stream:
             finally:
                 self._is_waiting_ahead = False
         await self.take_turns()
-
-    def look_for(self, num_bytes: int) -> bool:
-        """Whether so many are `ahead`, the last of them perhaps after a moment: what is sent in one piece may
-        come in two, and to wait for the second one costs more."""
-        if num_bytes > AHEAD_BYTES:
-            return num_bytes <= self.num_ahead
-        until_s = 0.0
-        while num_bytes > self.num_ahead:
-            try:
-                self._receive_ahead()
-            except BlockingIOError:
-                now_s = time.perf_counter()
-                until_s = until_s or now_s + _STRAGGLES_S
-                if now_s > until_s:
-                    return False
-                os.sched_yield()
-        return True
 
     @property
     def may_poll(self) -> bool:

@@ -251,7 +251,7 @@ class TcpInlet:
     def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        if not self._stream.look_for(sum(map(len, views))):
+        if sum(map(len, views)) > self._stream.num_ahead:
             return None
         checksums = []
         for view in views:

@@ -97,24 +97,6 @@ def test_large_buffers_are_filled_behind_small_ones(family: int) -> None:
     run(test())
 
 
-def test_stragglers_are_looked_for() -> None:
-    async def test() -> None:
-        async with pair(socket.AF_INET) as (near, far):
-            await near.send([b"1234"])
-            await far.more(lambda: far.num_ahead == 4)
-            assert far.look_for(4)
-            assert not far.look_for(5), "nothing more comes"
-            await near.send([b"5", bytes(1000)])
-            await until(lambda: far.look_for(1005))
-            assert far.num_ahead == 1005
-            far.take(1005)
-            near.shut_down()
-            with pytest.raises(ConnectionResetError):
-                await until(lambda: far.look_for(1))
-
-    run(test())
-
-
 def test_a_peer_that_closes_ends_the_waiting() -> None:
     async def test() -> None:
         async with pair() as (near, far):
