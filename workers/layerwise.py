@@ -7,6 +7,7 @@ layers only: then a layer waits for the store of the one whose memory it takes.
 Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -30,12 +31,24 @@ class PromptBlock:
     device_page: int
     pool_page: int
     next_layer: int
-    stored: dict[int, int] = field(default_factory=dict)
-    """by layer, checksums of what a window of layers has stored and will load again"""
+    first_stored: int = 0
+    stored: "array[int] | None" = None
+    """checksums of what a window of layers has stored and will load again, one layer after the other from
+    `first_stored` on: 8 bytes each, for thousands of blocks"""
+
+    def keep_checksum(self, layer: int, checksum: int) -> None:
+        """Of a layer that has been stored here, as the one before it."""
+        if self.stored is None:
+            self.first_stored, self.stored = layer, array("Q")
+        assert layer == self.first_stored + len(self.stored), "layers are stored in order, each once"
+        self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
         """None: the pool knows it."""
-        return self.stored.get(layer)
+        position = layer - self.first_stored
+        if self.stored is None or not 0 <= position < len(self.stored):
+            return None
+        return self.stored[position]
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +139,7 @@ class LayerTransfers:
         checksums = self._copies.store(layer, blocks, computed)
         if self._window is not None:
             for block, checksum in zip(blocks, checksums, strict=True):
-                block.stored[layer] = checksum
+                block.keep_checksum(layer, checksum)
         part.on_stored(layer, blocks, checksums)
 
 

@@ -175,6 +175,15 @@ def test_memory_is_not_taken_from_stores_of_a_prompt_that_was_dropped_meanwhile(
     transfers.close()
 
 
+def test_checksums_of_what_was_stored_here_count_and_no_others() -> None:
+    """Of a block whose first layers were fetched: the pool knows those."""
+    block = PromptBlock(device_page=0, pool_page=0, next_layer=2)
+    assert block.stored_checksum(2) is None
+    for layer, checksum in ((2, 2**64 - 1), (3, 0)):
+        block.keep_checksum(layer, checksum)
+    assert [block.stored_checksum(layer) for layer in range(5)] == [None, None, 2**64 - 1, 0, None]
+
+
 def process(role: Role, flags: dict[tuple[str, ...], str]) -> WorkerProcess:
     return WorkerProcess(
         cluster_key=ClusterKey.generate(),
