@@ -13,6 +13,7 @@ import logging
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -29,16 +30,19 @@ from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
-from mooncake.bus import PeerGoneError, Router
+from mooncake.bus import PeerGoneError, Router, peer_identity
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import ConductorConfig, ConductorProcess
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError
-from mooncake.messages import ToConductor
+from mooncake.line import Inbox, Line
+from mooncake.messages import FromFront, ToConductor
 from mooncake.process import Ready, child_main, report
 from mooncake.profile import load_profile
 
 TICK_S = 0.5
+OWN_FRONT = peer_identity("front", 0)
+"""those of other processes are numbered at random"""
 log = logging.getLogger(__name__)
 
 
@@ -49,11 +53,13 @@ class ConductorService:
         self,
         conductor: Conductor,
         router: Router[ToConductor],
+        front: Line[Any, FromFront],
         follower: EventFollower,
         history: History,
     ) -> None:
+        """`router` is for workers, and fronts in other processes; `front` for the one in this process."""
         self._conductor = conductor
-        self._router = router
+        self._router, self._front = router, front
         self._follower = follower
         self._history = history
         self._num_changes_followed = 0
@@ -63,12 +69,19 @@ class ConductorService:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tick())
             group.create_task(self._follower.run())
+            group.create_task(self._hear_own_front())
             while True:
-                sender, message = await self._router.recv()
-                now_s = time.monotonic()
-                effects = self._conductor.handle(sender, message, now_s)
-                self._history.observe(sender, message, effects, now_s)
-                await self._carry_out(effects)
+                await self._react(*await self._router.recv())
+
+    async def _hear_own_front(self) -> None:
+        while True:
+            await self._react(OWN_FRONT, await self._front.recv())
+
+    async def _react(self, sender: bytes, message: ToConductor) -> None:
+        now_s = time.monotonic()
+        effects = self._conductor.handle(sender, message, now_s)
+        self._history.observe(sender, message, effects, now_s)
+        await self._carry_out(effects)
 
     async def _tick(self) -> None:
         while True:
@@ -84,6 +97,9 @@ class ConductorService:
         pending = list(effects)
         while pending:
             effect = pending.pop(0)
+            if effect.peer == OWN_FRONT:
+                await self._front.send(effect.message)
+                continue
             try:
                 await self._router.send(effect.peer, effect.message)
             except PeerGoneError as error:
@@ -137,7 +153,6 @@ async def serve(process: ConductorProcess) -> None:
         front = FrontConfig(
             host=config.http.host,
             port=config.http.port,
-            control_endpoint=config.conductor.endpoint,
             reply_endpoint=config.conductor.reply_endpoint,
             served_model_name=config.served_model_name or checkpoint.name,
             ttft_slo_s=config.conductor.ttft_slo_s,
@@ -153,6 +168,8 @@ async def serve(process: ConductorProcess) -> None:
             cors_origins=tuple(config.http.cors_origins),
             cluster_key=process.cluster_key,
         )
+        from_front, to_front = Inbox[FromFront](), Inbox[Any]()
+        own_front = Line(to_front, from_front)
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
         follower = EventFollower(conductor.prefixes, process.cluster_key)
         history = History()
@@ -161,10 +178,11 @@ async def serve(process: ConductorProcess) -> None:
         display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(ConductorService(conductor, router, follower, history).run())
+                group.create_task(ConductorService(conductor, router, own_front, follower, history).run())
                 await serve_front(
                     front,
                     model,
+                    Line(from_front, to_front),
                     registry,
                     listener,
                     lambda url: report(_ready(url, front, model, config.role == "all")),

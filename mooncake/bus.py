@@ -6,6 +6,9 @@ instead of reaching the new one.
 
 Both sides hold the cluster's key; what crosses is encrypted, and a stranger gets nowhere (`mooncake.curve`).
 
+The event loop is told of arrivals by the socket's own descriptor: `zmq.asyncio` spends several times as
+much processor time on a message as all that is done here.
+
 Owns: sockets, encoding, peer identities. Does not know: what the messages mean.
 """
 
@@ -15,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from mooncake.curve import LARGEST_MESSAGE_BYTES, ConnectionWatch, Gate, use_key
 from mooncake.errors import ConfigError, TransferError
@@ -26,6 +28,8 @@ _encode = msgspec.msgpack.Encoder().encode
 LOGGED_CHARS = 200
 QUEUE_LEN = 10_000
 """messages that may wait for a peer: a minute and more of decoding steps"""
+MAX_IN_A_ROW = 16
+"""messages that are received before others have a turn in the event loop"""
 log = logging.getLogger(__name__)
 
 
@@ -39,11 +43,53 @@ def peer_identity(instance: str, incarnation: int) -> bytes:
 
 
 class _Socket(Generic[Incoming]):
-    def __init__(self, socket: zmq.asyncio.Socket, incoming: Any) -> None:
+    """Needs a running event loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], incoming: Any) -> None:
         self._socket = socket
         self._socket.set_hwm(QUEUE_LEN)
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self.num_malformed = 0
+        self._num_in_a_row = 0
+        self._arrival: asyncio.Future[None] | None = None
+        """for whoever waits for a message"""
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._look)
+
+    async def _frames(self) -> list[bytes]:
+        """The next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row > MAX_IN_A_ROW:
+            self._num_in_a_row = 0
+            await asyncio.sleep(0)
+        while True:
+            try:
+                return self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._num_in_a_row = 0
+                self._arrival = self._loop.create_future()
+                await self._arrival
+
+    def _send(self, frames: list[bytes]) -> None:
+        """Raises zmq.ZMQError, also if it would have to wait."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        finally:
+            self._look()
+
+    def _look(self) -> None:
+        """To be called whenever libzmq may have taken in what came: its descriptor tells of each arrival
+        once, and not at all of what a call to the socket has found by the way."""
+        has_come = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if has_come and self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _forget(self) -> None:
+        """To be called before the socket is closed."""
+        self._loop.remove_reader(self._descriptor)
+        if self._arrival is not None:
+            self._arrival.cancel()
 
     def _parse(self, sender: bytes, payload: bytes) -> Incoming | None:
         try:
@@ -57,14 +103,11 @@ class _Socket(Generic[Incoming]):
 
 
 class Router(_Socket[Incoming]):
-    """Binds `endpoint` for holders of `key`; `incoming` is the union of message types that may arrive.
-
-    Needs a running event loop.
-    """
+    """Binds `endpoint` for holders of `key`; `incoming` is the union of message types that may arrive."""
 
     def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
         self._gate = Gate(key)
-        super().__init__(self._gate.socket(zmq.ROUTER), incoming)
+        super().__init__(zmq.Socket.shadow(self._gate.socket(zmq.ROUTER)), incoming)
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         try:
@@ -80,15 +123,15 @@ class Router(_Socket[Incoming]):
         return self._gate.num_refused
 
     def close(self) -> None:
-        """Close at once; the endpoint is free afterwards."""
+        """Close at once; the endpoint is free afterwards. Idempotent."""
+        if not self._socket.closed:
+            self._forget()
         self._gate.close()
 
     async def recv(self) -> tuple[bytes, Incoming]:
         """The next well-formed message and its sender's identity."""
         while True:
-            # Queued messages come without suspending; a burst of them must not starve the event loop.
-            await asyncio.sleep(0)
-            frames = await self._socket.recv_multipart()
+            frames = await self._frames()
             if len(frames) != 2:
                 self.num_malformed += 1
                 continue
@@ -99,7 +142,7 @@ class Router(_Socket[Incoming]):
     async def send(self, peer: bytes, message: msgspec.Struct) -> None:
         """Raises `PeerGoneError` when `peer` is not connected or does not read."""
         try:
-            await self._socket.send_multipart([peer, _encode(message)], flags=zmq.NOBLOCK)
+            self._send([peer, _encode(message)])
         except zmq.ZMQError as error:
             raise PeerGoneError(
                 f"cannot send {type(message).__name__} to {peer!r}: {error.strerror}"
@@ -107,13 +150,10 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """Connects to a `Router` with the same `key` at `endpoint`, now or when it appears, under `identity`.
-
-    Needs a running event loop.
-    """
+    """Connects to a `Router` with the same `key` at `endpoint`, now or when it appears, under `identity`."""
 
     def __init__(self, endpoint: str, identity: bytes, incoming: Any, key: ClusterKey) -> None:
-        super().__init__(zmq.asyncio.Context.instance().socket(zmq.DEALER), incoming)
+        super().__init__(zmq.Context.instance().socket(zmq.DEALER), incoming)
         self._socket.linger = 0
         self._socket.identity = identity
         use_key(self._socket, key)
@@ -130,13 +170,13 @@ class Dealer(_Socket[Incoming]):
         if self._socket.closed:
             return
         self._watch.close()
+        self._forget()
         self._socket.close(linger=int(1000 * linger_s))
 
     async def recv(self) -> Incoming:
         """The next well-formed message."""
         while True:
-            await asyncio.sleep(0)  # as in `Router.recv`
-            frames = await self._socket.recv_multipart()
+            frames = await self._frames()
             message = self._parse(self.endpoint.encode(), frames[-1])
             if message is not None:
                 return message
@@ -153,7 +193,7 @@ class Dealer(_Socket[Incoming]):
                 f" it takes {LARGEST_MESSAGE_BYTES}"
             )
         try:
-            await self._socket.send(payload, flags=zmq.NOBLOCK)
+            self._send([payload])
         except zmq.ZMQError as error:
             raise PeerGoneError(
                 f"cannot send {type(message).__name__} to {self.endpoint}: {error.strerror}"

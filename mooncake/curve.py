@@ -158,7 +158,7 @@ class ConnectionWatch:
     That is all that a socket with another key, or without one, gets to see.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, key: ClusterKey) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: ClusterKey) -> None:
         self._endpoint, self._key = endpoint, key
         self._is_in_handshake = False
         self._num_failures = 0
@@ -218,7 +218,7 @@ class _Reader:
 class _Monitor:
     """Calls `on_event(event, value)` in the event loop for what happens to the connections of `socket`."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, on_event: Callable[[int, int], None]) -> None:
+    def __init__(self, socket: zmq.Socket[Any], on_event: Callable[[int, int], None]) -> None:
         self._socket, self._on_event = socket, on_event
         address = f"inproc://events-{next(_monitor_ids)}"
         socket.monitor(address, EVENTS)

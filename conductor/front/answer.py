@@ -3,6 +3,7 @@
 Owns: the JSON of answers. Does not know: where text comes from, how it is sent.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +19,24 @@ from conductor.front.validation import Endpoint, Job, UsageShown
 STREAM_END = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
+_PLACE = "text goes here: " + secrets.token_hex(16)
 
 
 def event(body: dict[str, Any]) -> bytes:
     """`body` as one server-sent event."""
     return b"data: " + _encode(body) + b"\n\n"
+
+
+class _TextEvent:
+    """The event of a choice that gains nothing but text, all made but the text: most events are such."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, with_place: bytes) -> None:
+        self._head, self._tail = with_place.split(_encode(_PLACE))
+
+    def of(self, text: str) -> bytes:
+        return b"".join((self._head, _encode(text), self._tail))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -41,8 +55,10 @@ class AnswerFormat:
         "_base",
         "_chat",
         "_chunk_base",
+        "_is_text_alone",
         "_object",
         "_return_token_ids",
+        "_text_events",
         "_token_bytes",
         "_tool_answers",
         "_unstarted",
@@ -64,6 +80,14 @@ class AnswerFormat:
         }
         self._chunk_base = {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
         self._token_bytes = model.tokenizer.token_bytes
+        self._is_text_alone = (
+            not self._tool_answers
+            and not self._return_token_ids
+            and self._usage_shown is not UsageShown.IN_EACH_CHUNK
+            and all(params.num_logprobs is None for params in job.sampling)
+        )
+        self._text_events: dict[int, _TextEvent] = {}
+        """of choices that have begun, if text is all that comes of them"""
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         """The answer that is not streamed; `choices` are complete and in order."""
@@ -72,7 +96,12 @@ class AnswerFormat:
 
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
         """The events of `delta`; none if it shows nothing new. `usage`: with it, if the client wants that."""
+        text_event = self._text_events.get(delta.choice_index)
+        if text_event is not None and delta.finish_reason is None:
+            return text_event.of(delta.text) if delta.text else b""
         counts = self._counts(usage)
+        if self._is_text_alone:
+            self._text_events[delta.choice_index] = self._text_event(delta.choice_index, counts)
         is_new = bool(delta.text) or self._has_shown_tokens(delta)
         if not self._chat:
             if not is_new and delta.finish_reason is None:
@@ -90,6 +119,10 @@ class AnswerFormat:
         if delta.finish_reason is not None:
             events += self._chunk(_without_tokens(delta), {"delta": {}}, counts)
         return events
+
+    def _text_event(self, choice_index: int, counts: dict[str, Any]) -> _TextEvent:
+        content = {"delta": {"content": _PLACE}} if self._chat else {"text": _PLACE}
+        return _TextEvent(self._chunk(Delta(choice_index, _PLACE, [], None), content, counts))
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream."""

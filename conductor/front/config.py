@@ -11,13 +11,12 @@ from mooncake.keys import ClusterKey
 
 
 class FrontConfig(BaseModel):
-    """`control_endpoint` is the Conductor's; `reply_endpoint` is bound here, and workers connect to it."""
+    """`reply_endpoint` is bound here, and workers connect to it."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
-    control_endpoint: str
     reply_endpoint: str
     cluster_key: ClusterKey
     served_model_name: str = Field(min_length=1)

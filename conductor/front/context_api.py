@@ -19,6 +19,7 @@ from conductor.front.context_caches import ContextCache
 from conductor.front.fields import WHOLE, KnownFields, ListOf
 from conductor.front.front import Front, beside, key_of
 from conductor.front.generation import Generation
+from conductor.front.link import Event
 from conductor.front.model import ServedModel
 from conductor.front.openapi import described
 from conductor.front.prompt import ChatPrefix, check_num_messages, prefix_tokens, prompts_of, tenant_root
@@ -38,6 +39,7 @@ from conductor.front.validation import Endpoint, Job, Prompt, UsageShown, fit_in
 from mooncake.api_keys import ApiKey
 from mooncake.blocks import block_keys
 from mooncake.errors import RequestError
+from mooncake.line import Inbox
 from mooncake.messages import DropContext, KeepContext, SamplingParams
 
 PATH = "/v1/context_caches"
@@ -188,9 +190,11 @@ def _job_for(
 async def _compute(front: Front, job: Job) -> None:
     """Raises RequestError. Its blocks are in a pool then."""
     generation = Generation(job, front.model, front.link, front.metrics, _now())
-    async with aclosing(generation.deltas()) as deltas:
-        async for _ in deltas:
-            pass
+    inbox = Inbox[Event]()
+    async with aclosing(generation):
+        await generation.begin(inbox.put_nowait)
+        while not generation.is_over:
+            await generation.gain(await inbox.get())
 
 
 async def _keep(front: Front, cache: ContextCache, ttl_s: int) -> None:

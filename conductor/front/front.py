@@ -19,7 +19,7 @@ from conductor.front.context_caches import ContextCaches
 from conductor.front.context_metrics import ContextMetrics
 from conductor.front.errors import RETRY_AFTER_S, UnavailableError
 from conductor.front.grammars import WantedGrammar
-from conductor.front.link import Link
+from conductor.front.link import ConductorPeer, Link
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
@@ -41,17 +41,18 @@ class Front:
         self,
         config: FrontConfig,
         model: ServedModel,
+        conductor: ConductorPeer,
         registry: CollectorRegistry,
         display: Display | None = None,
     ) -> None:
-        """Raises ConfigError for endpoints that cannot be used."""
+        """Raises ConfigError for an endpoint that cannot be used."""
         self.config, self.model = config, model
         self.registry, self.display = registry, display
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.caches = ContextCaches(config.context_cache_tokens)
         ContextMetrics(self.caches, registry, asyncio.get_running_loop().time)
         self.link = Link(
-            config.control_endpoint,
+            conductor,
             config.reply_endpoint,
             config.cluster_key,
             model.fingerprint,

@@ -5,11 +5,11 @@ Does not know: HTTP, the answer's format, where the tokens come from.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conductor.front.link import Inbox, Link, Lost, Received
+from conductor.front.link import Event, Link, Lost, Receive, Received
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
@@ -72,45 +72,55 @@ class Generation:
             request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
             for index, request in enumerate(job.requests(link.reply_to))
         }
+        self._running: dict[str, _Choice] = {}
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Submit all choices and yield what they gain until each has ended. Raises RequestError.
+    async def begin(self, receive: Receive) -> None:
+        """Submit all choices; what comes for them goes to `receive`. Raises RequestError.
 
-        Closing it early (`aclosing`) cancels the choices that still run.
+        Must be closed (`aclosing`), also when it has raised: that cancels the choices that still run.
         """
-        inbox = Inbox()
-        running: dict[str, _Choice] = {}
-        try:
-            for request_id, choice in self._choices.items():
-                await self._link.submit(choice.request, inbox)
-                running[request_id] = choice
-                self._metrics.choice_submitted()
-            while running:
-                event = await inbox.get()
-                if event.request_id not in running:
-                    continue  # ended by a stop string; this was on its way
-                choice = running[event.request_id]
-                if isinstance(event, Lost):
-                    raise event.error
-                delta = self._advance(choice, event)
-                if delta.finish_reason is not None:
-                    del running[event.request_id]
-                    await self._link.cancel(event.request_id)
-                    self._metrics.choice_ended(started=True)
-                    self._metrics.choice_finished(
-                        delta.finish_reason, _now() - self._arrived_s, choice.ttft_s, choice.gaps_s
-                    )
-                yield delta
-        finally:
-            for request_id, choice in running.items():
-                await self._link.cancel(request_id)
-                self._metrics.choice_ended(started=choice.last_s is not None)
-            for prompt_index, prompt in enumerate(self._job.prompts):
-                if any(choice.last_s is not None for choice in self._choices_of(prompt_index)):
-                    num_cached = self._num_cached(prompt_index)
-                    self._metrics.prompt_received(len(prompt.token_ids), num_cached)
-                    if self._job.cache_use is not None:
-                        self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
+        for request_id, choice in self._choices.items():
+            await self._link.submit(choice.request, receive)
+            self._running[request_id] = choice
+            self._metrics.choice_submitted()
+
+    @property
+    def is_over(self) -> bool:
+        """Every choice has ended."""
+        return not self._running
+
+    async def gain(self, event: Event) -> Delta | None:
+        """What a choice has gained with `event`, the next that was received. Raises RequestError.
+
+        None: the choice had ended by a stop string, and this was on its way.
+        """
+        choice = self._running.get(event.request_id)
+        if choice is None:
+            return None
+        if isinstance(event, Lost):
+            raise event.error
+        delta = self._advance(choice, event)
+        if delta.finish_reason is not None:
+            del self._running[event.request_id]
+            await self._link.cancel(event.request_id)
+            self._metrics.choice_ended(started=True)
+            self._metrics.choice_finished(
+                delta.finish_reason, _now() - self._arrived_s, choice.ttft_s, choice.gaps_s
+            )
+        return delta
+
+    async def aclose(self) -> None:
+        """Nobody wants more of it."""
+        for request_id, choice in self._running.items():
+            await self._link.cancel(request_id)
+            self._metrics.choice_ended(started=choice.last_s is not None)
+        self._running.clear()
+        for prompt_index, prompt in enumerate(self._job.prompts):
+            if any(choice.last_s is not None for choice in self._choices_of(prompt_index)):
+                num_cached = self._num_cached(prompt_index)
+                self._metrics.prompt_received(len(prompt.token_ids), num_cached)
+                if self._job.cache_use is not None:
+                    self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -1,4 +1,4 @@
-"""The front's two sockets: one to the Conductor, one where workers send tokens.
+"""The front's two connections: one to the Conductor, one where workers send tokens.
 
 Owns: the heartbeat with the Conductor, the requests in flight, and the fencing of what arrives for them.
 Does not know: HTTP, text.
@@ -11,14 +11,12 @@ told anew.
 import asyncio
 import contextlib
 import logging
-import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
-from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
+from mooncake.bus import PeerGoneError, Router
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.keys import ClusterKey
@@ -32,6 +30,7 @@ from mooncake.messages import (
     Ended,
     Failed,
     FinishReason,
+    FromFront,
     FrontHello,
     InstanceDrains,
     Interrupted,
@@ -79,34 +78,18 @@ class Lost(NamedTuple):
 
 FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains
 Event = Received | Lost
+Receive = Callable[[Event], None]
+"""gets the events of one request, in order, as soon as they come; raises nothing"""
 
 
-class Inbox:
-    """Events for one reader. An `asyncio.Queue` does the same for three times the processor time, and
-    every token passes here."""
+class ConductorPeer(Protocol):
+    """The way to the Conductor: `mooncake.bus.Dealer`, or a `mooncake.line.Line` within its process."""
 
-    __slots__ = ("_arrival", "_events")
+    async def send(self, message: FromFront, /) -> None:
+        """Does not wait. Raises PeerGoneError."""
 
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._arrival: asyncio.Future[None] | None = None
-
-    def __len__(self) -> int:
-        """Events that were not read."""
-        return len(self._events)
-
-    def put_nowait(self, event: Event) -> None:
-        """Give the reader one more."""
-        self._events.append(event)
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    async def get(self) -> Event:
-        """The oldest one that was not read; waits for it."""
-        while not self._events:
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
-        return self._events.popleft()
+    async def recv(self) -> FromConductor:
+        """The next message."""
 
 
 @dataclass(slots=True)
@@ -114,7 +97,7 @@ class Reception:
     """How far one request's tokens have arrived. Every attempt gives the same token at the same position."""
 
     request: Request
-    inbox: Inbox
+    receive: Receive
     last_s: float
     attempt: tuple[int, int] = (0, 0)
     """epoch of the Conductor that placed it, and attempt"""
@@ -155,7 +138,7 @@ class Link:
 
     def __init__(
         self,
-        control_endpoint: str,
+        conductor: ConductorPeer,
         reply_endpoint: str,
         key: ClusterKey,
         fingerprint: str,
@@ -163,16 +146,11 @@ class Link:
         on_dropped: Callable[[], None] = lambda: None,
         kept: Callable[[], Sequence[KeepContext]] = tuple,
     ) -> None:
-        """Raises ConfigError for unusable endpoints. `on_dropped` is called for each stale output, `kept` for
-        the context caches that a restarted Conductor is to be told of.
+        """Raises ConfigError for an unusable endpoint. `on_dropped` is called for each stale output, `kept`
+        for the context caches that a restarted Conductor is to be told of.
         """
-        identity = peer_identity("front", secrets.randbits(64))
+        self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
-        try:
-            self._conductor: Dealer[FromConductor] = Dealer(control_endpoint, identity, FromConductor, key)
-        except BaseException:
-            self._replies.close()
-            raise
         self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
         self._block_size = block_size
         self._on_dropped, self._kept = on_dropped, kept
@@ -208,24 +186,23 @@ class Link:
         return None if reception is None else len(reception.token_ids)
 
     async def run(self) -> None:
-        """Receive until cancelled, then close both sockets."""
+        """Receive until cancelled, then close the workers' socket."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._receive_from_conductor())
                 group.create_task(self._receive_tokens())
                 group.create_task(self._beat())
         finally:
-            self._conductor.close()
             self._replies.close()
 
-    async def submit(self, request: Request, inbox: Inbox) -> None:
-        """Send `request`; its tokens, or the reason why none follow, go to `inbox`.
+    async def submit(self, request: Request, receive: Receive) -> None:
+        """Send `request`; its tokens, or the reason why none follow, go to `receive`.
 
         Raises UnavailableError.
         """
         if self._ended is not None:
             raise self._ended
-        self._in_flight[request.request_id] = Reception(request, inbox, _now())
+        self._in_flight[request.request_id] = Reception(request, receive, _now())
         try:
             await self._conductor.send(Submit(request))
         except PeerGoneError as error:
@@ -261,9 +238,14 @@ class Link:
         await self._give_up(error)
 
     async def _give_up(self, error: RequestError) -> None:
-        for request_id, reception in list(self._in_flight.items()):
-            reception.inbox.put_nowait(Lost(request_id, error))
-            await self.cancel(request_id)
+        for request_id in list(self._in_flight):
+            await self._lose(request_id, error)
+
+    async def _lose(self, request_id: str, error: RequestError) -> None:
+        """Its tokens, if more of them come, are of no use."""
+        reception = self._in_flight[request_id]
+        await self.cancel(request_id)
+        reception.receive(Lost(request_id, error))
 
     async def _beat(self) -> None:
         while True:
@@ -339,9 +321,7 @@ class Link:
                 try:
                     self._deliver(output, now_s)
                 except GenerationFailedError as error:
-                    request_id = output.ref.request_id
-                    self._in_flight[request_id].inbox.put_nowait(Lost(request_id, error))
-                    await self.cancel(request_id)
+                    await self._lose(output.ref.request_id, error)
 
     def _deliver(self, output: TokenOutput, now_s: float) -> None:
         """Raises GenerationFailedError as `Reception.accept`."""
@@ -355,23 +335,18 @@ class Link:
             self._on_dropped()
             return
         reception.last_s, reception.num_silent_beats = now_s, 0
-        if new or output.finish_reason is not None:
-            reception.inbox.put_nowait(
-                Received(
-                    request_id,
-                    new,
-                    output.num_cached_tokens,
-                    output.finish_reason,
-                    output.logprobs[len(output.token_ids) - len(new) :],
-                )
-            )
         if output.finish_reason is not None:
             del self._in_flight[request_id]
+        if new or output.finish_reason is not None:
+            logprobs = output.logprobs[len(output.token_ids) - len(new) :]
+            reception.receive(
+                Received(request_id, new, output.num_cached_tokens, output.finish_reason, logprobs)
+            )
 
     def _end(self, request_id: str, error: RequestError) -> None:
         reception = self._in_flight.pop(request_id, None)
         if reception is not None:  # else the client has gone in the meantime
-            reception.inbox.put_nowait(Lost(request_id, error))
+            reception.receive(Lost(request_id, error))
 
 
 def _rejection(status: int, message: str, retry_after_s: float | None) -> RequestError:

@@ -5,6 +5,7 @@ client's connection. Does not know: what is in an answer.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -17,7 +18,9 @@ from conductor.front.answer import AnswerFormat, event
 from conductor.front.boundary import DIRECT_SEND
 from conductor.front.errors import error_body, error_response
 from conductor.front.generation import Delta, Generation, joined
+from conductor.front.link import Event
 from conductor.front.metrics import Metrics, Outcome
+from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 
 T = TypeVar("T")
@@ -37,58 +40,106 @@ def outcome_of(error: RequestError) -> Outcome:
 
 
 class GenerationResponse(Response):
-    """Runs `generation` and sends what comes. A client that hangs up ends it at once."""
+    """Runs `generation` and sends what comes. A client that hangs up ends it at once.
+
+    What the link receives is sent within the same turn of the event loop, without a task. To a client that
+    does not read it is sent by a task, later, and what comes meanwhile waits as token ids.
+    """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
         super().__init__()
         self._generation, self._answers, self._metrics = generation, answers, metrics
-        self._send_answer = self._send_stream if stream else self._send_whole
+        self._send_delta, self._send_end = (
+            (self._stream_delta, self._stream_end) if stream else (self._keep_delta, self._send_whole)
+        )
+        self._events: deque[Event] = deque()
+        """received and not sent"""
+        self._is_sending = self._has_started = self._has_ended = False
+        self._slow_sending: asyncio.Task[None] | None = None
+        self._parts: dict[int, list[Delta]] = {}
+        """of each choice of an answer that is not streamed"""
+        self._outcome = Outcome.ABORTED
+        self._bug: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome = Outcome.ABORTED
+        self._scope, self._receive, self._send = scope, receive, send
+        self._task = asyncio.current_task()
         try:
-            outcome = await until_hang_up(receive, self._send_answer(scope, receive, send))
-        except ClientDisconnect:
-            return
-        except Exception:
-            outcome = Outcome.FAILED
-            raise
+            async with aclosing(self._generation):
+                try:
+                    await self._generation.begin(self._on_event)
+                except RequestError as error:
+                    await self._send_error(error)
+                # The server says so too when the answer has been sent.
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+        except asyncio.CancelledError:
+            if self._bug is None:
+                raise
+            raise self._bug from None
         finally:
-            self._metrics.request_ended(outcome)
+            self._metrics.request_ended(self._outcome)
+            if self._slow_sending is not None:
+                self._slow_sending.cancel()
+                await asyncio.wait([self._slow_sending])
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
-        parts: dict[int, list[Delta]] = {}
+    def _on_event(self, event: Event) -> None:
+        if self._has_ended:
+            return
+        self._events.append(event)
+        if not self._is_sending:
+            self._slow_sending = run_eagerly(self._send_what_has_come())
+
+    async def _send_what_has_come(self) -> None:
+        self._is_sending = True
         try:
-            async with aclosing(self._generation.deltas()) as deltas:
-                async for delta in deltas:
-                    parts.setdefault(delta.choice_index, []).append(delta)
+            while self._events:
+                delta = await self._generation.gain(self._events.popleft())
+                if delta is not None:
+                    await self._send_delta(delta)
+                    if self._generation.is_over:
+                        self._has_ended = True
+                        await self._send_end()
+                        self._outcome = Outcome.FINISHED
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
-            return outcome_of(error)
-        whole = [joined(parts[index]) for index in range(len(parts))]
+            await self._send_error(error)
+        except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
+            self._outcome, self._bug = Outcome.FAILED, error
+            assert self._task is not None
+            self._task.cancel()  # it waits for the client to hang up
+        finally:
+            self._is_sending = False
+
+    async def _keep_delta(self, delta: Delta) -> None:
+        self._parts.setdefault(delta.choice_index, []).append(delta)
+
+    async def _send_whole(self) -> None:
+        whole = [joined(self._parts[index]) for index in range(len(self._parts))]
         body = self._answers.whole(whole, self._generation.usage())
-        await Response(body, media_type="application/json")(scope, receive, send)
-        return Outcome.FINISHED
+        await self._respond(Response(body, media_type="application/json"))
 
-    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
-        started = False
-        try:
-            async with aclosing(self._generation.deltas()) as deltas:
-                async for delta in deltas:
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                        send = scope["extensions"][DIRECT_SEND]
-                    if events := self._answers.chunks(delta, self._generation.usage):
-                        await send({"type": "http.response.body", "body": events, "more_body": True})
-            outcome, end = Outcome.FINISHED, self._answers.end(self._generation.usage())
-        except RequestError as error:
-            outcome, end = outcome_of(error), event(error_body(error))
-            if not started:
-                await error_response(error)(scope, receive, send)
-                return outcome
-        await send({"type": "http.response.body", "body": end})
-        return outcome
+    async def _stream_delta(self, delta: Delta) -> None:
+        if not self._has_started:
+            self._has_started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            self._send = self._scope["extensions"][DIRECT_SEND]
+        if events := self._answers.chunks(delta, self._generation.usage):
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def _stream_end(self) -> None:
+        end = self._answers.end(self._generation.usage())
+        await self._send({"type": "http.response.body", "body": end})
+
+    async def _send_error(self, error: RequestError) -> None:
+        self._has_ended = True
+        self._outcome = outcome_of(error)
+        if self._has_started:
+            await self._send({"type": "http.response.body", "body": event(error_body(error))})
+        else:
+            await self._respond(error_response(error))
+
+    async def _respond(self, response: Response) -> None:
+        await response(self._scope, self._receive, self._send)
 
 
 async def until_hang_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -23,6 +23,7 @@ from conductor.front.config import FrontConfig
 from conductor.front.connection import connections
 from conductor.front.errors import UnavailableError
 from conductor.front.front import Front
+from conductor.front.link import ConductorPeer
 from conductor.front.model import ServedModel
 from mooncake.config import host_and_port
 from mooncake.errors import ConfigError
@@ -78,6 +79,7 @@ def listen(host: str, port: int, option: str | None = None) -> socket.socket:
 async def serve(
     config: FrontConfig,
     model: ServedModel,
+    conductor: ConductorPeer,
     registry: CollectorRegistry,
     listener: socket.socket | None = None,
     on_listening: Callable[[str], None] = lambda _: None,
@@ -97,7 +99,7 @@ async def serve(
         if config.admin_listen is not None:
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
-        front = Front(config, model, registry, display)
+        front = Front(config, model, conductor, registry, display)
         listeners = [(main, _server(create_app(front), config, certificate))]
         if admin is not None:
             listeners.append((admin, _server(create_admin_app(front), config, certificate)))

@@ -2,10 +2,11 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from benchmarks.load.instant_workers import InstantInstance
 from conductor.event_follower import EventFollower
-from conductor.front.link import Inbox, Link, Received
+from conductor.front.link import Event, Link, Received
 from conductor.history import History
 from conductor.policy import Conductor
 from conductor.rules import Limits
@@ -13,14 +14,15 @@ from conductor.service import ConductorService
 from mooncake.blocks import KVLayout
 from mooncake.bus import Router
 from mooncake.keys import ClusterKey
-from mooncake.messages import FinishReason, Request, Role, SamplingParams, ToConductor
+from mooncake.line import Inbox, Line
+from mooncake.messages import FinishReason, FromFront, Request, Role, SamplingParams, ToConductor
 
 DEADLINE_S = 20.0
 FINGERPRINT = "f" * 32
 LAYOUT = KVLayout(2, 1, 8, 16, "float32")
 
 
-async def tokens_of(inbox: Inbox) -> list[int]:
+async def tokens_of(inbox: Inbox[Event]) -> list[int]:
     token_ids: list[int] = []
     while True:
         event = await inbox.get()
@@ -37,9 +39,10 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
     control, replies = f"ipc://{folder}/control", f"ipc://{folder}/replies"
     conductor = Conductor(1, FINGERPRINT, Limits())
     router: Router[ToConductor] = Router(control, ToConductor, key)
-    link = Link(control, replies, key, FINGERPRINT, LAYOUT.block_size)
+    from_front, to_front = Inbox[FromFront](), Inbox[Any]()
+    link = Link(Line(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size)
     follower = EventFollower(conductor.prefixes, key)
-    service = ConductorService(conductor, router, follower, History())
+    service = ConductorService(conductor, router, Line(to_front, from_front), follower, History())
     instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in Role]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         runs = (service.run(), link.run(), *(one.run() for one in instances))
@@ -48,10 +51,10 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
             await instance.is_registered.wait()
         while link.cluster is None:
             await asyncio.sleep(0.01)
-        inboxes = [Inbox(), Inbox()]
+        inboxes = [Inbox[Event](), Inbox[Event]()]
         for index, inbox in enumerate(inboxes):
             sampling = SamplingParams(max_tokens=5 + index)
-            await link.submit(Request(f"r{index}", [7, 8, 9], [], sampling, link.reply_to), inbox)
+            await link.submit(Request(f"r{index}", [7, 8, 9], [], sampling, link.reply_to), inbox.put_nowait)
         answers = [await tokens_of(inbox) for inbox in inboxes]
         while conductor.num_running:
             await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from conductor.effects import Effect
-from conductor.front.link import Inbox, Reception
+from conductor.front.link import Reception
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from kvstore.segment import Segment
@@ -273,7 +273,7 @@ class MiniCluster:
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
         request = Request(request_id, prompt, keys, sampling, "front", bool(salt), root)
-        answer = self.answers[request_id] = Answer(Reception(request, Inbox(), 0.0))
+        answer = self.answers[request_id] = Answer(Reception(request, lambda _: None, 0.0))
         self.requests[request_id] = request
         self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))
         return answer

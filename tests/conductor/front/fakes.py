@@ -23,7 +23,9 @@ from prometheus_client import CollectorRegistry
 
 from conductor.front import server
 from conductor.front.config import FrontConfig
+from conductor.front.link import FromConductor
 from conductor.front.model import ServedModel
+from mooncake.bus import Dealer, peer_identity
 from mooncake.curve import Gate, use_key
 from mooncake.errors import RequestError
 from mooncake.grammar import Grammars, Vocabulary
@@ -36,6 +38,7 @@ from mooncake.messages import (
     DropContext,
     Failed,
     FinishReason,
+    FromFront,
     FrontHello,
     InstanceDrains,
     KeepContext,
@@ -116,7 +119,6 @@ def _byte_level_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-FromFront = FrontHello | Submit | Continue | Cancel | Drain | KeepContext | DropContext
 Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]
 
 
@@ -232,6 +234,11 @@ class FakeCluster:
             assert self._changed.wait_for(condition, DEADLINE_S), "it did not happen within the deadline"
 
 
+def conductor_peer(control_endpoint: str) -> Dealer[FromConductor]:
+    """What a front in a process of its own has. Needs a running event loop."""
+    return Dealer(control_endpoint, peer_identity("front", 1), FromConductor, CLUSTER_KEY)
+
+
 class Running:
     """A front that serves, and its cluster."""
 
@@ -271,25 +278,28 @@ def running_front(directory: Path, model: ServedModel, **config: Any) -> Iterato
 
     async def main() -> None:
         front_config = FrontConfig(
-            control_endpoint=f"ipc://{directory}/control",
             reply_endpoint=f"ipc://{directory}/reply",
             cluster_key=CLUSTER_KEY,
             served_model_name=MODEL_NAME,
             shutdown_grace_s=0,
             **config,
         )
-        cluster = FakeCluster(front_config.control_endpoint)
+        cluster = FakeCluster(f"ipc://{directory}/control")
+        conductor = conductor_peer(f"ipc://{directory}/control")
         registry = CollectorRegistry()
 
         def on_listening(url: str) -> None:
             started.append(Running(cluster, url, registry, model))
             is_up.set()
 
-        serving = asyncio.create_task(server.serve(front_config, model, registry, listener, on_listening))
+        serving = asyncio.create_task(
+            server.serve(front_config, model, conductor, registry, listener, on_listening)
+        )
         faking = asyncio.create_task(cluster.run())
         loop = asyncio.get_running_loop()
         stop.append((loop, serving))
         await asyncio.wait([serving])
+        conductor.close()
         faking.cancel()
         await asyncio.wait([faking])
 

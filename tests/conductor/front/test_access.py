@@ -26,6 +26,7 @@ from conductor.front.errors import RateLimitedError
 from conductor.front.validation import Endpoint, Job, read_job
 from mooncake.api_keys import ApiKey, add_api_key, digest
 from mooncake.errors import ConfigError, RequestError
+from mooncake.line import Inbox, Line
 from mooncake.messages import Request
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
@@ -337,13 +338,12 @@ def test_the_address_of_the_admin_listener_may_be_taken(tmp_path: Path) -> None:
         config = FrontConfig(
             port=0,
             admin_listen=f"127.0.0.1:{taken.getsockname()[1]}",
-            control_endpoint=f"ipc://{tmp_path}/control",
             reply_endpoint=f"ipc://{tmp_path}/reply",
             cluster_key=CLUSTER_KEY,
             served_model_name=MODEL_NAME,
         )
         with pytest.raises(ConfigError, match="in use; choose another with --http-admin-listen"):
-            asyncio.run(server.serve(config, byte_model(), CollectorRegistry()))
+            asyncio.run(server.serve(config, byte_model(), Line(Inbox(), Inbox()), CollectorRegistry()))
 
 
 def test_what_keys_may_and_do_is_measured_and_no_key_is_told(

@@ -15,6 +15,7 @@ from conductor.front.config import FrontConfig
 from conductor.front.model import load_served_model
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError
+from mooncake.line import Inbox, Line
 from mooncake.messages import FinishReason, Request
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
@@ -32,13 +33,12 @@ def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         config = FrontConfig(
             port=port,
-            control_endpoint=f"ipc://{tmp_path}/control",
             reply_endpoint=f"ipc://{tmp_path}/reply",
             cluster_key=CLUSTER_KEY,
             served_model_name=MODEL_NAME,
         )
         with pytest.raises(ConfigError) as caught:
-            asyncio.run(server.serve(config, byte_model(), CollectorRegistry()))
+            asyncio.run(server.serve(config, byte_model(), Line(Inbox(), Inbox()), CollectorRegistry()))
     assert str(caught.value) == f"port {port} on 127.0.0.1 is in use; choose another with --port"
 
 
