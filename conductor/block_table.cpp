@@ -151,6 +151,21 @@ void table_find(Table* table, const uint8_t* keys, size_t num_keys, int32_t* num
     });
 }
 
+// The keys up to the first one that is not there, as runs of equal numbers: the number of each run, and where it
+// ends. Returns how many runs.
+size_t table_runs(Table* table, const uint8_t* keys, size_t num_keys, int32_t* numbers, int32_t* ends) {
+    size_t num_runs = 0;
+    bool is_over = false;
+    table->for_each(keys, num_keys, [&](size_t i, const Entry& key, uint64_t hash) {
+        int32_t number = is_over ? 0 : table->segment(hash).find(key, hash);
+        is_over = !number;
+        if (is_over) return;
+        if (!num_runs || numbers[num_runs - 1] != number) numbers[num_runs++] = number;
+        ends[num_runs - 1] = static_cast<int32_t>(i + 1);
+    });
+    return num_runs;
+}
+
 // A number of 0 drops the key.
 void table_set(Table* table, const uint8_t* keys, size_t num_keys, const int32_t* numbers) {
     table->for_each(keys, num_keys, [&](size_t i, Entry key, uint64_t hash) {

@@ -34,6 +34,9 @@ class BlockTable(Protocol):
     def find(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         """The number of each key."""
 
+    def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
+        """The keys before the first absent one as runs of equal numbers: the numbers, and where each ends."""
+
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
         """Gives each of these distinct keys its number; `ABSENT` drops it."""
 
@@ -58,6 +61,15 @@ class NativeTable:
         numbers = array("i", bytes(4 * len(keys)))
         self._code.table_find(self._table, _joined(keys), len(keys), numbers.buffer_info()[0])
         return numbers
+
+    def runs(self, keys: Sequence[BlockKey]) -> tuple["array[int]", "array[int]"]:
+        num_keys = len(keys)
+        found = array("i", bytes(8 * num_keys))
+        numbers = found.buffer_info()[0]
+        num_runs = self._code.table_runs(
+            self._table, _joined(keys), num_keys, numbers, numbers + 4 * num_keys
+        )
+        return found[:num_runs], found[num_keys : num_keys + num_runs]
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
         values = array("i", numbers)
@@ -84,6 +96,20 @@ class DictTable:
     def find(self, keys: Sequence[BlockKey]) -> list[int]:
         get = self._numbers.get
         return [get(key, ABSENT) for key in keys]
+
+    def runs(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
+        numbers: list[int] = []
+        ends: list[int] = []
+        for position, key in enumerate(keys):
+            number = self._numbers.get(key, ABSENT)
+            if number == ABSENT:
+                break
+            if numbers and numbers[-1] == number:
+                ends[-1] = position + 1
+            else:
+                numbers.append(number)
+                ends.append(position + 1)
+        return numbers, ends
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
         if any(len(key) != KEY_BYTES for key in keys):
@@ -131,6 +157,8 @@ def _native() -> ctypes.PyDLL:
     code.table_len.restype = ctypes.c_int64
     code.table_find.argtypes = [table, ctypes.c_char_p, size, pointer]
     code.table_find.restype = None
+    code.table_runs.argtypes = [table, ctypes.c_char_p, size, pointer, pointer]
+    code.table_runs.restype = size
     code.table_set.argtypes = [table, ctypes.c_char_p, size, pointer]
     code.table_set.restype = None
     code.table_sweep.argtypes = [table, size, pointer, pointer]

@@ -26,31 +26,18 @@ _BUSY_S = 1.0
 """an instance with so much work ahead counts as fully used"""
 
 
-class Times:
-    """Seconds by slot. `transfer_s`: before anything is computed; None if nothing is to be moved."""
-
-    __slots__ = ("prefill_s", "sum_s", "transfer_s")
-
-    def __init__(self, transfer_s: Floats | None, prefill_s: Floats) -> None:
-        self.transfer_s, self.prefill_s = transfer_s, prefill_s
-        self.sum_s = prefill_s if transfer_s is None else transfer_s + prefill_s
-
-    def of(self, slot: int) -> tuple[float, float]:
-        """Transfer and prefill."""
-        transfer_s = 0.0 if self.transfer_s is None else self.transfer_s.item(slot)
-        return transfer_s, self.prefill_s.item(slot)
-
-
 class Candidates(NamedTuple):
     """What a prompt would take; arrays by slot. `ttft_s` is infinite where the prompt cannot go."""
 
     queue_s: Floats
-    local: Times
-    """with the own prefix"""
-    remote: Times | None
-    """with the best one, where it is fetched"""
+    load_s: Floats | None
+    """to bring the own prefix from SSD to DRAM; None if all is there"""
+    transfer_s: Floats | None
+    """to fetch what is lacking of the best prefix"""
     is_remote: NDArray[np.bool_] | None
-    """whether it is"""
+    """whether that is done; None, as `transfer_s`, if nobody holds any prefix"""
+    rest_s: Floats
+    """the one or the other, and the prefill"""
     ttft_s: Floats
 
     def fetches(self, slot: int) -> bool:
@@ -59,9 +46,9 @@ class Candidates(NamedTuple):
 
     def times_of(self, slot: int) -> tuple[float, float]:
         """Transfer and prefill."""
-        if self.remote is not None and self.fetches(slot):
-            return self.remote.of(slot)
-        return self.local.of(slot)
+        by_slot = self.transfer_s if self.fetches(slot) else self.load_s
+        transfer_s = 0.0 if by_slot is None else by_slot.item(slot)
+        return transfer_s, self.rest_s.item(slot) - transfer_s
 
 
 Choice = Callable[[Candidates, Loads], int]

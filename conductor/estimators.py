@@ -46,8 +46,10 @@ class CostEstimator:
     def __init__(self, start: Costs, *, is_profiled: bool) -> None:
         self._start = start
         self._is_profiled = is_profiled
-        self.constant_s, self.first_s, self.second_s = (np.zeros(0) for _ in range(3))
-        """coefficients by slot"""
+        self._coefficients = np.zeros((3, 0))
+        self.constant_s, self.first_s, self.second_s = self._coefficients
+        """its rows: coefficients by slot"""
+        self._quantities = np.ones(3)  # reused: to make an array takes longer than to use it
         self._covariances: list[_Covariance] = []
         self._has_scale: list[bool] = []
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
@@ -59,27 +61,32 @@ class CostEstimator:
             self._num_surprises.append(0)
             self._covariances.append(_doubt((0.0, 0.0, 0.0)))
         num_slots = len(self._has_scale)
-        self.constant_s, self.first_s, self.second_s = (
-            np.append(old, np.zeros(num_slots - len(old)))
-            for old in (self.constant_s, self.first_s, self.second_s)
-        )
+        missing = np.zeros((3, num_slots - len(self.constant_s)))
+        self._coefficients = np.append(self._coefficients, missing, axis=1)
+        self.constant_s, self.first_s, self.second_s = self._coefficients
         self._begin_at(slot, self._start)
         self._has_scale[slot] = self._is_profiled
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
         """Seconds on one instance."""
-        constant_s, first_s, second_s = self._coefficients(slot)
+        constant_s, first_s, second_s = self._of(slot)
         return constant_s + first * first_s + second * second_s
+
+    def predict_all_s(self, first: float, second: float) -> Floats:
+        """Seconds on every instance, by slot."""
+        self._quantities[1] = first
+        self._quantities[2] = second
+        seconds: Floats = self._quantities.dot(self._coefficients)
+        return seconds
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
         """Of these slots, of which there is at least one."""
         num_slots = int(np.count_nonzero(slots))
-        columns = (self.constant_s, self.first_s, self.second_s)
-        return Costs(*(float(column @ slots) / num_slots for column in columns))
+        return Costs(*(self._coefficients @ slots / num_slots).tolist())
 
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
         """So long it took."""
-        before = self._coefficients(slot)
+        before = self._of(slot)
         predicted_s = before[0] + first * before[1] + second * before[2]
         error = seconds / predicted_s - 1.0
         features = 1.0 / predicted_s, first / predicted_s, second / predicted_s
@@ -119,11 +126,11 @@ class CostEstimator:
         self._covariances[slot] = _doubt(coefficients)
         self._num_surprises[slot] = 0
 
-    def _coefficients(self, slot: int) -> tuple[float, float, float]:
+    def _of(self, slot: int) -> tuple[float, float, float]:
         return self.constant_s.item(slot), self.first_s.item(slot), self.second_s.item(slot)
 
     def _put(self, slot: int, coefficients: Sequence[float]) -> None:
-        self.constant_s[slot], self.first_s[slot], self.second_s[slot] = coefficients
+        self._coefficients[:, slot] = coefficients
 
 
 _Covariance = list[list[float]]

@@ -63,7 +63,7 @@ class Loads:
         self.queued_s = np.zeros(0)
         """predicted times of all prefills that were assigned and have not ended"""
         self.head_s, self.head_began_s = np.zeros(0), np.zeros(0)
-        """the one that is computed: its predicted time, and since when; infinity before it was ordered"""
+        """the one that is computed: its predicted time, and since when; 0 and minus infinity without one"""
         self.batch_size, self.num_kv_tokens = np.zeros(0), np.zeros(0)
         """of the requests assigned to a decode instance: how many, and tokens of their prompts"""
         self.num_decoding, self.num_decoding_tokens = np.zeros(0), np.zeros(0)
@@ -115,7 +115,7 @@ class Loads:
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
         """Until each instance has computed all that it was given and that is not of a higher priority number;
         what the one that is computed has had of its time is taken off."""
-        progress_s = np.minimum(np.maximum(now_s - self.head_began_s, 0.0), self.head_s)
+        progress_s = np.minimum(now_s - self.head_began_s, self.head_s)
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return self.queued_s - progress_s
@@ -194,7 +194,7 @@ class Loads:
         head = min(prefills.ordered.values(), key=lambda prefill: prefill.standing_s, default=None)
         prefills.head = head
         if head is None:
-            self.head_s[slot], self.head_began_s[slot] = 0.0, math.inf
+            self.head_s[slot], self.head_began_s[slot] = 0.0, -math.inf
             if not prefills.waiting:
                 self.queued_s[slot] = 0.0  # rounding does not add up
         else:

@@ -9,30 +9,31 @@ Owns: keys and their holders, the slots of the instances. Does not know: where e
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.block_table import new_block_table
-from conductor.holders import EMPTY, HolderSets, Shard
+from conductor.holders import HolderSets, Shard
 from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """How much of a prompt each instance holds. Both arrays are int32, one element a slot; 0 for a free slot.
+class PrefixMatch(NamedTuple):
+    """How much of a prompt each instance holds. Two arrays are int32, one element a slot; 0 for a free slot.
 
-    `0 <= num_dram_blocks <= num_blocks`. Not to be written to: they may be one array.
+    `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`. Not to be written to: they may be one array.
     """
 
     num_blocks: NDArray[np.int32]
     """leading blocks of the prompt that the instance holds, in any tier"""
     num_dram_blocks: NDArray[np.int32]
     """how many of these are in its DRAM; the others have to be read from SSD"""
+    num_best_blocks: int
+    best_slots: NDArray[np.intp]
+    """who holds so many: the longest prefix that anybody holds; empty if nobody holds any"""
 
 
 class PrefixIndex:
@@ -144,32 +145,31 @@ class PrefixIndex:
         holding, in_dram = self._sets.holding, self._sets.in_dram
         masks: list[int] = []
         ssd_masks: list[int] = []
-        starts: list[int] = []
-        previous, mask, end = EMPTY, -1, len(keys)
-        for position, number in enumerate(self._table.find(keys)):
-            if number == previous and number != EMPTY:
-                continue
-            previous = number
+        lengths: list[int] = []
+        mask, end = -1, 0
+        for number, run_end in zip(*self._table.runs(keys), strict=True):
             mask &= holding[number]
             if not mask:
-                end = position
                 break
             masks.append(mask)
             ssd_masks.append(mask ^ (mask & in_dram[number]))
-            starts.append(position)
-        lengths = np.array([stop - start for start, stop in pairwise([*starts, end])], np.float32)
-        num_blocks = self._by_slot(masks, lengths)
-        if not any(ssd_masks):
-            return PrefixMatch(num_blocks, num_blocks)
-        return PrefixMatch(num_blocks, num_blocks - self._by_slot(ssd_masks, lengths))
-
-    def _by_slot(self, masks: Sequence[int], lengths: NDArray[np.float32]) -> NDArray[np.int32]:
-        """The sum of the `lengths` whose mask has the slot's bit. float32 is exact for a prompt's blocks."""
+            lengths.append(run_end - end)
+            end = run_end
         if not masks:
-            return np.zeros(self.num_slots, np.int32)
+            none = np.zeros(self.num_slots, np.int32)
+            return PrefixMatch(none, none, 0, none.nonzero()[0])
+        # float32 is exact for a prompt's blocks, and quick.
+        weights = np.array(lengths, np.float32)
+        num_sets, is_on_ssd = len(masks), any(ssd_masks)
+        bits = self._bits(masks + ssd_masks if is_on_ssd else masks)
+        num_blocks = num_dram_blocks = weights.dot(bits[:num_sets]).astype(np.int32)
+        if is_on_ssd:
+            num_dram_blocks = num_blocks - weights.dot(bits[num_sets:]).astype(np.int32)
+        return PrefixMatch(num_blocks, num_dram_blocks, end, bits[num_sets - 1].nonzero()[0])
+
+    def _bits(self, masks: Sequence[int]) -> NDArray[np.uint8]:
+        """One row a mask, one column a slot."""
         num_bytes = -(-self.num_slots // 8)
-        rows = np.frombuffer(b"".join([mask.to_bytes(num_bytes, "little") for mask in masks]), np.uint8)
-        bits = np.unpackbits(
-            rows.reshape(len(masks), num_bytes), axis=1, count=self.num_slots, bitorder="little"
-        )
-        return (lengths @ bits.astype(np.float32)).astype(np.int32)
+        joined = b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
+        rows = np.frombuffer(joined, np.uint8).reshape(len(masks), num_bytes)
+        return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little")

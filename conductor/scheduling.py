@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.choices import Candidates, Times, choice_of
+from conductor.choices import Candidates, choice_of
 from conductor.cluster_view import ClusterView
 from conductor.estimators import Floats
 from conductor.placement import Placement, Prediction, num_tokens_held
@@ -20,6 +20,7 @@ from conductor.prefix_index import PrefixMatch
 from conductor.rules import Rules
 from conductor.transfers import SSD_BYTES_PER_S
 from mooncake.blocks import KVLayout
+from mooncake.costs import prefill_quantities
 from mooncake.messages import Request, Role
 
 
@@ -70,50 +71,53 @@ class Scheduler:
     ) -> Candidates:
         """Lines 5 to 23: the TTFT on every instance."""
         num_tokens = len(request.token_ids)
-        # At least one token is computed: the first token comes from it.
-        prefix_len = np.minimum(match.num_blocks * float(layout.block_size), num_tokens - 1.0)
         queue_s = self.estimate_prefill_queue_time(now_s, request.priority)
-        prefill_s = self.estimate_prefill_execution_time(num_tokens, prefix_len)
-        local = Times(self._estimate_load_time(match, layout), prefill_s)
-        remote, is_remote, rest_s = None, None, local.sum_s
+        rest_s = self.estimate_prefill_execution_time(num_tokens, 0)
+        load_s, transfer_s, is_remote = None, None, None
+        if match.num_best_blocks:
+            rest_s -= self._estimate_spared_time(match, num_tokens, layout)
+        if match.num_dram_blocks is not match.num_blocks:
+            num_ssd_blocks = match.num_blocks - match.num_dram_blocks
+            load_s = num_ssd_blocks * (layout.block_bytes / SSD_BYTES_PER_S)
+            rest_s += load_s
         if best is not None:
+            # At least one token is computed: the first token comes from it.
             best_prefix_len = min(best.num_blocks * layout.block_size, num_tokens - 1)
             transfer_s = self.estimate_kvcache_transfer_time(best, match.num_blocks, layout)
-            prefill_s = self.estimate_prefill_execution_time(num_tokens, best_prefix_len)
-            remote = Times(transfer_s, prefill_s)
-            # Line 8 as a product, for prefix_len may be 0. At equality the own prefix is used.
-            is_remote = best.num_blocks > self._view.balancing.threshold * match.num_blocks
+            remote_s = transfer_s + self.estimate_prefill_execution_time(num_tokens, best_prefix_len)
+            # Line 8, divided by the threshold, for prefix_len may be 0. At equality the own prefix is used.
+            is_remote = match.num_blocks < best.num_blocks / self._view.balancing.threshold
             # And, section 6.2, it is fetched only if that is quicker than computing what is lacking.
-            is_remote &= remote.sum_s < rest_s
-            rest_s = np.where(is_remote, remote.sum_s, rest_s)
-        has_room = self._view.loads.prefill_room_blocks >= layout.num_blocks(num_tokens)
-        return Candidates(queue_s, local, remote, is_remote, np.where(has_room, queue_s + rest_s, np.inf))
+            is_remote &= remote_s < rest_s
+            rest_s = np.where(is_remote, remote_s, rest_s)
+        ttft_s = queue_s + rest_s
+        ttft_s[self._view.loads.prefill_room_blocks < layout.num_blocks(num_tokens)] = np.inf
+        return Candidates(queue_s, load_s, transfer_s, is_remote, rest_s, ttft_s)
 
     # -- the paper's functions ----------------------------------------------------------------------
 
     def find_best_prefix_match(self, match: PrefixMatch, layout: KVLayout) -> BestMatch | None:
         """Line 4: in all pools, those of decode instances too. Of several the one that gives it first."""
-        slot = int(match.num_blocks.argmax())
-        best = match.num_blocks.item(slot)
+        best, holders = match.num_best_blocks, match.best_slots
         if best == 0:
             return None
-        (holders,) = (match.num_blocks == best).nonzero()
+        slot = holders.item(0)
         if len(holders) > 1:
-            on_ssd_bytes = (best - match.num_dram_blocks[holders]) * float(layout.block_bytes)
             ahead_bytes = self._view.transfers.ahead_bytes(holders)
-            slot = int(holders[(on_ssd_bytes + ahead_bytes).argmin()])
+            if match.num_dram_blocks is not match.num_blocks:
+                ahead_bytes += (best - match.num_dram_blocks[holders]) * float(layout.block_bytes)
+            slot = holders.item(int(ahead_bytes.argmin()))
         return BestMatch(slot, best, best - match.num_dram_blocks.item(slot))
 
     def estimate_prefill_queue_time(self, now_s: float, priority: int) -> Floats:
         """Line 7: the sum of the predicted times of all prompts queued before it, less what has passed."""
         return self._view.loads.queue_s(now_s, priority)
 
-    def estimate_prefill_execution_time(self, num_tokens: int, prefix_len: Floats | float) -> Floats:
+    def estimate_prefill_execution_time(self, num_tokens: int, prefix_len: int) -> Floats:
         """Lines 9 and 17: of `num_tokens` tokens, `prefix_len` of which have KVCache."""
-        costs = self._view.prefill_costs
-        # n tokens behind c others make n * (c + n / 2) pairs, which is (num_tokens^2 - c^2) / 2.
-        num_pairs = (0.5 * num_tokens * num_tokens) - 0.5 * prefix_len * prefix_len
-        return costs.constant_s + (num_tokens - prefix_len) * costs.first_s + num_pairs * costs.second_s
+        return self._view.prefill_costs.predict_all_s(
+            *prefill_quantities(num_tokens - prefix_len, prefix_len)
+        )
 
     def estimate_kvcache_transfer_time(
         self, best_matched_instance: BestMatch, num_local_blocks: NDArray[np.int32], layout: KVLayout
@@ -129,18 +133,26 @@ class Scheduler:
     ) -> tuple[int, float] | None:
         """Line 24: slot and TBT of the decode instance on which a step is shortest with this request."""
         view = self._view
-        step_s = view.next_step_s + len(request.token_ids) * view.decode_costs.second_s
+        tbt_s = view.next_step_s + len(request.token_ids) * view.decode_costs.second_s
         num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
-        tbt_s = np.where(view.loads.decode_room_blocks >= num_blocks, step_s, np.inf)
+        tbt_s[view.loads.decode_room_blocks < num_blocks] = np.inf
         for name in refused_by:
             if (slot := view.slot_of(name)) is not None:
                 tbt_s[slot] = np.inf
         d = int(tbt_s.argmin())
         return None if tbt_s[d] == np.inf else (d, tbt_s.item(d))
 
-    def _estimate_load_time(self, match: PrefixMatch, layout: KVLayout) -> Floats | None:
-        """What bringing the own prefix from SSD to DRAM takes; None if all are in DRAM."""
-        if match.num_dram_blocks is match.num_blocks:
-            return None
-        num_ssd_blocks = match.num_blocks - match.num_dram_blocks
-        return num_ssd_blocks * (layout.block_bytes / SSD_BYTES_PER_S)
+    def _estimate_spared_time(self, match: PrefixMatch, num_tokens: int, layout: KVLayout) -> Floats:
+        """Line 9: of the whole prompt's prefill, what each instance spares by its own prefix.
+
+        n tokens behind c others make n * (c + n / 2) pairs, which is (num_tokens^2 - c^2) / 2.
+        """
+        costs = self._view.prefill_costs
+        prefix_len = match.num_blocks * float(layout.block_size)
+        if match.num_best_blocks * layout.block_size >= num_tokens:
+            prefix_len = np.minimum(prefix_len, num_tokens - 1.0)
+        spared_s = costs.second_s * 0.5
+        spared_s *= prefix_len
+        spared_s += costs.first_s
+        spared_s *= prefix_len
+        return spared_s

@@ -26,6 +26,7 @@ class Timeline:
         self._first = 0  # bucket of index 0
         self._total = Work(0, 0)
         self._work = np.zeros((2, _FEWEST_BUCKETS))
+        self._ones = np.ones(_FEWEST_BUCKETS)  # the quickest way to a sum
 
     def add(self, time_s: float, num_tokens: int) -> int:
         """One request. What to call `remove` with."""
@@ -49,7 +50,7 @@ class Timeline:
         start, end = max(0, self._index(from_s)), max(0, self._index(to_s) + 1)
         if start == 0 and end >= self._work.shape[1]:
             return self._total
-        return Work(*np.add.reduce(self._work[:, start:end], axis=1).tolist())
+        return Work(*self._work[:, start:end].dot(self._ones[start:end]).tolist())
 
     def _index(self, time_s: float) -> int:
         """Of its bucket, within or next to what is kept."""
@@ -63,3 +64,4 @@ class Timeline:
         self._first += num_empty
         self._work = np.zeros((2, max(_FEWEST_BUCKETS, 2 * (bucket - self._first + 1))))
         self._work[:, : kept.shape[1]] = kept
+        self._ones = np.ones(self._work.shape[1])

@@ -72,7 +72,7 @@ class TransferEstimator:
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
         """What a new fetch from each of these waits for."""
-        return np.maximum(self.in_flight_bytes[slots], self.ordered_bytes[slots])
+        return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:
         """Seconds until the first byte comes from the instance at `source`, and for each byte.

@@ -1,5 +1,6 @@
 """Both tables against a dict, through growth, removal and sweeping."""
 
+import itertools
 import random
 from array import array
 from collections.abc import Callable
@@ -22,6 +23,12 @@ def sweep_all(table: BlockTable) -> list[int]:
     return removed
 
 
+def runs_of(numbers: list[int]) -> list[list[int]]:
+    known = itertools.takewhile(bool, numbers)
+    runs = [(number, len(list(same))) for number, same in itertools.groupby(known)]
+    return [[number for number, _ in runs], list(itertools.accumulate(length for _, length in runs))]
+
+
 @BOTH
 @pytest.mark.parametrize("num_bytes", [1, 2])
 def test_does_as_a_dict_does(new_table: NewTable, num_bytes: int) -> None:
@@ -31,6 +38,8 @@ def test_does_as_a_dict_does(new_table: NewTable, num_bytes: int) -> None:
         keys = list({bytes(16 - num_bytes) + draw.randbytes(num_bytes) for _ in range(draw.randrange(40))})
         numbers = [draw.choice((ABSENT, draw.randrange(10))) for _ in keys]
         assert list(table.find(keys)) == [model.get(key, ABSENT) for key in keys]
+        asked = [*model, *keys]
+        assert [list(found) for found in table.runs(asked)] == runs_of([model.get(key, 0) for key in asked])
         table.set(keys, numbers)
         model |= zip(keys, numbers, strict=True)
         model = {key: number for key, number in model.items() if number != ABSENT}
@@ -60,6 +69,7 @@ def test_many_keys_and_a_sweep_that_drops_half_of_them(new_table: NewTable) -> N
 def test_no_keys_and_keys_of_another_length(new_table: NewTable) -> None:
     table = new_table()
     assert list(table.find([])) == []
+    assert [list(found) for found in table.runs([])] == [[], []]
     table.set([], [])
     with pytest.raises(ValueError, match="16 bytes"):
         table.set([bytes(15)], [1])
