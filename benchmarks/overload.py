@@ -10,7 +10,8 @@ longer than prefill: where early rejection swings (Mooncake, section 7.3). The c
 and a TBT of 60 ms; what counts as effective may take half as long again, for TBT is of the longest tenth of a
 request's gaps here, and there it is of a step.
 
-`excess`: goodput by rate, up to three times the best one's, and how soon 429 is answered. `swing`: the
+`excess`: goodput by rate, up to three times the best one's, and how soon 429 is answered to whom the cluster
+refuses at arrival: from when it was to be sent, and as the server has measured it. `swing`: the
 standard deviation of (prefill load - decode load) under early rejection and under prediction, and a picture.
 """
 
@@ -33,6 +34,7 @@ from benchmarks.load.clients import Clients
 from benchmarks.load.measures import Slo, Summary, summarize
 from benchmarks.load.outcomes import Kind
 from benchmarks.load.sources import MixSource, Run
+from benchmarks.overloading.rejections import Rejections, rejections, servers_histogram
 from benchmarks.overloading.sampling import LoadSampler, swing
 from benchmarks.overloading.slowed import VOCAB_SIZE
 from benchmarks.servers import ServerError, free_port, serving, telling_why
@@ -53,10 +55,10 @@ WARM_UP_S = 15.0
 
 
 class Overloaded(NamedTuple):
-    """One run: its figures, the seconds to each 429, and the loads over time."""
+    """One run: its figures, its 429s, and the loads over time."""
 
     summary: Summary
-    rejected_s: list[float]
+    rejections: Rejections
     loads: "np.ndarray[Any, Any]"
 
 
@@ -93,21 +95,25 @@ def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, se
         ignore_eos=True,
         timeout_s=120.0,
     )
+    before = servers_histogram(url)
     with LoadSampler(url) as sampler:
         result = clients.run(run, lambda _: None)
     failed = [outcome.error for outcome in result.outcomes if outcome.kind is Kind.FAILED]
     if failed:
         progress(f"{len(failed)} requests failed: {failed[0]}")
-    rejected_s = [outcome.answered_s for outcome in result.outcomes if outcome.kind is Kind.REJECTED]
-    return Overloaded(summarize(result, SLO), rejected_s, sampler.rows)
+    rejected = rejections(result.outcomes, before, servers_histogram(url))
+    return Overloaded(summarize(result, SLO), rejected, sampler.rows)
 
 
 def measure_excess(
     clients: Clients, rates: Sequence[float], seconds: float, flags: list[str], log: int
 ) -> bool:
     """Print the table. Whether both bars are met."""
-    print("| offered, req/s | goodput, req/s | finished | rejected | failed | 429 after, p50 | p99 | most |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| offered, req/s | goodput, req/s | finished | failed | 429 when prefill has ended | 429 at arrival"
+        " | p50 | p99 | most | by the server, p50 | p99 | most |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     goodputs: dict[float, float] = {}
     with cluster(Overload.PREDICTION, flags, log) as url:
         under_load(clients, url, max(rates), WARM_UP_S, seed=0)
@@ -117,7 +123,7 @@ def measure_excess(
             run = under_load(clients, url, offered, seconds, seed)
             goodputs.setdefault(offered, run.summary.goodput_per_s)
             print(_row(offered, run), flush=True)
-    goodput, most_s = run.summary.goodput_per_s, max(run.rejected_s, default=0.0)
+    goodput, most_s = run.summary.goodput_per_s, max(run.rejections.at_arrival_s, default=0.0)
     share = goodput / goodputs[best]
     print(
         f"\nat {OVERLOAD:g} times the best rate: {share:.0%} of the best goodput (bar {MIN_GOODPUT:.0%}), the"
@@ -128,10 +134,13 @@ def measure_excess(
 
 def _row(offered: float, run: Overloaded) -> str:
     s = run.summary
-    times = np.percentile(run.rejected_s, [50, 99, 100]) if run.rejected_s else []
-    cells = [f"{1000 * time_s:.0f} ms" for time_s in times] or ["", "", ""]
-    counts = f"{s.num_finished} | {s.num_rejected} | {s.num_failed}"
-    return f"| {offered:.1f} | {s.goodput_per_s:.2f} | {counts} | {' | '.join(cells)} |"
+    rejected = run.rejections
+    times = [f"{1000 * time_s:.0f} ms" for time_s in rejected.percentiles_s()] or ["", "", ""]
+    for share in (0.5, 0.99, 1.0):
+        bound_s = rejected.servers_bound_s(share)
+        times.append("" if bound_s is None else f"< {1000 * bound_s:g} ms")
+    counts = f"{s.num_finished} | {s.num_failed} | {len(rejected.later_s)} | {len(rejected.at_arrival_s)}"
+    return f"| {offered:.1f} | {s.goodput_per_s:.2f} | {counts} | {' | '.join(times)} |"
 
 
 def measure_swing(

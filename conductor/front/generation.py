@@ -14,6 +14,7 @@ from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
 from conductor.front.validation import Job
+from mooncake.errors import OverloadedError
 from mooncake.messages import FinishReason, Request, SamplingParams, TokenLogprobs
 
 
@@ -98,6 +99,8 @@ class Generation:
         if choice is None:
             return None
         if isinstance(event, Lost):
+            if isinstance(event.error, OverloadedError):
+                self._metrics.choice_rejected(_now() - self._arrived_s)
             raise event.error
         delta = self._advance(choice, event)
         if delta.finish_reason is not None:

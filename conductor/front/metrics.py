@@ -36,6 +36,10 @@ E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
+REJECTION_BUCKETS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0),
+)
 TBT_SHARE = 0.1
 """the TBT of a request is the mean of so many of its longest gaps (Mooncake, FAST'25, section 5.1)"""
 
@@ -113,6 +117,7 @@ class Metrics(Collector):
         self._gap = Distribution(GAP_BUCKETS_S)
         self._tbt = Distribution(GAP_BUCKETS_S)
         self._e2e = Distribution(E2E_BUCKETS_S)
+        self._rejected_after = Distribution(REJECTION_BUCKETS_S)
         registry.register(self)
 
     # -- what happens -----------------------------------------------------------------------------
@@ -141,6 +146,10 @@ class Metrics(Collector):
             self._num_receiving -= 1
         else:
             self._num_waiting -= 1
+
+    def choice_rejected(self, seconds: float) -> None:
+        """A choice was refused for want of room, so long after its HTTP request came."""
+        self._rejected_after.observe(seconds)
 
     def choice_finished(
         self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
@@ -224,6 +233,11 @@ class Metrics(Collector):
                 "mooncake_request_tbt_seconds",
                 "TBT of a finished choice: the mean of its longest 10% of gaps",
                 self._tbt,
+            ),
+            (
+                "mooncake_time_to_rejection_seconds",
+                "From an HTTP request's arrival to the word that there is no room for it (429)",
+                self._rejected_after,
             ),
         ):
             yield HistogramMetricFamily(name, text, distribution.buckets, distribution.sum)

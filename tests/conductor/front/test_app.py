@@ -182,10 +182,12 @@ def test_rejection_is_a_429_even_for_a_stream(front: Running, client: openai.Ope
         await cluster.reject(request, 429, "all instances are busy", 2.3)
 
     front.cluster.behaviour = reject
+    num_before = front.metric("mooncake_time_to_rejection_seconds_count")
     for stream in (False, True):
         with pytest.raises(openai.RateLimitError, match="busy") as caught:
             client.chat.completions.create(model=MODEL_NAME, messages=HI, stream=stream)
         assert caught.value.response.headers["retry-after"] == "3"
+    assert front.metric("mooncake_time_to_rejection_seconds_count") == num_before + 2
 
 
 def test_failure_before_the_first_token_is_a_500(front: Running, client: openai.OpenAI) -> None:
