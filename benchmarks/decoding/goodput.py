@@ -17,6 +17,8 @@ MIN_RATIO, MIN_RATIO_TUNED = 2.2, 1.75
 """of our goodput by vLLM's: with its defaults, with its best size of chunks"""
 MIN_LONG_BY_SHORT = 0.9
 MIN_IN_TIME = 0.5
+OVERLOAD, MIN_OVERLOADED = 2.0, 0.9
+"""times our best rate; of our best goodput"""
 
 
 def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned]:
@@ -93,6 +95,17 @@ def best(rows: Sequence[Row]) -> Row:
 def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
     """If there is none, `best`."""
     return best([row for row in rows if row.spares_no_kind] or rows)
+
+
+def holds(best: Row, overloaded: Row) -> bool:
+    """Print what is left of our best goodput when more is offered. Whether both bars are met."""
+    share = overloaded.goodput_per_s / best.goodput_per_s if best.goodput_per_s else 0.0
+    print(
+        f"\nours at {overloaded.rate_per_s:g} req/s, {OVERLOAD:g} times its best rate: {share:.0%} of its"
+        f" best goodput (bar {MIN_OVERLOADED:.0%}), spares no kind of request:"
+        f" {'yes' if overloaded.spares_no_kind else 'no'}"
+    )
+    return share >= MIN_OVERLOADED and overloaded.spares_no_kind
 
 
 def compare(ours: Row, peer: Row | None, tuned_peer: Row | None) -> bool:
