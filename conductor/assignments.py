@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from conductor.cluster_view import ClusterView
 from conductor.forecast import Forecast, Stay
 from conductor.instances import Instance
+from conductor.lateness import Lateness
 from conductor.outcomes import Outcomes
 from conductor.placement import Placement
 from conductor.rules import Rules
@@ -54,8 +55,11 @@ class Assignment:
 class Assignments:
     """Of all requests that are placed, by their ids."""
 
-    def __init__(self, view: ClusterView, forecast: Forecast, outcomes: Outcomes, rules: Rules) -> None:
-        self._view, self._forecast, self._outcomes, self._rules = view, forecast, outcomes, rules
+    def __init__(
+        self, view: ClusterView, forecast: Forecast, lateness: Lateness, outcomes: Outcomes, rules: Rules
+    ) -> None:
+        self._view, self._forecast, self._lateness = view, forecast, lateness
+        self._outcomes, self._rules = outcomes, rules
         self._assignments: dict[str, Assignment] = {}
         self._tbt_slos_s: Counter[float] = Counter()
         self.num_released = 0
@@ -160,7 +164,9 @@ class Assignments:
         was_computed = num_cached_tokens is not None
         seconds = self._leave_prefill(request_id, assignment, now_s if was_computed else None)
         if num_cached_tokens is not None:
-            self._outcomes.first_token(assignment.placement, now_s - assignment.assigned_s)
+            ttft_s = now_s - assignment.assigned_s
+            self._outcomes.first_token(assignment.placement, ttft_s)
+            self._lateness.learn(assignment.placement.prediction, assignment.delay_s, ttft_s)
             if seconds is not None and assignment.placement.source is None:  # else it has waited for a fetch
                 self._view.prefill_ended(
                     assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s

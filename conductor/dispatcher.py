@@ -12,6 +12,7 @@ from conductor.cluster_view import ClusterView
 from conductor.displacement import Displacement
 from conductor.effects import Effect
 from conductor.instances import Instance, Instances
+from conductor.lateness import Lateness
 from conductor.lifecycle import NOT_PLACED, RequestState, TrackedRequest
 from conductor.outcomes import Outcomes
 from conductor.overload import NOTHING, Admission, Freed, forecast_of
@@ -47,10 +48,10 @@ class Dispatcher:
         self, instances: Instances, view: ClusterView, limits: Limits, rules: Rules, outcomes: Outcomes
     ) -> None:
         self._instances, self._view, self._limits, self._outcomes = instances, view, limits, outcomes
-        forecast = forecast_of(rules.overload)
+        forecast, lateness = forecast_of(rules.overload), Lateness()
         self._scheduler = Scheduler(view, rules)
-        self._admission = Admission(view, forecast, rules.overload)
-        self._assignments = Assignments(view, forecast, outcomes, rules)
+        self._admission = Admission(view, forecast, lateness, rules.overload)
+        self._assignments = Assignments(view, forecast, lateness, outcomes, rules)
         self.requests: dict[str, TrackedRequest] = {}
         self._displacement = Displacement(self.requests, self._assignments)
         self._room: dict[str, TrackedRequest] = {}
@@ -221,7 +222,7 @@ class Dispatcher:
             num_tokens = len(tracked.request.token_ids)
             rejection = self._admission.check_decode(decode, num_tokens, self._slos(tracked))
             if rejection is not None:
-                return self._reject_by_slo(tracked, rejection)
+                return self._reject_by_slo(tracked, rejection, now_s)
         self._prefill_is_done(tracked, now_s, prefilled.num_cached_tokens)
         order = Decode(
             tracked.ref, prefilled.first_token, prefilled.num_cached_tokens, prefilled.first_logprobs
@@ -280,7 +281,7 @@ class Dispatcher:
                     return self._displace(others, tracked, now_s)
                 if rejection.reason is Reason.TBT and self._may_wait(tracked, placement, now_s):
                     return []
-                return self._reject_by_slo(tracked, rejection)
+                return self._reject_by_slo(tracked, rejection, now_s)
             return self._assign(tracked, placement, now_s)
         if tracked.refused_by:
             placement = self._scheduler.schedule(tracked.request, now_s)
@@ -300,9 +301,9 @@ class Dispatcher:
     def _check(
         self, tracked: TrackedRequest, placement: Placement, now_s: float, freed: Freed = NOTHING
     ) -> Rejection | None:
-        num_tokens, waited_s = len(tracked.request.token_ids), now_s - tracked.submitted_s
+        waited_s = now_s - tracked.submitted_s
         return self._admission.check_arrival(
-            placement, num_tokens, self._slos(tracked), waited_s, now_s, freed
+            tracked.request, placement, self._slos(tracked), waited_s, now_s, freed
         )
 
     def _slos(self, tracked: TrackedRequest) -> SLOs:
@@ -348,7 +349,7 @@ class Dispatcher:
         if placement is not None and tracked.must_meet_slos:
             rejection = self._check(tracked, placement, now_s)
             if rejection is not None and not self._may_wait(tracked, placement, now_s):
-                return self._reject_by_slo(tracked, rejection)
+                return self._reject_by_slo(tracked, rejection, now_s)
         return []
 
     def _reject_the_last(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
@@ -431,8 +432,9 @@ class Dispatcher:
         self._end(tracked, RequestState.FAILED)
         return [*effects, self.rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]
 
-    def _reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection) -> list[Effect]:
+    def _reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
         """Algorithm 1, line 26: HTTP 429."""
+        self._admission.note(tracked.request, rejection, now_s)
         return self._reject(tracked, rejection.reason, rejection.message, rejection.retry_after_s)
 
     def _assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
@@ -445,9 +447,9 @@ class Dispatcher:
         tbt_slo_s = self._limits.slos_of(tracked.request).tbt_s
         self._assignments.assign(tracked.request, placement, tbt_slo_s, now_s)
         tracked.move_to(RequestState.RESERVING)
-        tbt_slo_s = None if tracked.may_have_begun else self._admission.double_check(self._slos(tracked))
+        may_refuse = self._admission.has_double_check and not tracked.may_have_begun
         shares_cores = placement.decode.shares_cores(placement.prefill)
-        reserve = Reserve(tracked.ref, tracked.request, tbt_slo_s, shares_cores)
+        reserve = Reserve(tracked.ref, tracked.request, self._slos(tracked).tbt_s, may_refuse, shares_cores)
         order = Effect(placement.decode.identity, reserve)
         return [order, *self._displace_those_that_are_late(tracked, placement, now_s)]
 

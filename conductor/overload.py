@@ -5,7 +5,8 @@
     prediction       as before, but decode's load when the prefill will have ended (7.4, system level)
     request_prediction      the same, of each request by its expected output length (7.4, request level)
 
-A load is what is predicted in relation to the SLO. Without an SLO nothing is rejected by it.
+A load is what is predicted in relation to the SLO. Without an SLO nothing is rejected by it. Prompts of
+different lengths are refused in proportion (`conductor.turned_away`).
 
 Owns: the rules. Does not know: how a pair is chosen, messages.
 """
@@ -18,10 +19,13 @@ from conductor.assignments import Assignment
 from conductor.cluster_view import ClusterView
 from conductor.forecast import Forecast, RequestForecast, SystemForecast
 from conductor.instances import Instance
+from conductor.lateness import Lateness
 from conductor.placement import Placement, Reason, Rejection
 from conductor.rules import SLOs
 from conductor.timeline import Work
+from conductor.turned_away import Terms, TurnedAway
 from mooncake.config import Overload
+from mooncake.messages import Request
 
 PROBE_AFTER_S = 5.0
 """an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all
@@ -55,17 +59,19 @@ def forecast_of(policy: Overload) -> Forecast:
 class Admission:
     """Checks requests against their SLOs; None for no SLO."""
 
-    def __init__(self, view: ClusterView, forecast: Forecast, policy: Overload) -> None:
-        self._view, self._forecast, self._policy = view, forecast, policy
+    def __init__(self, view: ClusterView, forecast: Forecast, lateness: Lateness, policy: Overload) -> None:
+        self._view, self._forecast, self._lateness, self._policy = view, forecast, lateness, policy
+        self._turned_away = TurnedAway()
 
-    def double_check(self, slos: SLOs) -> float | None:
-        """The TBT SLO that a decode instance is to check when prefill has ended."""
-        return None if self._policy is Overload.BASELINE else slos.tbt_s
+    @property
+    def has_double_check(self) -> bool:
+        """Whether a decode instance may refuse what would miss its TBT SLO when prefill has ended."""
+        return self._policy is not Overload.BASELINE
 
     def check_arrival(
         self,
+        request: Request,
         placement: Placement,
-        num_tokens: int,
         slos: SLOs,
         waited_s: float,
         now_s: float,
@@ -75,10 +81,17 @@ class Admission:
 
         `freed`: what would give way to it.
         """
-        ttft_s = placement.prediction.ttft_s - min(freed.prefill_s, placement.prediction.queue_s)
-        first_token_s, ttft_slo_s = waited_s + ttft_s, slos.ttft_s
-        if ttft_slo_s is not None and first_token_s > ttft_slo_s and not self._is_probe(placement, now_s):
-            return _rejection(Reason.TTFT, first_token_s, ttft_slo_s, first_token_s - ttft_slo_s)
+        prediction, num_tokens = placement.prediction, len(request.token_ids)
+        queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
+        prompt_s = prediction.transfer_s + prediction.prefill_s
+        if slos.ttft_s is not None and not self._is_probe(placement, now_s):
+            first_token_s = waited_s + self._lateness.factor * queue_s + prompt_s
+            terms, came_s = Terms(request.priority, slos.ttft_s), now_s - waited_s
+            kept_s = self._turned_away.kept_s(terms, prompt_s, came_s, now_s)
+            late_s = first_token_s + kept_s - slos.ttft_s
+            if late_s > 0:
+                retry_s = max(_SHORTEST_RETRY_S, late_s)
+                return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
         if slos.tbt_s is None:
             return None
         match self._policy:
@@ -87,8 +100,14 @@ class Admission:
             case Overload.EARLY_REJECTION:
                 return self._check_tbt(self._tbt_now_s(num_tokens), slos.tbt_s)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
-                tbt_s = self._tbt_at_s(now_s + ttft_s, num_tokens, freed.work)
+                tbt_s = self._tbt_at_s(now_s + queue_s + prompt_s, num_tokens, freed.work)
                 return self._check_tbt(tbt_s, slos.tbt_s)
+
+    def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
+        """A request was rejected so."""
+        if rejection.reason is Reason.TTFT and rejection.prompt_s <= rejection.slo_s:
+            terms = Terms(request.priority, rejection.slo_s)
+            self._turned_away.note(terms, rejection.prompt_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Its prefill has ended, which is wasted if the decode instance rejects it now."""
@@ -114,7 +133,8 @@ class Admission:
         """`tbt_s`: predicted; None if some instance decodes nothing then."""
         if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
             return None
-        return _rejection(Reason.TBT, tbt_s, tbt_slo_s, self._decode_s() * (1 - tbt_slo_s / tbt_s))
+        retry_s = max(_SHORTEST_RETRY_S, self._decode_s() * (1 - tbt_slo_s / tbt_s))
+        return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s)
 
     def _decode_s(self) -> float:
         """In which all that is decoded now is replaced."""
@@ -145,7 +165,3 @@ class Admission:
         return pool.mean_costs.seconds(
             work.num_requests // pool.num_instances + 1, work.num_tokens / pool.num_instances + num_tokens
         )
-
-
-def _rejection(reason: Reason, predicted_s: float, slo_s: float, retry_after_s: float) -> Rejection:
-    return Rejection(reason, predicted_s, slo_s, max(_SHORTEST_RETRY_S, retry_after_s))

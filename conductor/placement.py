@@ -83,19 +83,25 @@ _WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token w
 
 
 class Rejection(NamedTuple):
-    """Algorithm 1, line 26. `predicted_s` exceeds the SLO of `reason`; it may fit in `retry_after_s`."""
+    """Algorithm 1, line 26. `predicted_s` exceeds the SLO of `reason`; it may fit in `retry_after_s`.
+
+    Of a TTFT SLO: `prompt_s` is the request's own part of `predicted_s`; `kept_s` of the SLO are not for it.
+    """
 
     reason: Reason
     predicted_s: float
     slo_s: float
     retry_after_s: float
+    prompt_s: float = 0.0
+    kept_s: float = 0.0
 
     @property
     def message(self) -> str:
         """For the client."""
+        kept = f", {1000 * self.kept_s:.1f} ms of them for longer prompts" if self.kept_s else ""
         return (
             f"the cluster is overloaded: {_WOULD_TAKE[self.reason]} {1000 * self.predicted_s:.1f} ms, at most"
-            f" {1000 * self.slo_s:g} ms are allowed (conductor.{self.reason}); come back later"
+            f" {1000 * self.slo_s:g} ms are allowed (conductor.{self.reason}){kept}; come back later"
         )
 
 

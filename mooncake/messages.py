@@ -15,7 +15,7 @@ import msgspec
 from mooncake.blocks import BlockKey, KVLayout, extended_keys
 from mooncake.costs import Costs
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Role(StrEnum):
@@ -496,13 +496,15 @@ class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
 class Reserve(msgspec.Struct, tag=True, frozen=True):
     """To decode: reserve pages for this prompt and say which blocks you lack.
 
-    `tbt_slo_s`: how long a token may take; None if it must be taken, as when its answer has begun.
+    `tbt_slo_s`: how long a token may take. `may_refuse`: if it would take longer when prefill has ended; not
+    when its answer has begun.
     `shares_cores`: its prompt is prefilled on cores that this instance uses too.
     """
 
     ref: Ref
     request: Request
     tbt_slo_s: float | None = None
+    may_refuse: bool = True
     shares_cores: bool = False
 
 

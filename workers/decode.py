@@ -203,7 +203,8 @@ class DecodeRunner:
             await self._send(Reserved(order.ref, grant))
             decode = await self._orders[order.ref]
         sequence.ordered_s = self._now_s()
-        self._double_check.check(sequence, self._those_that_have_begun)
+        if order.may_refuse:
+            self._double_check.check(sequence, self._those_that_have_begun)
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs

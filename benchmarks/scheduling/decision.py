@@ -29,6 +29,7 @@ from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
 from conductor.forecast import SystemForecast
 from conductor.instances import Instance
+from conductor.lateness import Lateness
 from conductor.outcomes import Outcomes
 from conductor.overload import Admission
 from conductor.rules import Rules, SLOs
@@ -77,8 +78,8 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
         view.add(instance(number), 0.0)
     num_prompts = fill(view.prefixes, num_instances, num_blocks, are_added=True)
     scheduler = Scheduler(view, rules)
-    admission = Admission(view, forecast, rules.overload)
-    assignments = Assignments(view, forecast, Outcomes(), rules)
+    admission = Admission(view, forecast, Lateness(), rules.overload)
+    assignments = Assignments(view, forecast, Lateness(), Outcomes(), rules)
     draw = random.Random(_SEED)
     for number in range(REQUESTS_PER_INSTANCE * num_instances):
         asked = request(f"r{number}", keys_of_prompt(draw.randrange(num_prompts)))
@@ -94,7 +95,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         placement = scheduler.schedule(asked, 1.0)
         assert placement is not None
-        admission.check_arrival(placement, len(asked.token_ids), SLOS, 0.0, 1.0)
+        admission.check_arrival(asked, placement, SLOS, 0.0, 1.0)
         cpu_s.append(time.thread_time() - started_cpu_s)
         wall_s.append(time.perf_counter() - started_s)
     figures = {}

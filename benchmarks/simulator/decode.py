@@ -40,6 +40,7 @@ class Sequence:
     request: SimulatedRequest
     member: Member
     tbt_slo_s: float | None
+    """None: it must be taken"""
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
     """its wish for pages"""
@@ -117,7 +118,8 @@ class DecodeInstance:
     def _reserve(self, order: Reserve) -> None:
         request = self._find_request(order.ref.request_id)
         member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
-        sequence = Sequence(order.ref, request, member, order.tbt_slo_s)
+        tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
+        sequence = Sequence(order.ref, request, member, tbt_slo_s)
         if self._checks_reservations and not self._passes_check(
             sequence, len(self._sequences), self._num_outside_tokens
         ):

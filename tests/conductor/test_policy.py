@@ -217,7 +217,9 @@ def test_a_request_that_decode_computed_itself_is_refused_by_nobody_later() -> N
     conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
     effects = conductor.handle(D0, WorkFailed(ref(), "damaged", True), 2.0)
     assert effects[-1] == Effect(FRONT, Interrupted("r"))
-    assert conductor.handle(FRONT, Continue(order), 2.0) == [Effect(D0, Reserve(ref(2), order))]
+    assert conductor.handle(FRONT, Continue(order), 2.0) == [
+        Effect(D0, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False))
+    ]
 
 
 @pytest.mark.parametrize(("missing", "num_held"), [([2], 2), ([1, 2], 1), ([0, 2], 0), ([], 2)])
@@ -282,7 +284,7 @@ def test_nobody_refuses_a_request_whose_tokens_may_have_left() -> None:
     conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
     conductor.peer_gone(D0, 2.0)
     effects = conductor.handle(FRONT, Continue(order), 2.0)
-    assert effects == [Effect(D1, Reserve(ref(2), order, tbt_slo_s=None))]
+    assert effects == [Effect(D1, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False))]
 
 
 def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> None:
@@ -295,7 +297,9 @@ def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> N
     assert Effect(FRONT, Interrupted("r")) in conductor.tick(2.5)
     longer = order.continued([42, 43], block_size=4)
     assert conductor.handle(b"front#2", Continue(longer), 3.0) == []
-    assert conductor.handle(FRONT, Continue(longer), 3.0) == [Effect(D1, Reserve(ref(2), longer))]
+    assert conductor.handle(FRONT, Continue(longer), 3.0) == [
+        Effect(D1, Reserve(ref(2), longer, TBT_SLO_S, may_refuse=False))
+    ]
     assert conductor.handle(FRONT, Continue(longer), 3.0) == []
     conductor.handle(D1, Reserved(ref(2), GRANT), 3.0)
     conductor.handle(P0, Prefilled(ref(2), 44, 0), 3.0)

@@ -299,8 +299,8 @@ class Transcript:
                 return f"interrupted {request_id}"
             case Retired():
                 return "retired"
-            case Reserve(ref, _, tbt_slo_s):
-                slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}"
+            case Reserve(ref, _, tbt_slo_s, may_refuse):
+                slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}{'' if may_refuse else '!'}"
                 return f"reserve {ref.request_id}#{ref.attempt}{slo}: {self._why(ref.request_id)}"
             case Prefill(ref, _, _, time_left_s, source):
                 left = "" if time_left_s is None else f" time_left={time_left_s:g}"

@@ -1,0 +1,36 @@
+"""Short and long prompts beside each other, more than there is room for: who is served."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from benchmarks.simulator.setup import simulate
+from benchmarks.traces.mixes import Mix, RequestClass, mixed
+from tests.benchmarks.simulator.loads import SMALL
+
+SHORT, LONG = 1_000, 12_000
+MIX = Mix((RequestClass(0.8, SHORT, 20), RequestClass(0.2, LONG, 20)), ttft_slo_s=5.0, tbt_slo_s=1.0)
+CAPACITY_PER_S = 6.2
+SECONDS = 240
+
+
+def served(rate_per_s: float) -> tuple[float, float, float]:
+    """Effective requests a second; the shares of short and of long ones that are."""
+    setup = msgspec.structs.replace(
+        SMALL, ttft_slo_s=MIX.ttft_slo_s, tbt_slo_s=MIX.tbt_slo_s, pool_tokens=None
+    )
+    load = mixed(MIX, rate_per_s, 1.0, seed=3)
+    _, results = simulate(setup, itertools.takewhile(lambda request: request.arrival_s < SECONDS, load))
+    effective = (results["ttft_s"] <= MIX.ttft_slo_s) & ~(results["tbt_s"] > MIX.tbt_slo_s)
+    of_kind = [results["num_input_tokens"] == num_tokens for num_tokens in (SHORT, LONG)]
+    short, long = (float(effective[kind].mean()) for kind in of_kind)
+    return float(effective.sum()) / SECONDS, short, long
+
+
+def test_long_prompts_are_served_as_often_as_short_ones_at_twice_what_there_is_room_for() -> None:
+    best_per_s, *_ = served(CAPACITY_PER_S)
+    goodput_per_s, short, long = served(2 * CAPACITY_PER_S)
+    assert goodput_per_s >= 0.9 * best_per_s
+    assert long >= 0.9 * short
+    assert short == pytest.approx(0.5, abs=0.2)  # it is an overload, and not everybody is refused
