@@ -251,7 +251,7 @@ class PrefillJob:
 
     async def _all_of(self, futures: Collection[Future[None]]) -> None:
         if futures:
-            await asyncio.wait([asyncio.wrap_future(future) for future in tuple(futures)])
+            await asyncio.wait([_watched(future) for future in tuple(futures)])
 
     # -- on transfer threads ------------------------------------------------------------------------
 
@@ -275,6 +275,13 @@ class PrefillJob:
             checksums,
         )
         self._committing.append(asyncio.run_coroutine_threadsafe(commit, self._loop))
+
+
+def _watched(future: Future[None]) -> asyncio.Future[None]:
+    """Its end. Its error is said by `stored`, if anybody still wants to know."""
+    watched = asyncio.wrap_future(future)
+    watched.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return watched
 
 
 def _has_succeeded(future: Future[None]) -> bool:

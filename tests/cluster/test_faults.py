@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -74,20 +75,34 @@ def metric(server: Server, name: str) -> float | None:
     return None
 
 
+def samples(server: Server, *names: str) -> list[dict[str, float]]:
+    """Of each metric, by labels, all of one moment."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    found = [re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE) for name in names]
+    return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
+
+
 def wait_until_idle(server: Server, num_stages: int = 1) -> None:
-    """All device pages are free again and no request is known anywhere. A stage has more, smaller pages."""
-    expected = {"prefill-0": num_stages * TOTAL_PAGES, "decode-0": TOTAL_PAGES}
+    """No request is known anywhere, all device pages are free again, and no page of a pool is in use. A stage
+    has more, smaller pages."""
+    expected = {'instance="prefill-0"': num_stages * TOTAL_PAGES, 'instance="decode-0"': TOTAL_PAGES}
+    num_pools = num_stages + 1
 
     def is_idle() -> bool:
-        free = {
-            name: metric(server, f'mooncake_instance_free_device_pages{{instance="{name}"}}')
-            for name in expected
-        }
-        states = ("waiting", "interrupted", "reserving", "prefilling", "decoding")
-        running = [metric(server, f'mooncake_requests_by_state{{state="{state}"}}') for state in states]
-        return set(running) == {0.0} and free == expected
+        states, free, users, pages, orphaned = samples(
+            server,
+            "mooncake_requests_by_state",
+            "mooncake_instance_free_device_pages",
+            "mooncake_pool_users",
+            "mooncake_pool_pages",
+            "mooncake_pool_orphaned_pages",
+        )
+        in_use = [number for labels, number in pages.items() if re.search("reserved|quarantined", labels)]
+        are_all_there = (len(users), len(in_use), len(orphaned)) == (3 * num_pools, 2 * num_pools, num_pools)
+        held = [*states.values(), *users.values(), *in_use, *orphaned.values()]
+        return free == expected and are_all_there and not any(held)
 
-    eventually(is_idle, "every page and request is given back")
+    eventually(is_idle, "every page and request is given back", deadline_s=30)
 
 
 # 8 MiB of blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes.

@@ -1,7 +1,6 @@
 """Instances of several ranks, as a user starts them: of any degree, and with ranks that die or hang."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import transformers
 from mooncake.keys import ClusterKey
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference
-from tests.cluster.test_faults import body, is_ready
+from tests.cluster.test_faults import body, is_ready, samples
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -67,19 +66,11 @@ def complete(front: Server, prompt: list[int]) -> tuple[list[int], int]:
     return content["choices"][0]["token_ids"], num_cached
 
 
-def samples(front: Server, name: str) -> dict[str, float]:
-    """Of a metric, by labels."""
-    text = httpx.get(f"{front.url}/metrics", timeout=10).text
-    found = re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
-    return {labels: float(value) for labels, value in found}
-
-
 def wait_until_idle(front: Server, num_pools: int) -> None:
     """No page of any rank is held by anybody."""
 
     def is_idle() -> bool:
-        held = samples(front, "mooncake_pool_users")
-        states = samples(front, "mooncake_requests_by_state")
+        held, states = samples(front, "mooncake_pool_users", "mooncake_requests_by_state")
         return len(held) == 3 * num_pools and not any((*held.values(), *states.values()))
 
     eventually(is_idle, "everything is given back", deadline_s=30)
