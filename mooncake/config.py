@@ -438,6 +438,11 @@ class Config(_Section):
     num_prefill: int = Field(1, ge=1, description="prefill instances (--role all)")
     num_decode: int = Field(1, ge=1, description="decode instances (--role all)")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
+    hang_timeout_s: Annotated[float, Field(ge=5.0)] | Literal["never"] = Field(
+        30.0,
+        description="a process that gives no sign of life for so long is ended and started again; never: for"
+        " debuggers",
+    )
     http: HttpConfig = Field(default_factory=HttpConfig)
     kvcache: KVCacheConfig = Field(default_factory=KVCacheConfig)
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)

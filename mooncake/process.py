@@ -14,6 +14,7 @@ import gc
 import logging
 import os
 import resource
+import select
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -28,6 +29,8 @@ STATUS_FD_VARIABLE = "MOONCAKE_STATUS_FD"
 LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
 FATAL_EXIT_CODE = 3
 STOP_DEADLINE_S = 3.0
+BEAT_S = 1.0
+"""between two signs of life"""
 
 Config = TypeVar("Config", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -48,6 +51,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     hint: str = ""
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The child's event loop turns, as it does every `BEAT_S` unless it hangs or the process is stopped."""
+
+
 class Fatal(msgspec.Struct, tag=True, frozen=True):
     """The child cannot serve and a restart would not help: the supervisor ends with this message."""
 
@@ -65,7 +72,7 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
     engine: str
 
 
-Status = Progress | Ready | Fatal | Measured
+Status = Progress | Ready | Alive | Fatal | Measured
 
 
 def report(status: Status) -> None:
@@ -139,5 +146,18 @@ async def _run(serve: Awaitable[None]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
     loop.add_reader(sys.stdin.fileno(), on_stdin)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    beating = asyncio.create_task(_beat())
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    finally:
+        beating.cancel()
+
+
+async def _beat() -> None:
+    status_fd = os.environ.get(STATUS_FD_VARIABLE)
+    while status_fd is not None:
+        _, writable, _ = select.select([], [int(status_fd)], [], 0)
+        if writable:  # a supervisor that is stopped reads nothing, and must not stop its children
+            report(Alive())
+        await asyncio.sleep(BEAT_S)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import msgspec
 
@@ -20,9 +21,11 @@ from mooncake.config import Config
 from mooncake.console import Console
 from mooncake.node import ChildSpec, plan_node
 from mooncake.process import (
+    BEAT_S,
     FATAL_EXIT_CODE,
     LOG_LEVEL_VARIABLE,
     STATUS_FD_VARIABLE,
+    Alive,
     Fatal,
     Progress,
     Ready,
@@ -47,7 +50,8 @@ async def supervise(config: Config) -> int:
         children = [Child(spec, config.log_level) for spec in plan_node(config, run_dir)]
         # Without a conductor nothing that runs can end.
         drain_s = config.worker.drain_timeout_s if config.role in ("prefill", "decode") else 0.0
-        supervisor = Supervisor(children, drain_s)
+        hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
+        supervisor = Supervisor(children, drain_s, hang_timeout_s)
         code = await supervisor.run()
     if supervisor.is_stuck:
         os._exit(code)  # the interpreter would wait for the console's writer
@@ -62,13 +66,15 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.is_ready = False
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self.num_missed_beats: int | None = None
+        """since it last gave a sign of life; None before its first one"""
         self._log_level = log_level
         self._incarnation = 0
         self._signal: signal.Signals | None = None
 
     async def start(self) -> AsyncIterator[Status | str]:
         """Start one life; yields its status messages and its output lines until it has ended."""
-        self.is_ready = False
+        self.is_ready, self.num_missed_beats = False, None
         self.last_lines.clear()
         status_read, status_write = os.pipe()
         self.process = await asyncio.create_subprocess_exec(
@@ -98,13 +104,16 @@ class Child:
             readers.create_task(_forward(status_reader, queue, _status))
             for _ in range(2):
                 while (item := await queue.get()) is not None:
+                    if isinstance(item, Alive):
+                        self.num_missed_beats = 0
+                        continue
                     if isinstance(item, Ready):
                         self.is_ready = True
                     elif isinstance(item, str):
                         self.last_lines.append(item)
                     yield item
         await self.process.wait()
-        self.is_ready = False
+        self.is_ready, self.num_missed_beats = False, None
 
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to the current life, and to one that is just being started."""
@@ -113,12 +122,26 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signum)
 
+    def kill(self) -> str:
+        """End the current life, whatever it does. Returns what that was, in the kernel's words."""
+        assert self.process is not None
+        doing = _state(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        return doing
+
 
 class Supervisor:
-    """Keeps a set of children running. Instances have `drain_s` to finish what they run, unless it is 0."""
+    """Keeps a set of children running. Instances have `drain_s` to finish what they run, unless it is 0.
 
-    def __init__(self, children: list[Child], drain_s: float = 0.0) -> None:
+    A child that gives no sign of life for `hang_timeout_s` is ended, and started again as any that dies.
+    """
+
+    def __init__(
+        self, children: list[Child], drain_s: float = 0.0, hang_timeout_s: float | None = None
+    ) -> None:
         self._children, self._drain_s = children, drain_s
+        self._hang_timeout_s = hang_timeout_s
         self._console = Console([child.spec.name for child in children])
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._fatal: str | None = None
@@ -139,8 +162,10 @@ class Supervisor:
         with self._console:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
+                watching = group.create_task(self._watch())
                 await self._stop.wait()
                 await self._drain(keepers)
+                watching.cancel()
                 await self._stop_children(keepers)
             if self._fatal is not None:
                 self._console.error(self._fatal)
@@ -188,6 +213,23 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.wait(), backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
+    async def _watch(self) -> None:
+        """End children that hang or are stopped.
+
+        Silence is counted in turns of our own: while this process itself is held up none passes, and what
+        children have said meanwhile is read before the next one.
+        """
+        while self._hang_timeout_s is not None:
+            await asyncio.sleep(BEAT_S)
+            for child in self._children:
+                if child.num_missed_beats is None:
+                    continue
+                child.num_missed_beats += 1
+                if child.num_missed_beats * BEAT_S > self._hang_timeout_s:
+                    silence = f"no sign of life for {self._hang_timeout_s:g} s"
+                    self._console.line(child.spec.name, f"{silence} ({child.kill()}), ending it")
+                    child.num_missed_beats = 0
+
     def _on_output(self, child: Child, item: Status | str) -> None:
         name = child.spec.name
         match item:
@@ -221,6 +263,14 @@ class Supervisor:
             _, pending = await asyncio.wait(pending, timeout=KILL_GRACE_S)
             for keeper in pending:
                 keeper.cancel()
+
+
+def _state(pid: int) -> str:
+    """Of a process: `T (stopped)`, `S (sleeping)`, `D (disk sleep)`, `R (running)`."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(line for line in lines if line.startswith("State:")).removeprefix("State:").strip()
+    return "gone"
 
 
 async def _pipe_reader(descriptor: int) -> asyncio.StreamReader:

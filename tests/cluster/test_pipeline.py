@@ -159,7 +159,7 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
     wait_until_idle(server, num_stages=NUM_STAGES)
 
 
-def test_stages_on_different_nodes_find_each_other(
+def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_for_good(
     arguments: list[str], run_dir: Path, tmp_path: Path
 ) -> None:
     """One supervisor a stage, as on two nodes."""
@@ -187,9 +187,21 @@ def test_stages_on_different_nodes_find_each_other(
     with (
         Server("--role=conductor", *common, run_dir=run_dir) as front,
         Server("--role=decode", *common, run_dir=folders[0]),
-        Server(*stages[1], *common, run_dir=folders[1], until="waiting for stage 0"),
+        Server(
+            *stages[1],
+            *common,
+            "--hang-timeout-s=8",
+            run_dir=folders[1],
+            until="waiting for stage 0",
+        ) as last,
         Server(*stages[0], *common, run_dir=folders[2]),
     ):
         answer = complete(front, prompt=LONG, num_tokens=5)
         assert cached_tokens(answer) == 0
-        assert cached_tokens(complete(front, prompt=LONG, num_tokens=5)) == 296
+        [pid] = last.pids_of("workers.service")
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: not is_ready(front), "the group has left")
+        last.wait_for_line(r"no sign of life for 8 s \(T \(stopped\)\), ending it")
+        eventually(lambda: is_ready(front), "the group is back", deadline_s=60)
+        again = complete(front, prompt=LONG, num_tokens=5)
+        assert (text_of(again), cached_tokens(again)) == (text_of(answer), 296)

@@ -16,7 +16,17 @@ from mooncake.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, chil
 class FakeConfig(BaseModel):
     """`lives_file` counts starts; the behaviour is that of the first start, later ones serve."""
 
-    behaviour: Literal["serve", "crash", "fatal", "ignore-sigterm", "babble", "babble-for-ever", "measure"]
+    behaviour: Literal[
+        "serve",
+        "crash",
+        "fatal",
+        "ignore-sigterm",
+        "babble",
+        "babble-for-ever",
+        "measure",
+        "hang",
+        "stop",
+    ]
     lives_file: str
 
 
@@ -46,6 +56,11 @@ async def serve(config: FakeConfig) -> None:
         report(Measured("decode", 1, 65, 0.25, "cpu"))
         return
     report(Ready("served", f"try {num_lives}"))
+    if num_lives == 1 and config.behaviour in ("hang", "stop"):
+        await asyncio.sleep(0)  # after a first sign of life
+        if config.behaviour == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signal.sigtimedwait([signal.SIGUSR1], 60)
     try:
         await asyncio.Event().wait()
     finally:

@@ -29,7 +29,10 @@ def lives(folder: Path, name: str) -> list[int]:
 
 
 def supervise(
-    children: list[Child], until: str | None, capture: pytest.CaptureFixture[str]
+    children: list[Child],
+    until: str | None,
+    capture: pytest.CaptureFixture[str],
+    hang_timeout_s: float | None = None,
 ) -> tuple[int, str]:
     """Run until the output has `until`, then SIGTERM; exit code and output."""
     output = ""
@@ -46,7 +49,7 @@ def supervise(
     async def run() -> int:
         async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
             group.create_task(stop_when_seen())
-            return await Supervisor(children).run()
+            return await Supervisor(children, hang_timeout_s=hang_timeout_s).run()
 
     code = asyncio.run(run())
     captured = capture.readouterr()
@@ -71,6 +74,18 @@ def test_a_child_that_dies_is_reported_and_restarted(
     assert "[a] died (signal 9); starting it again in 0.5 s" in output
     assert "these are my last words" in output
     assert len(lives(tmp_path, "a")) == 2
+
+
+def test_a_child_that_gives_no_sign_of_life_is_ended_and_restarted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no other one."""
+    children = [child("a", "hang", tmp_path), child("b", "stop", tmp_path), child("c", "serve", tmp_path)]
+    code, output = supervise(children, "[b] died (signal 9); starting it again", capsys, hang_timeout_s=3.0)
+    assert code == 0
+    assert "[a] no sign of life for 3 s (S (sleeping)), ending it" in output
+    assert "[b] no sign of life for 3 s (T (stopped)), ending it" in output
+    assert "[c] no sign" not in output
 
 
 def test_lines_of_any_length_and_broken_statuses_do_no_harm(
