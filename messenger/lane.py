@@ -33,7 +33,7 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.rdma.writes import RemoteWrites
-from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, WriteRequest
+from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transports import Inlet, Path, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
@@ -136,7 +136,10 @@ class Lane:
 
     @property
     def outstanding_bytes(self) -> int:
-        return self._outstanding.num_bytes
+        return sum(self._outstanding.num_bytes.values())
+
+    def outstanding_bytes_of(self, urgency: Urgency) -> int:
+        return self._outstanding.num_bytes[urgency]
 
     @property
     def num_outstanding(self) -> int:

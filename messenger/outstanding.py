@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from messenger.deadline import Deadline
 from messenger.protocol import Close
-from messenger.requests import FetchRequest, ProbeRequest, Request, WriteRequest
+from messenger.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteRequest
 
 _MOST_CLOSES = 1024
 
@@ -19,8 +19,8 @@ class Outstanding:
     """`missed` is called when an answer does not come in time."""
 
     def __init__(self, answer_timeout_s: float, missed: Callable[[], None]) -> None:
-        self.num_bytes = 0
-        """of requests that have begun"""
+        self.num_bytes = dict.fromkeys(Urgency, 0)
+        """of requests of each class that have begun"""
         self.num_begun = self.num_answered = 0
         self.writes: deque[WriteRequest | ProbeRequest] = deque()
         """oldest first"""
@@ -33,12 +33,12 @@ class Outstanding:
         """that may not have arrived, and how many requests had begun before each"""
 
     def begin(self, request: Request) -> None:
-        self.num_bytes += request.num_bytes
+        self.num_bytes[request.urgency] += request.num_bytes
         self.num_begun += 1
 
     def give_up(self, request: Request) -> None:
         """It had begun, and the peer will not hear of it."""
-        self.num_bytes -= request.num_bytes
+        self.num_bytes[request.urgency] -= request.num_bytes
         self.num_begun -= 1
 
     def sent(self, request: Request) -> None:
@@ -65,7 +65,7 @@ class Outstanding:
         return request
 
     def _answered(self, request: Request, deadline: Deadline, *, has_more: bool) -> None:
-        self.num_bytes -= request.num_bytes
+        self.num_bytes[request.urgency] -= request.num_bytes
         self.num_answered += 1
         while self._closes and self._closes[0][0] < self.num_answered:
             self._closes.popleft()
@@ -79,7 +79,7 @@ class Outstanding:
         requests = [*self.writes, *self.fetches]
         self.writes.clear()
         self.fetches.clear()
-        self.num_bytes = 0
+        self.num_bytes = dict.fromkeys(Urgency, 0)
         return requests
 
     def closed(self, close: Close) -> None:

@@ -1,8 +1,8 @@
-"""Another messenger, on the side that asks it: its lanes, and what waits to be sent on them.
+"""Another messenger, on the side that asks it: its lanes, and what is to be sent on them.
 
-Requests wait in one queue a class, and a lane that has room takes the next one: so they spread over streams
-and addresses by how fast each of them is, and what a lost lane had under way goes to the others. Only when
-no lane is left do transfers fail.
+A lane that has room takes the request that is next: so they spread over streams and addresses by how fast
+each of them is, and what a lost lane had under way goes to the others. Only when no lane is left do transfers
+fail.
 
 Owns: the session with one messenger. Does not know: keys, leases; what must stay in place until a request is
 through is said by that request's `done`.
@@ -19,7 +19,8 @@ from typing import Any
 
 from messenger.flow import Flow
 from messenger.lane import NOT_URGENT_S, Lane
-from messenger.protocol import MAX_FRAME_BYTES, Abandon, Close, Fetch, Open, brief
+from messenger.protocol import Abandon, Close, Fetch, Open, brief
+from messenger.queues import BULK_WAITS_S, Queues
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transfer import Answer, Transfer
 from messenger.transports import Path, Traffic, Transport
@@ -30,16 +31,6 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 16
 """of one class, under way or waiting: whoever comes then waits"""
-_BULK_WINDOW_BYTES = 8 << 20
-"""of bulk requests under way on one lane"""
-_CAUTIOUS_BULK_WINDOW_BYTES = {Transport.TCP: 1 << 20, Transport.RDMA: 1 << 20, Transport.SHM: 2 << 20}
-"""the same while others are in a hurry, two pieces, over shared memory one of what is fetched: they wait
-behind so much"""
-_BULK_WAITS_S = 0.01
-"""for those in a hurry, at most: then some of it is sent between them"""
-_HURRY_S = 1.0
-"""after a latency request the next one is expected"""
-_LATENCY_WINDOW_BYTES = 8 << 20
 _NUM_LOST_LANES = 64
 """whose end the receiver may not have noticed yet"""
 _MOST_LANES_LOST = 4
@@ -62,10 +53,7 @@ class Peer:
         """that moved something"""
         self._lanes: list[Lane] = []
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
-        self._has_rdma = False
-        self._kept_free: Lane | None = None
-        """of several, of bulk while others are in a hurry: what has been sent cannot be overtaken any more"""
-        self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
+        self._queues: Queues[Lane] = Queues()
         self._room = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
         self._unsaid: dict[int, Close] = {}
@@ -74,10 +62,6 @@ class Peer:
         """when the peer hears of transfers that have not written yet"""
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
-        self._hurry_until_s = 0.0
-        self._num_urgent = 0
-        """latency requests under way or waiting"""
-        self._bulk_sent_s = 0.0
         self._bulk_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -93,19 +77,13 @@ class Peer:
 
     def frame_bytes(self, urgency: Urgency) -> int:
         """How much should be asked for at once: of bulk little enough for those in a hurry to get past it."""
-        if urgency is Urgency.LATENCY or not self._is_hurried or not self._lanes:
-            return MAX_FRAME_BYTES
-        return min(_CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport] for lane in self._lanes) // 2
+        return self._queues.frame_bytes(urgency, self._now_s())
 
     @property
     def num_received_bytes(self) -> int:
         """That have come over the connections of now. Over shared memory and RDMA, where the bytes of blocks
         are not among them, a request is quick or stuck."""
         return sum(lane.num_received_bytes for lane in self._lanes)
-
-    @property
-    def _is_hurried(self) -> bool:
-        return self._now_s() < self._hurry_until_s
 
     @property
     def is_idle(self) -> bool:
@@ -153,7 +131,7 @@ class Peer:
     def _say(self, close: Close) -> None:
         """When nothing of the transfer is on its way by RDMA: the peer closes its pages then, and a write to
         pages that are closed breaks the queue pair for all transfers."""
-        if self._has_rdma and any(lane.is_writing(close.transfer_id) for lane in self._lanes):
+        if self._queues.has_rdma and any(lane.is_writing(close.transfer_id) for lane in self._lanes):
             self._unsaid[close.transfer_id] = close
         elif self._lanes:
             self._lanes[0].post(close, within_s=NOT_URGENT_S if close.reason is None else 0.0)
@@ -200,8 +178,7 @@ class Peer:
             await self.submit(request)
             await answer.is_there.wait()
         except asyncio.CancelledError:
-            if request in self._queues[urgency]:
-                self._queues[urgency].remove(request)
+            if self._queues.remove(request):
                 request.lost("cancelled")
             await answer.settled()
             raise
@@ -228,7 +205,7 @@ class Peer:
         if self.closed_reason is not None:
             request.lost(self.closed_reason)
             return
-        self._queues[request.urgency].append(request)
+        self._queues.put(request)
         lane = self._wake_one(request.urgency)
         if request.urgency is Urgency.BULK:
             self._look_after_bulk()
@@ -237,12 +214,10 @@ class Peer:
 
     def _track(self, request: Request) -> None:
         """Gives its place back when it is done, and counts it as in flight until then."""
-        done, num_bytes, is_urgent = request.done, request.num_bytes, request.urgency is Urgency.LATENCY
+        done, num_bytes = request.done, request.num_bytes
         now_s = self._now_s()
         self.flow.begun(num_bytes, now_s)
-        if is_urgent:
-            self._num_urgent += 1
-            self._hurry_until_s = now_s + _HURRY_S
+        self._queues.begun(request, now_s)
 
         def finish(*result: Any) -> None:
             moved_bytes = 0
@@ -254,10 +229,9 @@ class Peer:
             if moved_bytes:
                 self._count_busy_time()
             self._room[request.urgency].release()
-            if is_urgent:
-                self._num_urgent -= 1
+            self._queues.ended(request)
             done(*result)
-            if is_urgent and self._queues[Urgency.BULK]:
+            if request.urgency is Urgency.LATENCY and self._queues.has_bulk:
                 # Whoever waited for this goes on first.
                 asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
@@ -273,7 +247,7 @@ class Peer:
     async def run_lane(self, lane: Lane) -> str:
         """Uses `lane` until it is lost. Returns the reason."""
         self._lanes.append(lane)
-        self._lanes_changed()
+        self._queues.set_lanes(self._lanes)
         for number in self._lost_lanes:  # what was on them may come again over this one
             lane.post(Abandon(number))
         lane.wake()
@@ -282,17 +256,9 @@ class Peer:
             reason = await lane.run()
         finally:
             self._lanes.remove(lane)
-            self._lanes_changed()
+            self._queues.set_lanes(self._lanes)
             self._hand_over(lane, f"connection to {self.name} ({lane.path}) was lost: {reason}")
         return reason
-
-    def _lanes_changed(self) -> None:
-        self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in self._lanes)
-        used = [lane for lane in self._lanes if not self._stands_by(lane)]
-        self._kept_free = used[0] if len(used) > 1 else None
-
-    def _stands_by(self, lane: Lane) -> bool:
-        return self._has_rdma and lane.path.transport is Transport.TCP
 
     def _hand_over(self, lane: Lane, reason: str) -> None:
         """Gives what a lost lane had under way to the others, or ends the session."""
@@ -312,7 +278,7 @@ class Peer:
         for request in reversed(unanswered):
             request.num_lanes_lost += 1
             if request.num_lanes_lost < _MOST_LANES_LOST and request is not lane.refused:
-                self._queues[request.urgency].appendleft(request)
+                self._queues.put_back(request)
             else:  # it may be what they died of
                 self._detour(request, lane, reason)
         for other in self._lanes:
@@ -339,68 +305,38 @@ class Peer:
         self._unsaid.clear()
         for transfer in list(self._transfers.values()):
             transfer.fail(reason)
-        for queue in self._queues.values():
-            unanswered += queue
-            queue.clear()
-        for request in unanswered:
+        for request in [*unanswered, *self._queues.take_all()]:
             request.lost(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
-        """The lane with the least under way that may take a request of this class, if both are there."""
-        if not self._queues[urgency]:
-            return None
-        chosen = None
-        for lane in self._lanes:
-            if self._takes(lane, urgency) and (
-                chosen is None or lane.outstanding_bytes < chosen.outstanding_bytes
-            ):
-                chosen = lane
-        if chosen is not None:
-            chosen.wake()
-        return chosen
+        """The lane that takes what comes next of this class, if both are there."""
+        lane = self._queues.lane_for(urgency, self._now_s())
+        if lane is not None:
+            lane.wake()
+        return lane
 
     def _look_after_bulk(self) -> None:
         """What waits for others only is sent in time, whatever becomes of those."""
-        if self._queues[Urgency.BULK] and self._bulk_timer is None:
-            self._bulk_timer = asyncio.get_running_loop().call_later(_BULK_WAITS_S, self._wake_bulk)
+        if self._queues.has_bulk and self._bulk_timer is None:
+            self._bulk_timer = asyncio.get_running_loop().call_later(BULK_WAITS_S, self._wake_bulk)
 
     def _wake_bulk(self) -> None:
         self._bulk_timer = None
         self._wake_one(Urgency.BULK)
         self._look_after_bulk()
 
-    def _takes(self, lane: Lane, urgency: Urgency) -> bool:
-        """Whether `lane` may be given what comes next of this class. Something does."""
-        if self._stands_by(lane):
-            return False
-        if urgency is Urgency.LATENCY:
-            return lane.outstanding_bytes < _LATENCY_WINDOW_BYTES
-        if not self._is_hurried:
-            return lane.outstanding_bytes < _BULK_WINDOW_BYTES
-        if self._num_urgent and self._now_s() < self._bulk_sent_s + _BULK_WAITS_S:
-            return False
-        window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport]
-        if lane.path.transport is Transport.SHM and isinstance(self._queues[urgency][0], FetchRequest):
-            window_bytes //= 2  # this side copies it, before it can ask for anything else
-        return lane is not self._kept_free and lane.outstanding_bytes < window_bytes
-
     # -- what lanes say (lane.Owner) --------------------------------------------------------------
 
     def next_request(self, lane: Lane) -> Request | None:
-        for urgency, queue in self._queues.items():
-            if queue and self._takes(lane, urgency):
-                request = queue.popleft()
-                if urgency is Urgency.BULK:
-                    self._bulk_sent_s = self._now_s()
-                if not isinstance(request, WriteRequest):
-                    return request
-                if request.is_wanted():
-                    transfer = self._transfers.get(request.write.transfer_id)
-                    if transfer is not None:
-                        transfer.is_known = True
-                    return request
-                request.lost("not wanted any more")
-                return self.next_request(lane)
+        while (request := self._queues.take(lane, self._now_s())) is not None:
+            if not isinstance(request, WriteRequest):
+                return request
+            if request.is_wanted():
+                transfer = self._transfers.get(request.write.transfer_id)
+                if transfer is not None:
+                    transfer.is_known = True
+                return request
+            request.lost("not wanted any more")
         return None
 
     def moved(self, lane: Lane, num_bytes: int, *, received: bool) -> None:

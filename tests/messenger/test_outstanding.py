@@ -24,12 +24,13 @@ def test_fetches_are_answered_in_an_order_of_their_own() -> None:
         for request in (first, second, third):
             outstanding.begin(request)
             outstanding.sent(request)
-        assert outstanding.num_bytes == 111
+        assert outstanding.num_bytes == {Urgency.LATENCY: 10, Urgency.BULK: 101}
         assert outstanding.take_fetch() is second
         assert outstanding.take_write() is first
-        assert (outstanding.num_bytes, outstanding.num_answered) == (100, 2)
+        assert outstanding.num_bytes == {Urgency.LATENCY: 0, Urgency.BULK: 100}
+        assert outstanding.num_answered == 2
         assert outstanding.take_all() == [third]
-        assert outstanding.num_bytes == 0
+        assert not any(outstanding.num_bytes.values())
         outstanding.end()
 
     run(test())

@@ -4,17 +4,13 @@ import asyncio
 import gc
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from messenger.lane import Lane
-from messenger.peer import MAX_QUEUED_REQUESTS, Peer
-from messenger.protocol import Fetch, WriteEntry
-from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency
-from messenger.transports import Path as Way
-from messenger.transports import Traffic, Transport
+from messenger.peer import MAX_QUEUED_REQUESTS
+from messenger.protocol import WriteEntry
+from messenger.requests import Outcome, Urgency
+from messenger.transports import Transport
 from mooncake.errors import PoolError, TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, key, run, until
 
@@ -277,95 +273,6 @@ def test_a_probe_moves_bytes_for_nobody(tmp_path: Path) -> None:
             assert node.sent.sent_bytes[Transport.TCP] == 0
             assert peer.flow.in_flight_bytes == 0
             await node.assert_works()
-
-    run(test())
-
-
-def test_the_only_lane_that_does_not_stand_by_takes_bulk_too() -> None:
-    async def test() -> None:
-        peer = Peer("receiver", Traffic())
-        lanes = [
-            cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(transport, ("127.0.0.1", 1))))
-            for transport in (Transport.RDMA, Transport.TCP)
-        ]
-        for lane in lanes:
-            lane.wake = lambda: None  # type: ignore[method-assign]
-            lane.linger = no_answer  # type: ignore[method-assign]
-            peer._lanes.append(lane)
-        peer._lanes_changed()
-        urgent, bulk = (
-            ProbeRequest(memoryview(b"1"), urgency, lambda _: None)
-            for urgency in (Urgency.LATENCY, Urgency.BULK)
-        )
-        await peer.submit(urgent)
-        assert peer.next_request(lanes[0]) == urgent
-        urgent.done(None)
-        await peer.submit(bulk)
-        assert peer.next_request(lanes[1]) is None
-        assert peer.next_request(lanes[0]) == bulk
-
-    run(test())
-
-
-async def no_answer(request: object) -> None:
-    """Comes."""
-
-
-def test_bulk_waits_for_those_in_a_hurry_but_not_for_ever() -> None:
-    async def test() -> None:
-        peer = Peer("receiver", Traffic())
-        lane = cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(Transport.TCP, ("127.0.0.1", 1))))
-        peer._lanes.append(lane)
-        lane.wake = lambda: None  # type: ignore[method-assign]
-        lane.linger = no_answer  # type: ignore[method-assign]
-        now_s = 100.0
-        peer._now_s = lambda: now_s
-        bulk, urgent = (
-            [ProbeRequest(memoryview(bytes([number])), urgency, lambda _: None) for number in range(3)]
-            for urgency in (Urgency.BULK, Urgency.LATENCY)
-        )
-        for request in [bulk[0], urgent[0], urgent[1]]:
-            await peer.submit(request)
-        # Nothing of it was sent for long.
-        assert [peer.next_request(lane) for _ in range(4)] == [urgent[0], urgent[1], bulk[0], None]
-        for request in [bulk[1], bulk[2]]:
-            await peer.submit(request)
-        assert peer.next_request(lane) is None
-        now_s += 0.02
-        assert [peer.next_request(lane) for _ in range(2)] == [bulk[1], None]
-        for request in urgent[:2]:
-            request.done(None)
-        assert peer.next_request(lane) == bulk[2]
-
-    run(test())
-
-
-@pytest.mark.parametrize("num_fetched", [1, 0])
-def test_of_bulk_fetched_over_shared_memory_those_in_a_hurry_wait_for_one_piece(num_fetched: int) -> None:
-    async def test() -> None:
-        peer, now_s = Peer("receiver", Traffic()), 100.0
-        lane = cast(Lane, SimpleNamespace(outstanding_bytes=0, path=Way(Transport.SHM, "socket")))
-        lane.wake = lambda: None  # type: ignore[method-assign]
-        lane.linger = no_answer  # type: ignore[method-assign]
-        peer._lanes.append(lane)
-        peer._now_s = lambda: now_s
-        urgent = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: None)
-        await peer.submit(urgent)
-        assert peer.next_request(lane) == urgent
-        urgent.done(None)
-        piece = memoryview(bytes(peer.frame_bytes(Urgency.BULK)))
-        for _ in range(3):
-            request: Request = ProbeRequest(piece, Urgency.BULK, lambda _: None)
-            if num_fetched:
-                request = FetchRequest(
-                    Fetch([b"key"], 0, 1), [piece], len(piece), Urgency.BULK, lambda found, failure: None
-                )
-            await peer.submit(request)
-        num_under_way = 0
-        while peer.next_request(lane) is not None:
-            num_under_way += 1
-            lane.outstanding_bytes = num_under_way * len(piece)  # type: ignore[misc]
-        assert num_under_way == 2 - num_fetched
 
     run(test())
 
