@@ -46,6 +46,7 @@ class TlsSocket:
         self._ssl = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
         self.family = self._ssl.family
         self.fileno, self.close = self._ssl.fileno, self._ssl.close
+        self.getpeername, self.getsockname = self._ssl.getpeername, self._ssl.getsockname
         self.setblocking, self.setsockopt = self._ssl.setblocking, self._ssl.setsockopt
 
     def shutdown(self, how: int) -> None:

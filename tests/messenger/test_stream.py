@@ -82,6 +82,16 @@ def test_more_buffers_than_the_kernel_takes_at_once() -> None:
     run(test())
 
 
+def test_between_processes_of_one_host_nothing_is_paced() -> None:
+    async def test() -> None:
+        async with pair(socket.AF_INET) as streams:
+            for stream in streams:
+                name = stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)  # type: ignore[union-attr]
+                assert name.rstrip(b"\0") == b"reno"
+
+    run(test())
+
+
 @both_families
 def test_large_buffers_are_filled_behind_small_ones(family: int) -> None:
     async def test() -> None:
