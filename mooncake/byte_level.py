@@ -43,17 +43,23 @@ class ByteLevelDetokenizer:
     The pieces together are `Tokenizer.decode` of all ids.
     """
 
-    __slots__ = ("_decode", "_hidden_ids", "_pieces")
+    __slots__ = ("_decoder", "_hidden_ids", "_is_within_character", "_pieces")
 
     def __init__(self, pieces: ByteLevelPieces, hidden_ids: Set[int]) -> None:
         self._pieces, self._hidden_ids = pieces, hidden_ids
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within_character = False
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens; return the text that is certain now, possibly none."""
         pieces, hidden = self._pieces, self._hidden_ids
-        return self._decode(b"".join([pieces[i] for i in token_ids if i not in hidden]))
+        data = b"".join([pieces[i] for i in token_ids if i not in hidden])
+        if data.isascii() and not self._is_within_character:
+            return data.decode()
+        text = self._decoder.decode(data)
+        self._is_within_character = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """The rest, at the stream's end: a broken character as U+FFFD."""
-        return self._decode(b"", final=True)
+        return self._decoder.decode(b"", final=True)

@@ -692,7 +692,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 # -- worker -> front --------------------------------------------------------------------------------
 
 
-class TokenOutput(msgspec.Struct, frozen=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request from one step. `position` is the index of the first one in the output.
 
     `logprobs` are those of each token, or none if the request has not asked for them.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from conductor.front import logprobs
 from conductor.front.generation import Delta, Usage
@@ -110,9 +111,9 @@ class AnswerFormat:
         events = b""
         if delta.choice_index in self._unstarted:
             self._unstarted.remove(delta.choice_index)
-            start = _without_tokens(delta)._replace(finish_reason=None)
+            start = replace(_without_tokens(delta), finish_reason=None)
             events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}}, counts)
-        shown = delta._replace(finish_reason=None)
+        shown = replace(delta, finish_reason=None)
         for message in self._message_deltas(delta, is_new):
             events += self._chunk(shown, {"delta": message}, counts)
             shown = _without_tokens(shown)
@@ -178,4 +179,4 @@ class AnswerFormat:
 
 
 def _without_tokens(delta: Delta) -> Delta:
-    return delta._replace(token_ids=[], logprobs=(), offsets=())
+    return replace(delta, token_ids=[], logprobs=(), offsets=())

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from conductor.front.link import Event, Link, Lost, Receive, Received
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
@@ -18,7 +20,7 @@ from mooncake.errors import OverloadedError
 from mooncake.messages import FinishReason, Request, SamplingParams, TokenLogprobs
 
 
-class Delta(NamedTuple):
+class Delta(msgspec.Struct, frozen=True):
     """What one choice has gained. `text` may be empty; `token_ids` are those that `usage` counts.
 
     If logprobs are wanted: those of each token, and where in the choice's text it begins, in characters.
@@ -69,6 +71,7 @@ class Generation:
 
     def __init__(self, job: Job, model: ServedModel, link: Link, metrics: Metrics, arrived_s: float) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
+        self._now = asyncio.get_running_loop().time
         self._choices = {
             request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
             for index, request in enumerate(job.requests(link.reply_to))
@@ -100,7 +103,7 @@ class Generation:
             return None
         if isinstance(event, Lost):
             if isinstance(event.error, OverloadedError):
-                self._metrics.choice_rejected(_now() - self._arrived_s)
+                self._metrics.choice_rejected(self._now() - self._arrived_s)
             raise event.error
         delta = self._advance(choice, event)
         if delta.finish_reason is not None:
@@ -108,7 +111,7 @@ class Generation:
             await self._link.cancel(event.request_id)
             self._metrics.choice_ended(started=True)
             self._metrics.choice_finished(
-                delta.finish_reason, _now() - self._arrived_s, choice.ttft_s, choice.gaps_s
+                delta.finish_reason, self._now() - self._arrived_s, choice.ttft_s, choice.gaps_s
             )
         return delta
 
@@ -148,13 +151,16 @@ class Generation:
             text, stopped = text + rest.text, rest.stopped
         choice.finish_reason = FinishReason.STOP if stopped else event.finish_reason
         self._count(choice, num_tokens, event.num_cached_tokens)
+        token_ids = token_ids[:num_tokens]
+        if not event.logprobs:
+            return Delta(choice.index, text, token_ids, choice.finish_reason)
         logprobs = event.logprobs[:num_tokens]
         # The token that ended the choice has no text: it begins where that ends.
         offsets = [*decoded.offsets, choice.text.num_chars][: len(logprobs)]
-        return Delta(choice.index, text, token_ids[:num_tokens], choice.finish_reason, logprobs, offsets)
+        return Delta(choice.index, text, token_ids, choice.finish_reason, logprobs, offsets)
 
     def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
-        now_s = _now()
+        now_s = self._now()
         if choice.last_s is None:
             # A later attempt finds what the first one computed; the client is told of the first.
             choice.num_cached_tokens = num_cached_tokens
@@ -184,7 +190,3 @@ def _text_of(sampling: SamplingParams, job: Job, model: ServedModel) -> TextStre
     hides_special_tokens = job.tools is None or model.special_token(job.tools.tool_format.begin) is None
     detokenizer = model.new_detokenizer(hides_special_tokens)
     return TextStream(detokenizer, job.stops, sampling.min_tokens, counts_offsets=wants_logprobs)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

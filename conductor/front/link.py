@@ -13,7 +13,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from mooncake.bus import PeerGoneError, Router
@@ -58,7 +60,7 @@ STREAM_TIMEOUT_S = (
 log = logging.getLogger(__name__)
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """New tokens of one request, in order and without repetition."""
 
     request_id: str
@@ -69,7 +71,7 @@ class Received(NamedTuple):
     """of each token, if the request wants them"""
 
 
-class Lost(NamedTuple):
+class Lost(msgspec.Struct, frozen=True):
     """A request that gets no more tokens, and why."""
 
     request_id: str
@@ -118,6 +120,9 @@ class Reception:
             return None
         self.attempt = attempt
         num_received = len(self.token_ids)
+        if output.position == num_received:
+            self.token_ids += output.token_ids
+            return output.token_ids
         if output.position > num_received:
             raise GenerationFailedError(
                 f"internal error: tokens {num_received} to {output.position - 1} "

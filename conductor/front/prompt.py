@@ -8,6 +8,7 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from conductor.front.conversation import index_of_tool_use, rendered_messages
 from conductor.front.described_tools import describe_tools
@@ -141,6 +142,8 @@ def text_tokens(text: str, model: ServedModel, path: str, add_special_tokens: bo
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:
     """Raises RequestError, naming the place, for what is no token of the model."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
+    if not token_ids or (_are_numbers(token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             where = f"{path}[{index}]"
@@ -150,6 +153,10 @@ def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) 
                 param=where,
                 code="invalid_value",
             )
+
+
+def _are_numbers(values: Sequence[object]) -> TypeGuard[Sequence[int]]:
+    return set(map(type, values)) == {int}
 
 
 def _check_num_messages(num: int, model: ServedModel) -> None:

@@ -4,14 +4,15 @@ Owns: what is held back and where a text is cut. Does not know: requests, HTTP.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from conductor.front.model import Detokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Decoded(NamedTuple):
+class Decoded(msgspec.Struct, frozen=True):
     """`num_tokens` is how many of the pushed tokens belong to the answer; fewer than pushed after a stop.
 
     `offsets`: where in the text each of these tokens begins, in characters; if the stream counts them.
