@@ -11,7 +11,7 @@ and a TBT of 60 ms; what counts as effective may take half as long again, for TB
 request's gaps here, and there it is of a step.
 
 `excess`: goodput by rate, up to three times the best one's, and how soon 429 is answered to whom the cluster
-refuses at arrival: from when it was to be sent, and as the server has measured it. `swing`: the
+refuses at arrival: from when it was sent, and as the server has measured it. `swing`: the
 standard deviation of (prefill load - decode load) under early rejection and under prediction, and a picture.
 """
 
@@ -127,9 +127,15 @@ def measure_excess(
     share = goodput / goodputs[best]
     print(
         f"\nat {OVERLOAD:g} times the best rate: {share:.0%} of the best goodput (bar {MIN_GOODPUT:.0%}), the"
-        f" slowest 429 after {1000 * most_s:.0f} ms (bar {1000 * MAX_REJECTION_S:.0f} ms)"
+        f" slowest 429 after {1000 * most_s:.0f} ms (bar {1000 * MAX_REJECTION_S:.0f} ms); the client sent"
+        f" {_lag(run.summary)}"
     )
     return share >= MIN_GOODPUT and most_s < MAX_REJECTION_S and run.summary.num_failed == 0
+
+
+def _lag(summary: Summary) -> str:
+    lag_s = summary.client.lag_s
+    return "nothing" if lag_s is None else f"up to {1000 * lag_s.max:.0f} ms late"
 
 
 def _row(offered: float, run: Overloaded) -> str:

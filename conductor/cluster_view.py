@@ -195,6 +195,14 @@ class ClusterView:
             self._learn_prefill(slot, seat.computed)
             seat.computed = None
 
+    def decode_refused(self, slot: int, tbt_s: float) -> float:
+        """It predicts this for what it has to decode now. What is predicted here, after learning from it."""
+        batch = self.loads.num_decoding.item(slot), self.loads.num_decoding_tokens.item(slot)
+        self.decode_costs.learn(slot, *batch, tbt_s)
+        self._decode_pool = None
+        self.decode_changed(slot)
+        return self.decode_costs.predict_s(slot, *batch)
+
     def _learn_prefill(self, slot: int, computed: _Computed) -> None:
         if computed.seconds > 0:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)

@@ -242,6 +242,8 @@ class Dispatcher:
         self, tracked: TrackedRequest, instance: Instance, refused: Refused, now_s: float
     ) -> list[Effect]:
         """The double check of section 3: place it where it has not been refused, or reject it."""
+        if tracked.state is RequestState.DECODING:
+            self._admission.refused(instance, refused.predicted_tbt_s, now_s)
         effects = self._release_pair(tracked)
         tracked.refused_by.add(instance.name)
         tracked.may_have_begun = False  # its first token would have left after the check

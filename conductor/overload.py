@@ -21,6 +21,7 @@ from conductor.forecast import Forecast, RequestForecast, SystemForecast
 from conductor.instances import Instance
 from conductor.lateness import Lateness
 from conductor.placement import Placement, Reason, Rejection
+from conductor.refusals import Refusals
 from conductor.rules import SLOs
 from conductor.timeline import Work
 from conductor.turned_away import Terms, TurnedAway
@@ -61,7 +62,7 @@ class Admission:
 
     def __init__(self, view: ClusterView, forecast: Forecast, lateness: Lateness, policy: Overload) -> None:
         self._view, self._forecast, self._lateness, self._policy = view, forecast, lateness, policy
-        self._turned_away = TurnedAway()
+        self._turned_away, self._refusals = TurnedAway(), Refusals()
 
     @property
     def has_double_check(self) -> bool:
@@ -98,16 +99,22 @@ class Admission:
             case Overload.BASELINE:
                 return None
             case Overload.EARLY_REJECTION:
-                return self._check_tbt(self._tbt_now_s(num_tokens), slos.tbt_s)
+                tbt_s = self._tbt_now_s(num_tokens)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
                 tbt_s = self._tbt_at_s(now_s + queue_s + prompt_s, num_tokens, freed.work)
-                return self._check_tbt(tbt_s, slos.tbt_s)
+        return self._check_tbt(None if tbt_s is None else self._refusals.factor(now_s) * tbt_s, slos.tbt_s)
 
     def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """A request was rejected so."""
         if rejection.reason is Reason.TTFT and rejection.prompt_s <= rejection.slo_s:
             terms = Terms(request.priority, rejection.slo_s)
             self._turned_away.note(terms, rejection.prompt_s, now_s)
+
+    def refused(self, decode: Instance, tbt_s: float, now_s: float) -> None:
+        """It has refused a request when its prefill had ended: a token would take `tbt_s`, as it says."""
+        slot = self._view.slot_of(decode.name)
+        assert slot is not None
+        self._refusals.note(self._view.decode_refused(slot, tbt_s), tbt_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Its prefill has ended, which is wasted if the decode instance rejects it now."""

@@ -17,7 +17,7 @@ _HISTOGRAM = "mooncake_time_to_rejection_seconds_bucket"
 
 
 class Rejections(NamedTuple):
-    """Seconds to each 429. The server's counts, by upper bound, are of all of them."""
+    """Seconds to each 429, since it was sent. The server's counts, by upper bound, are of all of them."""
 
     at_arrival_s: list[float]
     later_s: list[float]
@@ -48,7 +48,7 @@ def rejections(outcomes: Iterable[Outcome], before: dict[float, int], after: dic
 
 
 def _seconds(outcomes: Iterable[Outcome]) -> list[float]:
-    return [outcome.answered_s for outcome in outcomes]
+    return [outcome.answered_s - outcome.lag_s for outcome in outcomes]
 
 
 def servers_histogram(url: str) -> dict[float, int]:
