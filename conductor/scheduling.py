@@ -89,7 +89,7 @@ class Scheduler:
             is_remote = match.num_blocks < best.num_blocks / self._view.balancing.threshold
             # And, section 6.2, it is fetched only if that is quicker than computing what is lacking.
             is_remote &= remote_s < rest_s
-            rest_s = np.where(is_remote, remote_s, rest_s)
+            np.copyto(rest_s, remote_s, where=is_remote)
         ttft_s = queue_s + rest_s
         ttft_s[self._view.loads.prefill_room_blocks < layout.num_blocks(num_tokens)] = np.inf
         return Candidates(queue_s, load_s, transfer_s, is_remote, rest_s, ttft_s)

@@ -28,6 +28,7 @@ RULES = re.compile(
     "|".join(
         (
             "cannot be combined",
+            "chat template refused",
             "expected a JSON object",
             "expected (a token id|token ids)",
             "expected either",
