@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from conductor.choices import Candidates, choice_of
 from conductor.cluster_view import ClusterView
@@ -74,19 +73,19 @@ class Scheduler:
         queue_s = self.estimate_prefill_queue_time(now_s, request.priority)
         rest_s = self.estimate_prefill_execution_time(num_tokens, 0)
         load_s, transfer_s, is_remote = None, None, None
-        if match.num_best_blocks:
-            rest_s -= self._estimate_spared_time(match, num_tokens, layout)
+        prefix_len = match.num_blocks * float(layout.block_size)
+        best_prefix_len = match.num_best_blocks * layout.block_size
+        if best_prefix_len:
+            rest_s -= self._estimate_spared_time(prefix_len, best_prefix_len, num_tokens)
         if match.num_dram_blocks is not match.num_blocks:
             num_ssd_blocks = match.num_blocks - match.num_dram_blocks
             load_s = num_ssd_blocks * (layout.block_bytes / SSD_BYTES_PER_S)
             rest_s += load_s
         if best is not None:
-            # At least one token is computed: the first token comes from it.
-            best_prefix_len = min(best.num_blocks * layout.block_size, num_tokens - 1)
-            transfer_s = self.estimate_kvcache_transfer_time(best, match.num_blocks, layout)
+            transfer_s = self.estimate_kvcache_transfer_time(best, prefix_len, layout)
             remote_s = transfer_s + self.estimate_prefill_execution_time(num_tokens, best_prefix_len)
             # Line 8, divided by the threshold, for prefix_len may be 0. At equality the own prefix is used.
-            is_remote = match.num_blocks < best.num_blocks / self._view.balancing.threshold
+            is_remote = prefix_len < best_prefix_len / self._view.balancing.threshold
             # And, section 6.2, it is fetched only if that is quicker than computing what is lacking.
             is_remote &= remote_s < rest_s
             np.copyto(rest_s, remote_s, where=is_remote)
@@ -114,19 +113,23 @@ class Scheduler:
         return self._view.loads.queue_s(now_s, priority)
 
     def estimate_prefill_execution_time(self, num_tokens: int, prefix_len: int) -> Floats:
-        """Lines 9 and 17: of `num_tokens` tokens, `prefix_len` of which have KVCache."""
+        """Lines 9 and 17: of `num_tokens` tokens, `prefix_len` of which have KVCache.
+
+        At least one token is computed: the first token comes from it.
+        """
+        prefix_len = min(prefix_len, num_tokens - 1)
         return self._view.prefill_costs.predict_all_s(
             *prefill_quantities(num_tokens - prefix_len, prefix_len)
         )
 
     def estimate_kvcache_transfer_time(
-        self, best_matched_instance: BestMatch, num_local_blocks: NDArray[np.int32], layout: KVLayout
+        self, best_matched_instance: BestMatch, prefix_len: Floats, layout: KVLayout
     ) -> Floats:
         """Lines 15 and 16: of what an instance lacks of the best prefix."""
         source, num_blocks, num_ssd_blocks = best_matched_instance
         first_s, byte_s = self._view.transfers.costs(source, num_ssd_blocks * layout.block_bytes)
         block_s = byte_s * layout.block_bytes
-        return first_s + num_blocks * block_s - num_local_blocks * block_s
+        return first_s + num_blocks * block_s - prefix_len * (block_s / layout.block_size)
 
     def select_decoding_instance(
         self, request: Request, refused_by: Collection[str], layout: KVLayout
@@ -142,14 +145,13 @@ class Scheduler:
         d = int(tbt_s.argmin())
         return None if tbt_s[d] == np.inf else (d, tbt_s.item(d))
 
-    def _estimate_spared_time(self, match: PrefixMatch, num_tokens: int, layout: KVLayout) -> Floats:
+    def _estimate_spared_time(self, prefix_len: Floats, best_prefix_len: int, num_tokens: int) -> Floats:
         """Line 9: of the whole prompt's prefill, what each instance spares by its own prefix.
 
         n tokens behind c others make n * (c + n / 2) pairs, which is (num_tokens^2 - c^2) / 2.
         """
         costs = self._view.prefill_costs
-        prefix_len = match.num_blocks * float(layout.block_size)
-        if match.num_best_blocks * layout.block_size >= num_tokens:
+        if best_prefix_len >= num_tokens:
             prefix_len = np.minimum(prefix_len, num_tokens - 1.0)
         spared_s = costs.second_s * 0.5
         spared_s *= prefix_len

@@ -32,15 +32,18 @@ RULES = re.compile(
             "expected a JSON object",
             "expected (a token id|token ids)",
             "expected either",
+            "give one of them",
             "has no token",
             "more than 128 choices",
             "KVCache is kept in blocks",
             "is for (messages|a prompt)",
+            "is none of the tools",
             "is only allowed",
             "is required",
             "maximum context length",
             "needs tools",
             "raise max_tokens",
+            "the same name",
             str(2**63),
         )
     )
