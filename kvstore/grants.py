@@ -20,6 +20,7 @@ from kvstore.claims import Block, Reservation, layer_mask
 from kvstore.parts import Parts
 from kvstore.pool import Pool
 from kvstore.segment import Segment
+from messenger.board import Board
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.door import Writer, WriteRefused
 from messenger.protocol import WriteEntry
@@ -28,6 +29,8 @@ from mooncake.errors import PoolError, TransferError
 from mooncake.messages import Grant, GrantedPage, MessengerAddress
 
 _NUM_COMPLETED = 1024
+_NUM_TRIES = 8
+"""to find a free place on the board"""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +39,8 @@ class _OpenGrant:
     reservation: Reservation
     incomplete: dict[int, int]
     """by page that is not complete yet, as a mask: layers being received right now, and those in `parts`"""
+    pages: list[int]
+    """all that were granted"""
     parts: Parts
     arrived: asyncio.Future[None]
     """done with success, or with the reason why nothing more will come"""
@@ -45,10 +50,12 @@ class _OpenGrant:
 class Grants:
     """The `messenger.door.WriteTarget` over a pool and its segment."""
 
-    def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress) -> None:
+    def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress, board: Board | None) -> None:
+        """`board`: by which those on this host are told that they may write, if they can."""
         self._pool = pool
         self._segment = segment
         self._address = address
+        self._board = board
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
@@ -64,10 +71,10 @@ class Grants:
         if any(block.arrived for _, block in missing):
             raise PoolError("a block that the worker has begun to write cannot be granted")
         grant = _OpenGrant(
-            # Random, so that an id of an earlier life of this messenger means nothing.
-            grant_id=secrets.randbits(63),
+            grant_id=self._new_id(),
             reservation=reservation,
             incomplete={block.page: 0 for _, block in missing},
+            pages=[block.page for _, block in missing],
             parts=Parts(self._segment.layout.num_kv_heads),
             arrived=asyncio.get_running_loop().create_future(),
         )
@@ -231,8 +238,31 @@ class Grants:
             raise WriteRefused(f"grant {grant_id} is unknown here: complete, revoked or of an earlier life")
         return grant
 
+    def _new_id(self) -> int:
+        """Random, so that an id of an earlier life of this messenger means nothing. Open to be written by
+        others of this host, if there is a place for it on the board."""
+        for _ in range(_NUM_TRIES):
+            grant_id = secrets.randbits(63)
+            if self._board is None or self._board.open(grant_id):
+                break
+        return grant_id
+
+    def _close_to_copiers(self, grant: _OpenGrant) -> None:
+        """None of its pages is given to anybody else while somebody of this host may still write to it."""
+        if self._board is None:
+            return
+
+        def on_quiet() -> None:
+            for page in grant.pages:
+                self._pool.unhold(page)
+
+        if not self._board.close(grant.grant_id, on_quiet):
+            for page in grant.pages:
+                self._pool.hold(page)
+
     def _finish_if_complete(self, grant: _OpenGrant) -> None:
         if not grant.incomplete:
+            self._close_to_copiers(grant)
             del self._open[grant.grant_id]
             self._completed[grant.grant_id] = None
             if len(self._completed) > _NUM_COMPLETED:
@@ -240,7 +270,8 @@ class Grants:
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:
-        self._open.pop(grant.grant_id, None)
+        if self._open.pop(grant.grant_id, None) is not None:
+            self._close_to_copiers(grant)
         if not grant.arrived.done():
             grant.arrived.set_exception(TransferError(reason))
             grant.arrived.exception()  # retrieved, should nobody wait for it

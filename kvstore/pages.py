@@ -62,7 +62,8 @@ _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for 
 
 
 class Writer(NamedTuple):
-    """Who may have a page mapped for writing: a process, and which of its clients (numbered from 1)."""
+    """Who may have a page mapped for writing: a process, and which of its clients (numbered from 1); 0: a
+    messenger that copies to granted pages."""
 
     pid: int
     serial: int
@@ -245,6 +246,11 @@ class PageTable:
         for name, array in self._arrays.items():
             copy._arrays[name][:] = array
         return copy
+
+    def assign(self, writer: Writer) -> None:
+        """After the death of the owner: `writer` may be writing to any page that has not been sealed."""
+        others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
+        self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 
     def adopt(self) -> Adopted:
         """After the death of the owner. What its writers had begun stays theirs until they are gone."""

@@ -352,6 +352,14 @@ class Pool:
         """Who may still be writing to pages that a former life of this pool gave them."""
         return list(self._former_writers)
 
+    def keep_aside(self, writer: Writer) -> None:
+        """This one may be writing to any of those pages too."""
+        pages = {page for pages in self._former_writers.values() for page in pages}
+        own = self._former_writers.setdefault(writer, [])
+        for page in pages.difference(own):
+            self._add_hold(page)
+            own.append(page)
+
     def writer_gone(self, writer: Writer) -> None:
         """What this writer began under a former life of the pool is free now. Idempotent."""
         for page in self._former_writers.pop(writer, []):

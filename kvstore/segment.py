@@ -1,6 +1,7 @@
 """The segment: the memory that holds an instance's part of the KVCache pool.
 
     0              magic, format version, length of the header, header (msgpack)
+    2048           board: who may write granted pages (see messenger.board)
     table_offset   page table (see pages)
     pages_offset   pages, one block each, aligned to 4096 bytes; one layer of a block is contiguous
 
@@ -19,7 +20,9 @@ import msgspec
 import numpy as np
 
 from kvstore.pages import PageTable, record_bytes, table_bytes
+from messenger.board import BOARD_BYTES, Board
 from messenger.checksums import layer_checksums
+from messenger.door import Landing
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
@@ -27,6 +30,7 @@ from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 MAGIC = b"MCKVSEG\0"
 FORMAT_VERSION = 2
 ALIGNMENT = 4096
+_BOARD_OFFSET = ALIGNMENT - BOARD_BYTES
 
 _PREFIX = struct.Struct("<8sII")  # magic, format version, bytes of the msgpack header
 _CHUNK_BYTES = 16 * HUGE_PAGE_BYTES
@@ -101,7 +105,7 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
     """Makes `buffer` an empty table under `header`. The magic is written last."""
     encoded = msgspec.msgpack.encode(header)
-    if _PREFIX.size + len(encoded) > header.table_offset:
+    if _PREFIX.size + len(encoded) > _BOARD_OFFSET:
         raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")
     np.frombuffer(buffer, np.uint8)[header.table_offset : header.pages_offset] = 0
     buffer[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
@@ -147,6 +151,14 @@ class Segment:
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)
         return cls(mapping, header)
+
+    def landing(self, fd: int) -> Landing | None:
+        """For those on this host, who map the segment behind `fd`; None where nothing can be compiled."""
+        board = Board.at(self.buffer[_BOARD_OFFSET : _BOARD_OFFSET + BOARD_BYTES])
+        if board is None:
+            return None
+        header = self.header
+        return Landing(board, fd, _BOARD_OFFSET, header.pages_offset, header.page_stride, header.num_pages)
 
     def page_table(self) -> PageTable:
         return self.header.page_table(self.buffer)

@@ -199,8 +199,13 @@ def open_store(
     )
     space = asyncio.Event()
     ssd = _open_ssd(config, segment, events)
+    landing = segment.landing(config.segment_fd)
+    table = segment.page_table()
+    copiers = [Writer(pid, 0) for pid in landing.board.former_copiers] if landing is not None else []
+    for copier in copiers[:1]:
+        table.assign(copier)
     pool = Pool(
-        segment.page_table(),
+        table,
         policy=kvcache.eviction,
         events=events,
         lower=ssd,
@@ -221,7 +226,9 @@ def open_store(
     if ssd is not None:
         ssd.on_lost = pool.left_lower_tier
         ssd.on_health = pool.room_changed
-    grants = Grants(pool, segment, address)
+    for copier in copiers:
+        pool.keep_aside(copier)
+    grants = Grants(pool, segment, address, landing.board if landing is not None else None)
     source = SourceSegment.of(config.segment_fd, segment.buffer)
     peers = Peers(
         tasks,
@@ -234,7 +241,9 @@ def open_store(
         cards=cards,
     )
     reads = Reads(pool, mover, segment, asyncio.get_running_loop().time)
-    sessions = Sessions(Door(identity, config.cluster_key, grants, reads, source, traffic, settings, cards))
+    sessions = Sessions(
+        Door(identity, config.cluster_key, grants, reads, source, traffic, settings, cards, landing)
+    )
     store = Store(
         kvcache,
         identity,

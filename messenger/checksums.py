@@ -34,7 +34,7 @@ _STREAMED_BYTES = 512 * 1024
 """so much is copied around the caches"""
 _PATIENCE_NS = 200_000
 """how long a call waits for more of a block, however it comes, before others have their turn"""
-_SHORT_LAYER_BYTES = 240
+SHORT_LAYER_BYTES = 240
 """xxh3 treats these differently; so do we: they are not compiled"""
 
 
@@ -46,7 +46,7 @@ def prepare() -> None:
 def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
     """`layers` holds consecutive layers of `layer_bytes` each: their checksums, in order."""
     assert len(layers) % layer_bytes == 0
-    native = _native() if len(layers) > _FEW_BYTES and layer_bytes > _SHORT_LAYER_BYTES else None
+    native = _native() if len(layers) > _FEW_BYTES and layer_bytes > SHORT_LAYER_BYTES else None
     if native is None:
         starts = range(0, len(layers), layer_bytes)
         each = [xxhash.xxh3_64_intdigest(layers[start : start + layer_bytes]) for start in starts]
@@ -64,7 +64,7 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
     if len(target) <= _FEW_BYTES:
         target[:] = source
         return layer_checksums(target, layer_bytes)
-    native = _native() if layer_bytes > _SHORT_LAYER_BYTES else None
+    native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
     if native is None:
         return _copy_in_pieces(source, target, layer_bytes)
     digests = np.empty(len(target) // layer_bytes, "<u8")
@@ -85,7 +85,7 @@ def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> 
     Returns their checksums `[n]`. Other threads run meanwhile, as it is one call for all of them.
     """
     digests = np.empty(len(sources), np.uint64)
-    native = _native() if layer_bytes > _SHORT_LAYER_BYTES else None
+    native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
     if native is None:
         for index, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
             memmove(target, source, layer_bytes)
@@ -111,7 +111,7 @@ class LayerChecksums:
         self.num_there = 0
         self._num_hashed = c_size_t(0)
         self._digests = array("Q", bytes(len(block) // layer_bytes * CHECKSUM_BYTES))
-        self._native = _native() if layer_bytes > _SHORT_LAYER_BYTES else None
+        self._native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
         self._address = address_of(block) if self._native is not None else 0
         self._state = array("Q", bytes(64))
         """of the compiled hash of a layer that has begun"""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from messenger.board import Board
 from messenger.identity import Identity
-from messenger.protocol import WriteEntry
+from messenger.protocol import Seat, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment, Traffic
@@ -88,6 +89,26 @@ class ReadSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Landing:
+    """Where those of this host may write granted pages themselves: our segment, with a board in it."""
+
+    board: Board
+    fd: int
+    """of the segment, writable"""
+    board_offset: int
+    pages_offset: int
+    page_stride: int
+    num_pages: int
+
+    def take_seat(self, pid: int) -> Seat | None:
+        """For a lane of that process; None if there is none left."""
+        number = self.board.take_seat(pid)
+        if number is None:
+            return None
+        return Seat(number, self.board_offset, self.pages_offset, self.page_stride, self.num_pages)
+
+
+@dataclass(frozen=True, slots=True)
 class Door:
     """What every lane needs: who we are, whom we let in, and what they may write and read."""
 
@@ -99,3 +120,5 @@ class Door:
     traffic: Traffic
     settings: MessengerConfig
     cards: Cards
+    landing: Landing | None
+    """None: over shared memory we copy what is written to us"""

@@ -14,6 +14,7 @@ from messenger.protocol import (
     Introduction,
     Message,
     Refused,
+    Seat,
     Welcome,
     check_identity,
     check_version,
@@ -34,10 +35,10 @@ class StrangerError(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a side of one host lets the other map: its size, and with it a read-only descriptor."""
+    """What a side of one host lets the other map: its size, and a descriptor."""
 
     num_bytes: int
-    read_only_fd: int
+    fd: int
 
 
 async def read_message(frames: Frames) -> Message:
@@ -57,6 +58,7 @@ async def introduce(
     lane: int,
     segment: Segment | None = None,
     endpoint: EndpointInfo | None = None,
+    takes_seat: bool = False,
 ) -> Welcome:
     """The sender's part. Raises TransferError if the receiver refuses, StrangerError if it is one."""
     stream = frames.stream
@@ -73,8 +75,9 @@ async def introduce(
         lane,
         None if segment is None else segment.num_bytes,
         endpoint,
+        takes_seat,
     )
-    fd = None if segment is None else segment.read_only_fd
+    fd = None if segment is None else segment.fd
     await stream.send([encode_frame(introduction)], fd=fd)
     welcome = _accepted(await read_message(frames))
     assert isinstance(welcome, Welcome)
@@ -109,6 +112,7 @@ async def welcome(
     ours: Identity,
     introduction: Introduction,
     segment: Segment | None = None,
+    seat: Seat | None = None,
     endpoint: EndpointInfo | None = None,
     scratch: Scratch | None = None,
 ) -> None:
@@ -119,9 +123,9 @@ async def welcome(
         except MismatchError as error:
             await refuse(stream, str(error))
             raise
-    fd = None if segment is None else segment.read_only_fd
+    fd = None if segment is None else segment.fd
     num_bytes = None if segment is None else segment.num_bytes
-    await stream.send([encode_frame(Welcome(ours, num_bytes, endpoint, scratch))], fd=fd)
+    await stream.send([encode_frame(Welcome(ours, num_bytes, seat, endpoint, scratch))], fd=fd)
 
 
 async def refuse(stream: Stream, reason: str) -> None:

@@ -16,6 +16,7 @@ from messenger.placing import Parts, Placing
 from messenger.protocol import (
     MAX_FRAME_BYTES,
     MAX_FRAME_ENTRIES,
+    NOT_URGENT_S,
     Abandon,
     Close,
     Expose,
@@ -26,6 +27,7 @@ from messenger.protocol import (
     Open,
     Probe,
     RefusalKind,
+    Seat,
     Write,
     WriteAck,
     WriteEntry,
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
 """of writes whose acknowledgements leave together at most: the sender waits for them to send more"""
+_MOST_ACKS = 16
+"""of writes that were placed by the sender: it is told in time, not at once"""
 _ACK = encode_frame(WriteAck())
 
 
@@ -56,8 +60,10 @@ class IncomingLane:
         inlet: Inlet,
         exposures: Exposures | None,
         layout: KVLayout | None,
+        seat: Seat | None = None,
     ) -> None:
-        """`layout`: of the sender's blocks, None if it has none and may only probe."""
+        """`layout`: of the sender's blocks, None if it has none and may only probe; `seat`: at which it
+        writes to granted pages itself."""
         self.ended = asyncio.Event()
         """set when nothing that came over it will be placed any more"""
         self._door = door
@@ -65,6 +71,7 @@ class IncomingLane:
         self._stream = frames.stream
         self._inlet = inlet
         self._exposures = exposures
+        self._seat = seat
         self._may_only_probe = layout is None
         self._layout = door.identity.layout
         self._parts = Parts(self._layout, layout)
@@ -74,6 +81,9 @@ class IncomingLane:
         """that leave together"""
         self._acknowledged_bytes = 0
         """by them"""
+        self._are_acks_urgent = False
+        """somebody waits for one of them"""
+        self._acks_due: asyncio.TimerHandle | None = None
         self._deadline = Deadline(door.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None
         """of a frame that takes a while"""
@@ -93,6 +103,11 @@ class IncomingLane:
         """It will not be run."""
         if self._exposures is not None:
             self._exposures.close()
+        self._leave_seat()
+
+    def _leave_seat(self) -> None:
+        if self._seat is not None and self._door.landing is not None:
+            self._door.landing.board.leave(self._seat.number)
 
     def conceal(self, transfer_id: int) -> None:
         if self._exposures is not None:
@@ -118,6 +133,9 @@ class IncomingLane:
         finally:
             if self._exposures is not None:
                 self._exposures.close()
+            self._leave_seat()
+            if self._acks_due is not None:
+                self._acks_due.cancel()
             self._deadline.close()
             if self._rest is not None:
                 self._rest.close()
@@ -139,7 +157,10 @@ class IncomingLane:
             self._rest = self._handle(frame)
             if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):
                 break
-        self._send_acks()
+        if self._are_acks_urgent:
+            self._send_acks()
+        elif self._acks and self._acks_due is None:
+            self._acks_due = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._send_acks)
         return frame is not None
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
@@ -210,6 +231,8 @@ class IncomingLane:
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
         if num_bytes > max(MAX_FRAME_BYTES, self._layout.layer_bytes):
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
+        if write.is_placed and self._seat is None:
+            raise TransferError("bytes are said to be in pages that nobody can write")
         placing = Placing(self._door.target, write, heads, layer_bytes)
         try:
             try:
@@ -219,6 +242,9 @@ class IncomingLane:
                 placing.abandon()
                 return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, brief(str(error))))
             self._inlet.check(num_bytes, payload_bytes)
+            if write.is_placed:
+                self._complete(placing, num_bytes)
+                return None
             checksums = self._inlet.place_now(placing.entries, placing.views, layer_bytes)
         except BaseException:
             placing.abandon()
@@ -243,16 +269,28 @@ class IncomingLane:
                 if actual != entry.checksums:
                     self._acknowledge(self._refuse_corrupt(write.transfer_id, entry), num_bytes)
                     return
-            self._door.traffic.received_bytes[self._inlet.transport] += num_bytes
-            try:
-                if placing.complete():
-                    self._session.conceal(write.transfer_id)
-            except WriteRefused as error:
-                self._acknowledge(WriteAck(RefusalKind.STALE, brief(str(error))), num_bytes)
-            else:
-                self._acknowledge(None, num_bytes)
+            self._complete(placing, num_bytes)
         finally:
             placing.abandon()
+
+    def _complete(self, placing: Placing, num_bytes: int) -> None:
+        """What is there has been verified."""
+        write = placing.write
+        self._door.traffic.received_bytes[self._inlet.transport] += num_bytes
+        try:
+            is_last = placing.complete()
+        except WriteRefused as error:
+            placing.abandon()
+            self._acknowledge(WriteAck(RefusalKind.STALE, brief(str(error))), num_bytes)
+            return
+        if is_last:
+            self._session.conceal(write.transfer_id)
+        if write.is_placed and not is_last:
+            self._acks.append(_ACK)
+            if len(self._acks) >= _MOST_ACKS:
+                self._send_acks()
+        else:
+            self._acknowledge(None, num_bytes)
 
     async def _discard(self, payload_bytes: int, answer: WriteAck) -> None:
         with self._deadline:
@@ -269,11 +307,16 @@ class IncomingLane:
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
         """None: all is well. It leaves with those of the writes that have arrived already."""
         self._acks.append(_ACK if answer is None else encode_frame(answer))
+        self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes
         if self._acknowledged_bytes >= _ANSWERED_BYTES:
             self._send_acks()
 
     def _send_acks(self) -> None:
+        if self._acks_due is not None:
+            self._acks_due.cancel()
+            self._acks_due = None
+        self._are_acks_urgent = False
         if self._acks:
             self.post(b"".join(self._acks))
             self._acks.clear()

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+import msgspec
+
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
 from messenger.outbox import Outbox
 from messenger.outstanding import Outstanding
 from messenger.protocol import (
+    NOT_URGENT_S,
     Close,
     Ended,
     Exposed,
@@ -34,14 +37,15 @@ from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.rdma.writes import RemoteWrites
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.shared_pages import SharedPages
 from messenger.transports import Inlet, Path, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
-NOT_URGENT_S = 0.002
-"""that a message may wait for another to go with"""
 _SENT_BYTES = 256 << 10
 """of small frames in one system call"""
+_MOST_OUTSTANDING = 64
+"""requests that have not been answered, though their bytes may be there"""
 _LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RDMA: 0}
 """moved in less time than waking up takes"""
 _COPIED_BYTES_PER_S = 8 << 30
@@ -85,6 +89,7 @@ class Lane:
         owner: Owner,
         answer_timeout_s: float,
         endpoint: Endpoint | None = None,
+        shared: SharedPages | None = None,
     ) -> None:
         self.number = number
         self.path = path
@@ -105,6 +110,8 @@ class Lane:
         if endpoint is not None:
             pages = RemotePages(endpoint, layout, self.post)
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
+        self._shared = shared
+        """what is written by ourselves"""
         self._outbox = Outbox(self._stream, self._pump)
         self._patience = Patience()
         self._left: Frame | None = None
@@ -145,12 +152,23 @@ class Lane:
     def num_outstanding(self) -> int:
         return self._outstanding.num_begun - self._outstanding.num_answered
 
-    def wake(self) -> None:
-        """There may be something to send."""
-        self._pump()
+    @property
+    def has_room(self) -> bool:
+        """Whether it may have more under way."""
+        return self.num_outstanding < _MOST_OUTSTANDING
+
+    def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
+        """There may be something to send. What this side copies, and nobody waits for, gets turns of its own:
+        others may come between."""
+        if self._shared is not None and urgency is Urgency.BULK:
+            self._pump_soon()
+        else:
+            self._pump()
 
     async def linger(self, request: Request) -> None:
         """Listens for the answer to `request` for a moment, if that can come at once."""
+        if request.moving_bytes == 0:
+            return
         transport = self.path.transport
         # Over shared memory nothing is moved before a fetch is answered.
         is_short = request.num_bytes <= _LINGERED_BYTES[transport] or (
@@ -192,6 +210,8 @@ class Lane:
                 if self._remote.failure is not None:
                     self.remedy = self._remote.failure.remedy
                 await self._remote.close()
+            if self._shared is not None:
+                self._shared.leave()
             self._outstanding.end()
             if self._later is not None:
                 self._later.cancel()
@@ -243,7 +263,7 @@ class Lane:
             while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
                 pieces = self._begin(request)
                 begun += pieces
-                num_bytes += sum(map(len, pieces))
+                num_bytes += sum(map(len, pieces)) + request.num_bytes - request.moving_bytes
             if not begun:
                 return
             self._post(*begun)
@@ -269,6 +289,8 @@ class Lane:
 
     def _begin(self, request: Request) -> Sequence[bytes | memoryview]:
         """What is to be sent now for `request`, which is outstanding from now on."""
+        if isinstance(request, WriteRequest) and self._shared is not None and not request.is_placed:
+            return self._place(request, self._shared)
         self._outstanding.begin(request)
         if isinstance(request, WriteRequest) and self._remote is not None:
             self._remote.begin(request)
@@ -281,6 +303,19 @@ class Lane:
                 return [encode_frame(request.fetch)]
             case ProbeRequest():
                 return [encode_frame(Probe(), len(request.payload)), request.payload]
+
+    def _place(self, request: WriteRequest, shared: SharedPages) -> Sequence[bytes | memoryview]:
+        """Writes it, unless that is the receiver's to do, and tells the receiver."""
+        if shared.place(request.write, request.layer_bytes):
+            request.write = msgspec.structs.replace(request.write, is_placed=True)
+            request.is_placed = True
+        self._outstanding.begin(request)
+        self._outstanding.sent(request)
+        frame = encode_frame(request.write)
+        if request.is_placed:
+            self._owner.moved(self, request.num_bytes, received=False)
+            request.done(Outcome.PLACED, "")
+        return [frame]
 
     def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
         if self._remote is not None:
@@ -380,6 +415,9 @@ class Lane:
         request = self._outstanding.take_write()
         if isinstance(request, ProbeRequest):
             request.done(None)
+        elif request.is_placed:
+            refused = f"{self._owner.name} refused a write: {ack.message}"
+            request.confirmed(None if ack.refusal is None else refused)
         elif ack.refusal is None:
             self._owner.moved(self, request.num_bytes, received=False)
             request.done(Outcome.PLACED, "")

@@ -33,12 +33,12 @@ class Outstanding:
         """that may not have arrived, and how many requests had begun before each"""
 
     def begin(self, request: Request) -> None:
-        self.num_bytes[request.urgency] += request.num_bytes
+        self.num_bytes[request.urgency] += request.moving_bytes
         self.num_begun += 1
 
     def give_up(self, request: Request) -> None:
         """It had begun, and the peer will not hear of it."""
-        self.num_bytes[request.urgency] -= request.num_bytes
+        self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_begun -= 1
 
     def sent(self, request: Request) -> None:
@@ -65,7 +65,7 @@ class Outstanding:
         return request
 
     def _answered(self, request: Request, deadline: Deadline, *, has_more: bool) -> None:
-        self.num_bytes[request.urgency] -= request.num_bytes
+        self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_answered += 1
         while self._closes and self._closes[0][0] < self.num_answered:
             self._closes.popleft()

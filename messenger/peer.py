@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from messenger.flow import Flow
-from messenger.lane import NOT_URGENT_S, Lane
-from messenger.protocol import Abandon, Close, Fetch, Open, brief
+from messenger.lane import Lane
+from messenger.protocol import NOT_URGENT_S, Abandon, Close, Fetch, Open, brief
 from messenger.queues import BULK_WAITS_S, Queues
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transfer import Answer, Transfer
@@ -312,7 +312,7 @@ class Peer:
         """The lane that takes what comes next of this class, if both are there."""
         lane = self._queues.lane_for(urgency, self._now_s())
         if lane is not None:
-            lane.wake()
+            lane.wake(urgency)
         return lane
 
     def _look_after_bulk(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from messenger import handshake
+from messenger.board import native
 from messenger.frames import Frames
 from messenger.handshake import introduce
 from messenger.identity import Identity
@@ -26,6 +27,7 @@ from messenger.protocol import Side
 from messenger.rdma.cards import Card, Cards
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemoteReads
+from messenger.shared_pages import SharedPages
 from messenger.sieve import Sieve
 from messenger.standing import Standing
 from messenger.stream import Stream
@@ -245,19 +247,26 @@ class Peers:
             lane=number,
             segment=handshake.Segment(len(source.buffer), source.read_only_fd) if is_shm else None,
             endpoint=endpoint.local_info() if endpoint is not None else None,
+            takes_seat=is_shm and native() is not None,
         )
         _check_who(welcome.identity, address)
+        layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
         inlet: Inlet = TcpInlet(stream)
+        shared = None
         if is_shm:
-            inlet = ShmInlet(stream, stream.take_fd(), welcome.segment_bytes)
+            seat = welcome.seat
+            mapped = inlet = ShmInlet(
+                stream, stream.take_fd(), welcome.segment_bytes, is_writable=seat is not None
+            )
+            if seat is not None:
+                shared = SharedPages(mapped.segment, seat, layout, source.buffer)
         elif card is not None and endpoint is not None:
             if welcome.endpoint is None or welcome.scratch is None:
                 raise TransferError(f"{address.instance} does not answer by RDMA")
             endpoint.connect(welcome.endpoint)
             await card.write_scratch(endpoint, welcome.scratch)
             inlet = RemoteReads(endpoint, card.memory)
-        layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
-        return Lane(number, path, frames, inlet, source.buffer, layout, peer, timeout_s, endpoint)
+        return Lane(number, path, frames, inlet, source.buffer, layout, peer, timeout_s, endpoint, shared)
 
 
 def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:

@@ -17,6 +17,7 @@ they are one *session*, and a transfer may use all of them.
                                    <-     Found           one per Fetch, in their order, bytes as in Write
     FetchDone                      ->                     the oldest Found has been read: let go of it
     Abandon(lane)                  ->                     forget that lane: what was on it comes again here
+    Write(..., is_placed)          ->                     over shared memory, the bytes are in their pages
     Expose(transfer, grant)        ->                     over RDMA: open its pages to this queue pair
                                    <-     Exposed         where they are; closed again with the transfer
     Probe                          ->                     bytes for nobody, to measure a path
@@ -41,9 +42,10 @@ import msgspec
 
 from messenger.identity import Identity
 from messenger.rdma.info import EndpointInfo, Scratch
+from mooncake.blocks import KVLayout
 from mooncake.errors import MismatchError, TransferError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_META_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096
 """meta of a frame from somebody who has not shown that he knows the cluster's key"""
@@ -51,6 +53,8 @@ MAX_FRAME_ENTRIES = 1024
 MAX_FRAME_BYTES = 4 << 20
 """Payload of one frame, unless a single layer is larger: bounds how long others wait behind it."""
 
+NOT_URGENT_S = 0.002
+"""that a message may wait for another to go with"""
 _MOST_CHARS = 1000
 
 _HEADER = struct.Struct("<II")
@@ -86,13 +90,29 @@ class Introduction(msgspec.Struct, tag=True, frozen=True):
     segment_bytes: int | None = None
     endpoint: EndpointInfo | None = None
     """the sender's queue pair, if bytes are to go by RDMA"""
+    takes_seat: bool = False
+    """it can write to pages that it has mapped"""
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where the sender may write granted pages of the receiver's segment itself: see `messenger.board`.
+
+    The shard of the block in page p begins at `pages_offset + p * page_stride`.
+    """
+
+    number: int
+    board_offset: int
+    pages_offset: int
+    page_stride: int
+    num_pages: int
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Who the receiver is. `segment_bytes` is set when its segment comes along."""
+    """Who the receiver is. `segment_bytes` is set when its segment comes along, writable with a `seat`."""
 
     identity: Identity
     segment_bytes: int | None = None
+    seat: Seat | None = None
     endpoint: EndpointInfo | None = None
     scratch: Scratch | None = None
     """where the sender can see whether its queue pair carries anything"""
@@ -135,13 +155,20 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     """Place these bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
     Names the grant again: on another lane this may come before the `Open`. `heads`: `[begin, end)` of the
-    model, the part of each layer that is sent; None: all, and both sides have the same.
+    model, the part of each layer that is sent; None: all, and both sides have the same. `is_placed`: they
+    have been written and compared with their checksums; nobody waits for the answer.
     """
 
     transfer_id: int
     grant_id: int
     entries: list[WriteEntry]
     heads: tuple[int, int] | None = None
+    is_placed: bool = False
+
+    def skipped_bytes(self, layout: KVLayout) -> int:
+        """From the start of a page of `layout` to what is sent of the model's first layer, were it there."""
+        skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
+        return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):

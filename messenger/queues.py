@@ -30,6 +30,10 @@ class Carrier(Protocol):
 
     path: Path
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it may have more under way, however little."""
+
     def outstanding_bytes_of(self, urgency: Urgency) -> int:
         """Of requests of this class that are under way on it."""
 
@@ -131,7 +135,7 @@ class Queues(Generic[Lane]):
 
     def _may_take(self, lane: Lane, urgency: Urgency, now_s: float) -> bool:
         """Whether `lane` may be given what comes next of this class. Something does."""
-        if self._stands_by(lane):
+        if self._stands_by(lane) or not lane.has_room:
             return False
         under_way_bytes = lane.outstanding_bytes_of(urgency)
         if urgency is Urgency.LATENCY or now_s >= self._hurry_until_s:

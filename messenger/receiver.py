@@ -74,11 +74,17 @@ class Sessions:
         """Raises TransferError, MismatchError, OSError."""
         stream, door = frames.stream, self._door
         inlet, exposures = cast(Inlet, TcpInlet(stream)), None
-        segment = endpoint = scratch = None
+        segment = seat = endpoint = scratch = None
         with contextlib.ExitStack() as on_failure:
             if introduction.segment_bytes is not None:
                 inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
                 segment = handshake.Segment(len(door.source.buffer), door.source.read_only_fd)
+                landing = door.landing
+                if landing is not None and introduction.takes_seat:
+                    seat = landing.take_seat(stream.peer_pid)
+                    if seat is not None:
+                        on_failure.callback(landing.board.leave, seat.number)
+                        segment = handshake.Segment(len(door.source.buffer), landing.fd)
             elif introduction.endpoint is not None:
                 try:
                     card = await door.cards.answering(introduction.endpoint)
@@ -91,10 +97,10 @@ class Sessions:
                 scratch = await card.open_scratch(endpoint)
                 inlet, exposures = InPlace(), Exposures(endpoint, card.memory)
             local_info = endpoint.local_info() if endpoint is not None else None
-            await welcome(stream, door.identity, introduction, segment, local_info, scratch)
+            await welcome(stream, door.identity, introduction, segment, seat, local_info, scratch)
             on_failure.pop_all()
         layout = introduction.identity.layout if introduction.identity is not None else None
-        return IncomingLane(door, frames, inlet, exposures, layout)
+        return IncomingLane(door, frames, inlet, exposures, layout, seat)
 
     async def _run(self, lane: IncomingLane, introduction: Introduction) -> None:
         identity, number = introduction.identity, introduction.lane

@@ -40,15 +40,27 @@ class WriteRequest:
     done: Callable[[Outcome, str], None]
     is_wanted: Callable[[], bool]
     """else it need not be sent any more"""
+    confirmed: Callable[[str | None], None]
+    """once, if it was done when the receiver only had to be told: it has heard, or why not"""
     num_lanes_lost: int = 0
     """under it"""
+    is_placed: bool = False
+    """it is done: the bytes are in their pages, and the receiver is to hear of it"""
 
     @property
     def layer_bytes(self) -> int:
         return self.num_bytes // sum(entry.num_layers for entry in self.write.entries)
 
+    @property
+    def moving_bytes(self) -> int:
+        """That others on a lane wait for."""
+        return 0 if self.is_placed else self.num_bytes
+
     def lost(self, reason: str) -> None:
-        self.done(Outcome.FAILED, reason)
+        if self.is_placed:
+            self.confirmed(reason)
+        else:
+            self.done(Outcome.FAILED, reason)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +83,10 @@ class FetchRequest:
     def num_bytes(self) -> int:
         return sum(map(len, self.views))
 
+    @property
+    def moving_bytes(self) -> int:
+        return self.num_bytes
+
     def lost(self, reason: str) -> None:
         self.done({}, reason)
 
@@ -88,6 +104,10 @@ class ProbeRequest:
     @property
     def num_bytes(self) -> int:
         return len(self.payload)
+
+    @property
+    def moving_bytes(self) -> int:
+        return self.num_bytes
 
     def lost(self, reason: str) -> None:
         self.done(reason)

@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import socket
+import struct
 from collections.abc import Callable, Sequence
 
 from messenger.readiness import Readiness
@@ -20,6 +21,7 @@ from messenger.tls import TlsSocket
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _TURN_BYTES = 512 * 1024
 """moved before others have their turn"""
 _LEAST_BYTES = 16 * 1024
@@ -92,6 +94,14 @@ class Stream:
         """Ends both directions: whoever waits in `receive_into` or `send` gets a ConnectionError."""
         with contextlib.suppress(OSError):  # already disconnected
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def peer_pid(self) -> int:
+        """The process that has connected this Unix socket; 0 if it cannot be seen from here."""
+        assert isinstance(self._sock, socket.socket)
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(credentials)[0]
+        return pid
 
     def take_fd(self) -> int | None:
         """The descriptor that came along, if any; now the caller's."""

@@ -42,6 +42,8 @@ class Transfer:
         self.failure: str | None = None
         self.is_known = False
         """to the peer"""
+        self._num_unconfirmed = 0
+        """writes that are in their pages, but which the peer may not have heard of"""
         self._owner = owner
         self._urgency = urgency
         self._on_change = on_change
@@ -72,20 +74,36 @@ class Transfer:
     async def write(self, entries: list[WriteEntry], num_bytes: int, done: Callable[[Outcome], None]) -> None:
         """Submits one frame, waiting while too many of its class wait already.
 
-        `done` is called once, when no byte of the source will be read for this frame any more. Raises
-        TransferError if the transfer has failed; `done` was called then too.
+        `done` is called once, when no byte of the source will be read for this frame any more: it may be when
+        the bytes are there, but the peer has not heard of it yet. Raises TransferError if the transfer has
+        failed; `done` was called then too.
         """
 
         def finish(outcome: Outcome, reason: str) -> None:
             if outcome is not Outcome.PLACED:
                 self.fail(reason)
+            elif request.is_placed:
+                self._num_unconfirmed += 1
             done(outcome)
             self._on_change()
 
+        def confirmed(failure: str | None) -> None:
+            self._num_unconfirmed -= 1
+            if failure is not None:
+                self.fail(failure)
+            self._on_change()
+
         write = Write(self.opening.transfer_id, self.opening.grant_id, entries, self._heads)
-        request = WriteRequest(write, num_bytes, self._urgency, finish, lambda: self.failure is None)
+        request = WriteRequest(
+            write, num_bytes, self._urgency, finish, lambda: self.failure is None, confirmed
+        )
         await self._owner.submit(request)
         self.check()
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the peer has said of all that was placed that it knows."""
+        return not self._num_unconfirmed
 
     def fail(self, reason: str) -> None:
         if self.failure is None:

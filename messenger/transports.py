@@ -1,7 +1,8 @@
 """The ways bytes can take between two messengers: shared memory on one host, RDMA or TCP between hosts.
 
-Over `shm` each side passes a read-only descriptor of its segment once, and whoever *receives* bytes copies
-them into its own pages: nobody ever maps another's segment writable. Over `tcp` the payload follows the frame
+Over `shm` each side passes a descriptor of its segment once. Whoever asks copies: a writer into pages that
+are granted to it (see messenger.board), a reader out of blocks that have been found; where a writer cannot,
+the receiver copies out of its segment. Over `tcp` the payload follows the frame
 and is received straight into the page. Over `rdma` they go from memory to memory, beside the connection on
 which the frames travel: see messenger.rdma.
 
@@ -172,11 +173,14 @@ class Inlet(Protocol):
 
 
 class ShmInlet:
-    """Copies out of the other side's segment, mapped read-only. Takes `fd` over."""
+    """Copies out of the other side's segment, which it maps. Takes `fd` over."""
 
     transport = Transport.SHM
 
-    def __init__(self, stream: Stream, fd: int | None, segment_bytes: int | None) -> None:
+    def __init__(
+        self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
+    ) -> None:
+        """`is_writable`: the segment may be written too."""
         self._stream = stream
         if fd is None:
             raise TransferError("a segment is announced, but no descriptor came along")
@@ -186,7 +190,7 @@ class ShmInlet:
                 raise TransferError(
                     f"the peer's segment has {size_bytes} bytes, it announces {segment_bytes}"
                 )
-            self._buffer = MappedFile(fd, segment_bytes, read_only=True).view
+            self.segment = MappedFile(fd, segment_bytes, read_only=not is_writable).view
         finally:
             os.close(fd)  # the mapping stays
 
@@ -205,11 +209,11 @@ class ShmInlet:
         for source, view in zip(sources, views, strict=True):
             offset = source.source_offset
             end = offset + len(view)
-            if not 0 <= offset <= end <= len(self._buffer):
+            if not 0 <= offset <= end <= len(self.segment):
                 raise TransferError(
-                    f"source range [{offset}, {end}) is outside a segment of {len(self._buffer)} bytes"
+                    f"source range [{offset}, {end}) is outside a segment of {len(self.segment)} bytes"
                 )
-            checksums.append(copy_layers(self._buffer[offset:end], view, layer_bytes))
+            checksums.append(copy_layers(self.segment[offset:end], view, layer_bytes))
             self._stream.moved(len(view) // _COPYING_SPEED)
         return checksums
 

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.store.workload import WORKING_SET_BYTES, Memory
-from benchmarks.transfer.ours_driver import INSTANCE, SLICE_BYTES, identity, shared_memory
+from benchmarks.transfer.ours_driver import GRANT, INSTANCE, SLICE_BYTES, identity, shared_memory
 from benchmarks.transfer.work import Direction, Engine, Pair
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums, prepare
 from messenger.identity import host_id
@@ -103,7 +103,7 @@ class MessengerEngine:
                 if not left:
                     arrived.set()
 
-        with peer.transfer(1, "benchmark", lambda: None, urgency) as transfer:
+        with peer.transfer(GRANT, "benchmark", lambda: None, urgency) as transfer:
             for frame in _frames(entries, slice_bytes, frame_bytes):
                 num_bytes = sum(entry.num_layers for entry in frame) * slice_bytes
                 await transfer.write(frame, num_bytes, functools.partial(done, num_bytes))

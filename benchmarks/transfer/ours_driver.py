@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks.store.workload import WORKING_SET_BYTES
+from messenger.board import BOARD_BYTES, Board
 from messenger.checksums import CHECKSUM_BYTES, prepare
-from messenger.door import Door, Readable, Writer, WriteRefused
+from messenger.door import Door, Landing, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
 from messenger.listening import listening_loop
 from messenger.protocol import WriteEntry
@@ -29,9 +30,11 @@ from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import KVLayout
 from mooncake.config import MessengerConfig
 from mooncake.keys import ClusterKey
-from mooncake.mapping import MappedFile
+from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 
 INSTANCE = "target"
+GRANT = 1
+"""of all of the memory, for ever"""
 SLICE_BYTES = (4 << 10, 64 << 10, 256 << 10)
 """checksums are of so much; the largest that fits a block is used"""
 
@@ -115,8 +118,12 @@ async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.Ta
 
 async def _serve(folder: str, key: ClusterKey) -> None:
     prepare()
-    fd, memory = shared_memory(WORKING_SET_BYTES)
-    source = SourceSegment.of(fd, memory)
+    fd, segment = shared_memory(WORKING_SET_BYTES + HUGE_PAGE_BYTES)
+    memory, board = segment[:WORKING_SET_BYTES], Board.at(segment[-BOARD_BYTES:])
+    source, landing = SourceSegment.of(fd, segment), None
+    if board is not None:
+        board.open(GRANT)
+        landing = Landing(board, fd, len(segment) - BOARD_BYTES, 0, WORKING_SET_BYTES, 1)
     places: dict[int, tuple[str, int]] = {}
     async with asyncio.TaskGroup() as tasks:
         for slice_bytes in SLICE_BYTES:
@@ -130,6 +137,7 @@ async def _serve(folder: str, key: ClusterKey) -> None:
                 Traffic(),
                 MessengerConfig(),
                 Cards([]),
+                landing,
             )
             sessions = Sessions(door)
             by_memory, by_network = socket.socket(socket.AF_UNIX), socket.socket()

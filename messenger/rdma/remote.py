@@ -45,9 +45,7 @@ class RemotePages:
             self._opened[write.transfer_id] = asyncio.get_running_loop().create_future()
             self._ask(Expose(write.transfer_id, write.grant_id))
         pages = await self._pages(write.transfer_id)
-        layout = self._layout
-        skipped_heads = 0 if write.heads is None else write.heads[0] - layout.first_head
-        skipped_bytes = skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
+        layout, skipped_bytes = self._layout, write.skipped_bytes(self._layout)
         slices, keys = [], []
         for entry in write.entries:
             page = pages.get(entry.page)

@@ -94,7 +94,9 @@ class Member:
         self.proxies = [Proxy(tasks, endpoint) for _ in range(num_proxies)]
         endpoints = tuple(proxy.endpoint for proxy in self.proxies) or (endpoint,)
         self.address = MessengerAddress(name, 1, host_id(), unix_path, endpoints)
-        self.grants = Grants(self.pool, self.segment, self.address)
+        self.landing = self.segment.landing(self._fd)
+        board = self.landing.board if self.landing is not None else None
+        self.grants = Grants(self.pool, self.segment, self.address, board)
         identity = Identity(name, 1, host_id(), FINGERPRINT, layout)
         config = settings(transport=transport.value)
         self.peers = Peers(
@@ -118,7 +120,9 @@ class Member:
             promotion_timeout_s=1.0,
         )
         reads = Reads(self.pool, mover, self.segment, asyncio.get_running_loop().time)
-        door = Door(identity, CLUSTER_KEY, self.grants, reads, self.source, self.traffic, config, cards)
+        door = Door(
+            identity, CLUSTER_KEY, self.grants, reads, self.source, self.traffic, config, cards, self.landing
+        )
         self._sessions = Sessions(door)
         for listener in self._listeners:
             tasks.create_task(self._accept(listener))
@@ -194,6 +198,8 @@ class Member:
             proxy.close()
         for listener in self._listeners:
             listener.close()
+        if self.landing is not None:
+            self.landing.board.shut_down()
         os.close(self.source.read_only_fd)
         os.close(self._fd)
 

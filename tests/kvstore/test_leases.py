@@ -321,6 +321,23 @@ def test_page_that_a_writer_may_still_write_is_nobodys_until_he_is_gone() -> Non
     assert pool.check_integrity() is None
 
 
+def test_page_that_a_peer_was_copying_to_is_nobodys_until_its_process_is_gone() -> None:
+    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), Writer(1234, 0)
+    old = Pool(table)
+    granted = old.reserve(ALICE, KEYS[:1], 0).blocks[0].page
+    written = old.reserve(BOB, KEYS[1:2], 0, WRITERS[BOB]).blocks[0].page
+    table.assign(copier)
+    pool = Pool(table)
+    pool.keep_aside(copier)
+    assert table.state(granted) is table.state(written) is PageState.QUARANTINED
+    pool.writer_gone(WRITERS[BOB])
+    assert table.state(written) is PageState.QUARANTINED
+    assert pool.former_writers == [copier]
+    pool.writer_gone(copier)
+    assert table.state(granted) is table.state(written) is PageState.FREE
+    assert pool.check_integrity() is None
+
+
 # -- everything at once -------------------------------------------------------------------------------
 
 

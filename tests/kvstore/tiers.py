@@ -267,7 +267,7 @@ async def running(
             pool=pool,
             ssd=ssd,
             mover=mover,
-            grants=Grants(pool, segment, ADDRESS),
+            grants=Grants(pool, segment, ADDRESS, None),
             peers=SimpleNamespace(all=[]),  # type: ignore[arg-type]  # nothing is sent
             sessions=None,  # type: ignore[arg-type]
             traffic=Traffic(),

@@ -106,6 +106,7 @@ class Fabric:
         self.sender_memory, self.receiver_memory = Memory(layout, num_pages), Memory(layout, num_pages)
         self.sender_memory.fill(1)
         self.sent, self.received = Traffic(), Traffic()
+        self.receiver_memory.land()
         self.pages = Pages(self.receiver_memory)
         self.receiver_identity = Identity("receiver", 1, host_id(), FINGERPRINT, layout)
         self.sender_identity = identity_with(self.receiver_identity, instance="sender")
@@ -121,6 +122,7 @@ class Fabric:
             self.received,
             config,
             cards[1],
+            self.receiver_memory.landing,
         )
         self.sessions = Sessions(door)
         self.unix_path = str(folder / "receiver.sock")
@@ -192,7 +194,7 @@ class Fabric:
         with peer.transfer(grant_id, f"grant {grant_id}", changed.set, urgency) as transfer:
             for page in pages:
                 await transfer.write([self.entry(page)], self.layout.block_bytes, outcomes.append)
-            while len(outcomes) < len(pages):
+            while len(outcomes) < len(pages) or not transfer.is_confirmed:
                 transfer.check()
                 changed.clear()
                 await changed.wait()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from messenger.board import BOARD_BYTES, Board
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
-from messenger.door import Readable, Writer, WriteRefused
+from messenger.door import Landing, Readable, Writer, WriteRefused
 from messenger.protocol import WriteEntry
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment
@@ -24,10 +25,19 @@ class Memory:
         self.layout = layout
         self.num_pages = num_pages
         self.fd = os.memfd_create("fabric")
-        os.truncate(self.fd, layout.block_bytes * num_pages)
-        self.mapping = mmap.mmap(self.fd, layout.block_bytes * num_pages)
-        self.view = memoryview(self.mapping)
-        self.source = SourceSegment.of(self.fd, self.view)
+        self._board_offset = -(-layout.block_bytes * num_pages // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.truncate(self.fd, self._board_offset + BOARD_BYTES)
+        self.mapping = mmap.mmap(self.fd, self._board_offset + BOARD_BYTES)
+        self.view = memoryview(self.mapping)[: layout.block_bytes * num_pages]
+        self.source = SourceSegment.of(self.fd, memoryview(self.mapping))
+        self.landing: Landing | None = None
+
+    def land(self) -> None:
+        """Others may write to it themselves, where they can."""
+        board = Board.at(self.source.buffer[self._board_offset :])
+        if board is not None:
+            size = self.layout.block_bytes
+            self.landing = Landing(board, self.fd, self._board_offset, 0, size, self.num_pages)
 
     def fill(self, seed: int) -> None:
         self.view[:] = np.random.default_rng(seed).bytes(len(self.view))
@@ -45,6 +55,8 @@ class Memory:
         return layer_checksums(self.layers(page, layers), self.layout.layer_bytes)
 
     def close(self) -> None:
+        if self.landing is not None:
+            self.landing.board.shut_down()
         os.close(self.source.read_only_fd)
         os.close(self.fd)
 
@@ -85,11 +97,14 @@ class Pages:
 
     def grant(self, grant_id: int, pages: Sequence[int]) -> GrantState:
         self.grants[grant_id] = GrantState(list(pages))
+        if self.memory.landing is not None:
+            self.memory.landing.board.open(grant_id)
         return self.grants[grant_id]
 
     def revoke(self, grant_id: int, reason: str) -> None:
         grant = self.grants[grant_id]
         grant.failure = reason
+        self._close_to_copiers(grant_id)
         for writer in grant.writers:
             writer.revoke(grant_id, reason)
             self._opened[grant_id, id(writer)] -= 1
@@ -141,11 +156,7 @@ class Pages:
 
         def on_closed() -> None:
             self.num_exposed -= 1
-            all_layers = range(self.memory.layout.num_layers)
-            for slot in {(page, layer) for page in pages for layer in all_layers} - set(grant.arrived):
-                self.memory.layers(slot[0], range(slot[1], slot[1] + 1))[:] = bytes(
-                    self.memory.layout.layer_bytes
-                )
+            self._scrub_pages(grant, pages)
 
         block_bytes = self.memory.layout.block_bytes
         return [(page, Range(self.memory.offset(page, 0), block_bytes)) for page in pages], on_closed
@@ -162,11 +173,35 @@ class Pages:
             checksum = entry.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
             grant.arrived[entry.page, layer] = checksum
         grant.is_complete = len(grant.arrived) == len(grant.pages) * self.memory.layout.num_layers
+        if grant.is_complete:
+            self._close_to_copiers(grant_id)
         return grant.is_complete
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         self._end(grant_id, entry)
         self._scrub(entry)
+
+    def _scrub_pages(self, grant: GrantState, pages: Sequence[int]) -> None:
+        """What did not arrive and is not just being received."""
+        all_layers = range(self.memory.layout.num_layers)
+        slots = {(page, layer) for page in pages for layer in all_layers}
+        for page, layer in slots - set(grant.arrived) - grant.receiving:
+            view = self.memory.layers(page, range(layer, layer + 1))
+            view[:] = bytes(len(view))
+
+    def _close_to_copiers(self, grant_id: int) -> None:
+        """Those of this host; they are waited for."""
+        grant, landing = self.grants[grant_id], self.memory.landing
+        if landing is None:
+            return
+
+        def on_quiet() -> None:
+            self.num_exposed -= 1
+            self._scrub_pages(grant, grant.pages)
+
+        self.num_exposed += 1
+        if landing.board.close(grant_id, on_quiet):
+            on_quiet()
 
     def _scrub(self, entry: WriteEntry) -> None:
         view = self.memory.layers(entry.page, range(entry.layer_begin, entry.layer_end))
@@ -190,6 +225,7 @@ class Pages:
             self.violations.append(f"grant {grant_id} is closed by {writer.name}, which has it not open")
         if reason is not None and not grant.is_complete and grant.failure is None:
             grant.failure = reason
+            self._close_to_copiers(grant_id)
 
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from messenger import board
 from messenger.peer import MAX_QUEUED_REQUESTS
 from messenger.protocol import WriteEntry
 from messenger.requests import Outcome, Urgency
 from messenger.transports import Transport
+from mooncake.blocks import KVLayout
 from mooncake.errors import PoolError, TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, key, run, until
 
@@ -451,6 +453,84 @@ def test_a_write_refused_on_completion_is_heard_of(tmp_path: Path) -> None:
             node.pages.begin = begin_and_revoke  # type: ignore[method-assign]
             with pytest.raises(TransferError, match="refused a write: revoked meanwhile"):
                 await node.write(1, [0])
+            await node.assert_works()
+
+    run(test())
+
+
+@pytest.mark.parametrize("layout", [LARGE, TINY])
+def test_where_a_sender_cannot_write_itself_the_receiver_copies(
+    tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no compiler, or the layers are too short for what it compiles."""
+
+    async def test() -> None:
+        async with fabric(tmp_path, layout, 4, transport="shm") as node:
+            node.pages.grant(1, [0, 1])
+            await node.write(1, [0, 1])
+            node.assert_written([0, 1])
+            assert node.sent.sent_bytes[Transport.SHM] == 2 * layout.block_bytes
+
+    if layout is LARGE:
+        monkeypatch.setattr(board, "native", lambda: None)
+    run(test())
+
+
+def test_what_is_written_over_shared_memory_is_there_before_the_receiver_knows(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 4, transport="shm") as node:
+            grant = node.pages.grant(1, [0])
+            peer = await node.peer()
+            outcomes: list[Outcome] = []
+            with peer.transfer(1, "quick", lambda: None) as transfer:
+                writing = transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
+                with pytest.raises(StopIteration):
+                    writing.send(None)
+                assert outcomes == [Outcome.PLACED]
+                node.assert_written([0])
+                assert not grant.is_complete
+                assert not transfer.is_confirmed
+                await until(lambda: transfer.is_confirmed)
+                assert grant.is_complete
+
+    run(test())
+
+
+def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 4, transport="shm", streams=2) as node:
+            grant = node.pages.grant(1, [0, 1])
+            peer = await node.peer(2)
+            outcomes: list[Outcome] = []
+            with peer.transfer(1, "told twice", lambda: None) as transfer:
+                for lane in peer.lanes:  # what they say is lost with them
+                    lane._outbox.post = lambda *_: None  # type: ignore[method-assign]
+                await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
+                node.sender_memory.page(0)[:8] = bytes(8)  # nobody reads it any more
+                lane = next(lane for lane in peer.lanes if lane.num_outstanding)
+                other = next(each for each in peer.lanes if each is not lane)
+                del other._outbox.post
+                lane.give_up("a test")
+                await until(lambda: transfer.is_confirmed)
+                assert outcomes == [Outcome.PLACED]
+                assert [page for page, _ in grant.arrived] == [0] * node.layout.num_layers
+
+    run(test())
+
+
+def test_a_placed_write_that_is_refused_fails_its_transfer(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, transport="shm") as node:
+            grant = node.pages.grant(1, [0])
+            peer = await node.peer()
+            outcomes: list[Outcome] = []
+            with peer.transfer(1, "revoked", lambda: None) as transfer:
+                await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
+                grant.failure = "revoked"
+                await until(lambda: transfer.failure is not None)
+                assert transfer.failure == "receiver refused a write: grant 1 is unknown here"
+            assert outcomes == [Outcome.PLACED]
+            node.pages.revoke(1, "revoked")
             await node.assert_works()
 
     run(test())

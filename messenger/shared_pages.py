@@ -1,0 +1,78 @@
+"""Writing to granted pages of a peer on this host: one pass for bytes and checksums, in one native call.
+
+Owns: what is mapped of the peer to be written, our seat at its board. Does not know: the connection.
+"""
+
+import struct
+
+from messenger.board import BOARD_BYTES, NUM_SEATS, native
+from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, address_of
+from messenger.protocol import Seat, Write
+from mooncake.blocks import KVLayout
+from mooncake.errors import TransferError
+
+
+class SharedPages:
+    """One lane's way to place bytes. `leave` it when the lane ends."""
+
+    def __init__(self, segment: memoryview, seat: Seat, layout: KVLayout, source: memoryview) -> None:
+        """`segment`: the peer's, writable; `layout`: of its blocks; `source`: what is sent from.
+
+        Raises TransferError for a seat outside of the segment.
+        """
+        end = seat.pages_offset + seat.num_pages * seat.page_stride
+        is_inside = (
+            0 <= seat.pages_offset <= end <= len(segment)
+            and 0 <= seat.board_offset <= len(segment) - BOARD_BYTES
+            and seat.board_offset % CHECKSUM_BYTES == 0
+        )
+        library = native()
+        if not is_inside or not 0 <= seat.number < NUM_SEATS or library is None:
+            raise TransferError(f"{seat} cannot be taken in a segment of {len(segment)} bytes")
+        self._native = library
+        self._segment = segment  # keeps it mapped
+        self._source = source
+        self._seat = seat
+        self._layout = layout
+        self._board = address_of(segment) + seat.board_offset
+        self._target_address = address_of(segment)
+        self._source_address = address_of(source)
+
+    def place(self, write: Write, layer_bytes: int) -> bool:
+        """Places the bytes of all entries, `layer_bytes` of each layer.
+
+        Whether they are there, intact, and were wanted all the time: else it is the receiver's to copy them,
+        or to say why not.
+        """
+        if layer_bytes <= SHORT_LAYER_BYTES:
+            return False
+        slices: list[int] = []
+        layout, skipped_bytes = self._layout, write.skipped_bytes(self._layout)
+        for entry in write.entries:
+            begin = skipped_bytes + entry.layer_begin * layout.layer_bytes
+            num_bytes = entry.num_layers * layer_bytes
+            if not (
+                0 <= entry.page < self._seat.num_pages
+                and 0 <= begin < begin + num_bytes <= layout.block_bytes
+                and 0 <= entry.source_offset <= len(self._source) - num_bytes
+                and len(entry.checksums) == entry.num_layers * CHECKSUM_BYTES
+            ):
+                return False
+            target = self._seat.pages_offset + entry.page * self._seat.page_stride + begin
+            slices += (target, entry.source_offset, entry.num_layers)
+        is_placed = self._native.place(
+            self._board,
+            self._seat.number,
+            write.grant_id,
+            self._target_address,
+            self._source_address,
+            struct.pack(f"<{len(slices)}Q", *slices),
+            len(write.entries),
+            layer_bytes,
+            b"".join([entry.checksums for entry in write.entries]),
+        )
+        return bool(is_placed)
+
+    def leave(self) -> None:
+        """The seat is the owner's to give again."""
+        self._native.leave_seat(self._board, self._seat.number)
