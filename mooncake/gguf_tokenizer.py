@@ -48,12 +48,11 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-UP_TO_THREE_DIGITS, EACH_DIGIT = _WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}"
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(lambda: pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "smollm": _PreTokenizer(_by_words_and_digits),
-    "llama-bpe": _PreTokenizer(lambda: _by_regex(UP_TO_THREE_DIGITS), ignore_merges=True, adds_bos=True),
-    "qwen2": _PreTokenizer(lambda: _by_regex(EACH_DIGIT), normalize_nfc=True),
+    "llama-bpe": _PreTokenizer(lambda: _by_regex(_WORDS % r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True),
+    "qwen2": _PreTokenizer(lambda: _by_regex(_WORDS % r"\p{N}"), normalize_nfc=True),
 }
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
-from mooncake.ascii_pieces import ascii_pieces_of
 from mooncake.byte_level import ByteLevelDetokenizer, pieces_of
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError, RequestError
@@ -49,13 +48,12 @@ _RESERVED_KWARGS = frozenset(
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Safe to use from several threads at once.
+    """A checkpoint's tokenizer. Safe to use from several threads at once: no call changes it.
 
     `vocab_size` bounds all token ids; no token stands for more than `max_token_chars` characters.
     """
 
     __slots__ = (
-        "_ascii_pieces",
         "_backend",
         "_byte_level_pieces",
         "_bytes_of_piece",
@@ -82,7 +80,6 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of_piece = PieceBytes(self._backend, added)
         self._byte_level_pieces = pieces_of(self._backend)
-        self._ascii_pieces = ascii_pieces_of(self._backend)
 
     @property
     def has_chat_template(self) -> bool:
@@ -111,10 +108,6 @@ class Tokenizer:
             raise RequestError(
                 f"text is no valid Unicode: {error.reason} at character {error.start}"
             ) from error
-        if self._ascii_pieces is not None:
-            known = self._ascii_pieces.encode(text, add_special_tokens)
-            if known is not None:
-                return known
         # As a batch of one: only batches let other threads run meanwhile.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids

@@ -27,9 +27,8 @@ from mooncake.api_keys import ApiKey
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 from mooncake.messages import ClusterState
 
-# Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop;
-# ASCII is a tenth of the work (`mooncake.ascii_pieces`).
-_MAX_INLINE_BYTES, _MAX_INLINE_ASCII_BYTES = 4096, 16384
+# Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
+_MAX_INLINE_BYTES = 4096
 _MAX_WAITING_GRAMMARS = 16
 
 T = TypeVar("T")
@@ -133,5 +132,4 @@ def key_of(request: Request) -> ApiKey | None:
 
 async def beside(body: bytes, read: Callable[[], T]) -> T:
     """In a thread, if `body` may take long."""
-    max_bytes = _MAX_INLINE_ASCII_BYTES if body.isascii() else _MAX_INLINE_BYTES
-    return read() if len(body) <= max_bytes else await asyncio.to_thread(read)
+    return read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)

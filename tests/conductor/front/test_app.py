@@ -347,11 +347,11 @@ def test_long_prompt_is_tokenized_beside_the_loop(front: Running, monkeypatch: p
         return original(self, text[:10])
 
     monkeypatch.setattr(tokenizer, "encode", encode)
-    for user in ("u" * 10_000, "u" * 20_000, "中" * 2000):
-        body = {"model": MODEL_NAME, "prompt": "x", "user": user}
-        response = post(front, "/v1/completions", json.dumps(body, ensure_ascii=False).encode())
+    for length in (10, 5000):
+        body = {"model": MODEL_NAME, "prompt": "x", "user": "u" * length}
+        response = post(front, "/v1/completions", body)
         assert response.status_code == 200
-    assert threads[0] not in threads[1:]
+    assert threads[0] != threads[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
