@@ -82,8 +82,8 @@ class SystemForecast:
 
     def at(self, time_s: float) -> Work:
         """As in `Forecast`."""
-        joined = self._prefills.between(-math.inf, time_s)
-        remaining = self._decodes.between(time_s - self.decode_s, math.inf)
+        joined = self._prefills.until(time_s)
+        remaining = self._decodes.since(time_s - self.decode_s)
         return Work(joined.num_requests + remaining.num_requests, joined.num_tokens + remaining.num_tokens)
 
 
@@ -111,8 +111,8 @@ class RequestForecast(SystemForecast):
 
     def at(self, time_s: float) -> Work:
         """As in `Forecast`."""
-        joined = self._joins.between(-math.inf, time_s)
-        left = self._leaves.between(-math.inf, time_s)
+        joined = self._joins.until(time_s)
+        left = self._leaves.until(time_s)
         return Work(joined.num_requests - left.num_requests, joined.num_tokens - left.num_tokens)
 
 

@@ -165,10 +165,13 @@ class Admission:
     def _tbt_at_s(self, time_s: float, num_tokens: int, freed: Work) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
         work = self._forecast.at(time_s)
-        work = Work(work.num_requests - freed.num_requests, work.num_tokens - freed.num_tokens)
-        pool = self._view.decode_pool()
-        if work.num_requests < pool.num_instances:
+        num_requests, num_kv_tokens = (
+            work.num_requests - freed.num_requests,
+            work.num_tokens - freed.num_tokens,
+        )
+        num_instances, mean_costs = self._view.decode_pool()
+        if num_requests < num_instances:
             return None
-        return pool.mean_costs.seconds(
-            work.num_requests // pool.num_instances + 1, work.num_tokens / pool.num_instances + num_tokens
+        return mean_costs.seconds(
+            num_requests // num_instances + 1, num_kv_tokens / num_instances + num_tokens
         )

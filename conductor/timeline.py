@@ -45,11 +45,17 @@ class Timeline:
         self._work[:, bucket - self._first] -= 1, num_tokens
         self._total = Work(self._total.num_requests - 1, self._total.num_tokens - num_tokens)
 
-    def between(self, from_s: float, to_s: float) -> Work:
-        """All of `[from_s, to_s]`, up to a bucket's length."""
-        start, end = max(0, self._index(from_s)), max(0, self._index(to_s) + 1)
-        if start == 0 and end >= self._work.shape[1]:
-            return self._total
+    def until(self, time_s: float) -> Work:
+        """All up to a time, or up to a bucket's length more."""
+        end = self._index(time_s) + 1
+        return self._total if end >= self._work.shape[1] else self._sum(0, end)
+
+    def since(self, time_s: float) -> Work:
+        """All from a time on, or from up to a bucket's length earlier."""
+        start = self._index(time_s)
+        return self._total if start <= 0 else self._sum(start, self._work.shape[1])
+
+    def _sum(self, start: int, end: int) -> Work:
         return Work(*self._work[:, start:end].dot(self._ones[start:end]).tolist())
 
     def _index(self, time_s: float) -> int:

@@ -16,22 +16,25 @@ times = st.integers(0, 4000).map(lambda tenths: 0.1 * tenths + 0.05)
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(times, st.integers(1, 1000), st.booleans()), max_size=40),
-    st.tuples(times, times),
+    times,
 )
-def test_sums_are_those_of_a_list(entries: list[tuple[float, int, bool]], span: tuple[float, float]) -> None:
+def test_sums_are_those_of_a_list(entries: list[tuple[float, int, bool]], time_s: float) -> None:
     timeline, kept = Timeline(), []
-    for time_s, num_tokens, stays in entries:
-        bucket = timeline.add(time_s, num_tokens)
+    for at_s, num_tokens, stays in entries:
+        bucket = timeline.add(at_s, num_tokens)
         if stays:
             # What is earlier than everything that was kept counts as if it had come with the first of it.
             kept.append((bucket, num_tokens))
         else:
             timeline.remove(bucket, num_tokens)
-    first, last = (math.floor(time_s / BUCKET_S) for time_s in sorted(span))
-    within = [num_tokens for bucket, num_tokens in kept if first <= bucket <= last]
-    assert timeline.between(*sorted(span)) == Work(len(within), sum(within))
+    now = math.floor(time_s / BUCKET_S)
+    until = [num_tokens for bucket, num_tokens in kept if bucket <= now]
+    since = [num_tokens for bucket, num_tokens in kept if bucket >= now]
+    assert timeline.until(time_s) == Work(len(until), sum(until))
+    assert timeline.since(time_s) == Work(len(since), sum(since))
     everything = Work(len(kept), sum(num_tokens for _, num_tokens in kept))
-    assert timeline.between(-math.inf, math.inf) == everything
+    assert timeline.until(math.inf) == timeline.since(-math.inf) == everything
+    assert timeline.until(-math.inf) == timeline.since(math.inf) == Work(0, 0)
 
 
 def request(num_tokens: int, kind: str = "a", max_tokens: int = 1000) -> Request:
