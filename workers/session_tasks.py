@@ -20,14 +20,24 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     Raises one error, whatever ends in how many of them: `SessionLostError`, or `ConfigError` for what another
     session would not mend.
     """
+    ended_by: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_watch(pool))
             yield group
     except* (SessionLostError, PoolError, RankLost) as errors:
-        raise SessionLostError(str(errors.exceptions[0])) from None
+        ended_by = SessionLostError(str(_first_of(errors)))
     except* ConfigError as errors:
-        raise errors.exceptions[0] from None
+        ended_by = _first_of(errors)
+    # Not raised above: before Python 3.11.4 it would be wrapped in a group again, which nobody expects.
+    if ended_by is not None:
+        raise ended_by
+
+
+def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
+    """Out of all groups around it."""
+    first = errors.exceptions[0]
+    return _first_of(first) if isinstance(first, ExceptionGroup) else first
 
 
 async def _watch(pool: WorkerClient) -> None:

@@ -260,12 +260,15 @@ def main() -> None:
         parser.add_argument("--" + "-".join(path).replace("_", "-"), dest="_".join(path), metavar="VALUE")
     options = parser.parse_args()
     flags = {path: value for path in keys if (value := getattr(options, "_".join(path))) is not None}
+    ended_by: int | str | None = None
     try:
         asyncio.run(serve(load_config(None, os.environ, flags), options.prefill, options.decode))
     except* KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        ended_by = INTERRUPTED
     except* MooncakeError as errors:
-        sys.exit(f"error: {errors.exceptions[0]}")
+        ended_by = f"error: {errors.exceptions[0]}"
+    if ended_by is not None:  # not above: before Python 3.11.4 it would be wrapped in a group
+        sys.exit(ended_by)
 
 
 if __name__ == "__main__":
