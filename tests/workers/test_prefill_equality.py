@@ -14,7 +14,7 @@ import transformers
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey
 from mooncake.config import KVCacheConfig, TransportChoice
-from mooncake.messages import Tier
+from mooncake.messages import COMPUTED, REMOTE, Tier
 from tests.kvstore.holder import Answer, HandMadeHolder
 from tests.kvstore.nodes import DEADLINE_S, Node, run
 from tests.tiny_models import tiny_model
@@ -132,7 +132,10 @@ async def reuse(
             for part in lab.parts:
                 push_out(lab, part, keys[:num_blocks])
     (result,) = await lab.results(setting, [prompt], source)
-    assert result.num_cached_tokens == min(num_blocks * BLOCK_SIZE, length - 1)
+    num_cached = min(num_blocks * BLOCK_SIZE, length - 1)
+    assert result.num_cached_tokens == num_cached
+    where = REMOTE if source is not None else tier
+    assert lab.runner.num_tokens == {where: num_cached, COMPUTED: length - num_cached}
     assert_equal(result, plain, num_blocks, same_arithmetic=False)
     for node in lab.prefill_nodes:
         with lab.client(node) as pool:
