@@ -77,7 +77,7 @@ class Server:
         """Process ids of the children that run `module`, oldest first."""
         parent = self.process.pid
         children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-        return sorted(pid for pid in children if _module_of(pid) == module)
+        return sorted((pid for pid in children if _module_of(pid) == module), key=_age_rank)
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> float:
         """End it; seconds that it took. The exit code is in `process.returncode`."""
@@ -108,9 +108,21 @@ class Server:
 
 
 def _module_of(pid: int) -> str:
-    """The module of a `python -m module` process; empty for one that is ending."""
-    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    """The module of a `python -m module` process; empty for one that is ending or has ended."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
     return arguments[2].decode() if len(arguments) > 2 else ""
+
+
+def _age_rank(pid: int) -> tuple[int, int]:
+    """Lower for those that were started earlier. Process ids alone begin anew every now and then."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0, pid
+    return int(stat.rpartition(")")[2].split()[19]), pid  # clock ticks since boot
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
