@@ -22,7 +22,7 @@ import torch
 from benchmarks.engine import CONTEXT_LEN, PAGE_SIZE, SMOLLM2
 from mooncake.checkpoint import open_checkpoint
 from mooncake.grammar import Grammar, Grammars
-from mooncake.messages import Request, SamplingParams
+from mooncake.requests import Request, SamplingParams
 from mooncake.tokenizer import load_vocabulary
 from workers.draws import Draws, Row, rules_of
 from workers.engine.batch import Batch, Chunk

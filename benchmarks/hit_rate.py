@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvstore.pages import PageTable
 from kvstore.pool import Pool
 from mooncake.blocks import KEY_BYTES
-from mooncake.config import EvictionPolicy, KVCacheConfig
+from mooncake.sections import EvictionPolicy, KVCacheConfig
 
 BLOCK_TOKENS = 512
 CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)

@@ -29,7 +29,7 @@ from benchmarks.load.clients import Clients
 from benchmarks.servers import ServerError
 from benchmarks.store.rounds import print_table, progress
 from conductor.front.metrics import Metrics, Outcome
-from mooncake.messages import FinishReason
+from mooncake.requests import FinishReason
 
 CONCURRENCY = 64
 SCRAPE_PERIOD_S = 15.0

@@ -18,7 +18,8 @@ from conductor.outcomes import Outcomes
 from conductor.placement import Placement
 from conductor.rules import Rules
 from mooncake.aging import due_s
-from mooncake.messages import PrefixSource, Request
+from mooncake.messages import PrefixSource
+from mooncake.requests import Request
 
 
 @dataclass(slots=True)

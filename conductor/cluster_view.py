@@ -18,7 +18,8 @@ from conductor.prefix_index import PrefixIndex
 from conductor.transfers import TransferEstimator
 from mooncake.blocks import KVLayout
 from mooncake.costs import Costs, prefill_quantities
-from mooncake.messages import DecodeStats, Heartbeat, PoolStats
+from mooncake.messages import DecodeStats, Heartbeat
+from mooncake.pools import PoolStats
 
 _SAME_PASS = 0.2
 """prefills that end so close together, in their predicted times, were computed together"""

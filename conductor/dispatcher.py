@@ -25,18 +25,17 @@ from mooncake.messages import (
     Ended,
     Failed,
     Finished,
-    Grant,
     Interrupted,
     Prefill,
     Prefilled,
-    Ref,
     Refused,
     Rejected,
-    Request,
     Reserve,
     Reserved,
     WorkFailed,
 )
+from mooncake.pools import Grant
+from mooncake.requests import Ref, Request
 
 FromWork = Reserved | Prefilled | Finished | Refused | WorkFailed
 

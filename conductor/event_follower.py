@@ -24,7 +24,8 @@ from conductor.instances import Instances
 from conductor.prefix_index import PrefixIndex
 from mooncake.curve import CURVE_OVERHEAD_BYTES, LARGEST_MESSAGE_BYTES, use_key
 from mooncake.keys import ClusterKey
-from mooncake.messages import FromKVEvents, MessengerAddress
+from mooncake.kv_events import FromKVEvents
+from mooncake.pools import MessengerAddress
 
 TICK_S = 1.0
 LIVE_QUEUE_LEN = 100

@@ -11,7 +11,7 @@ Owns: sequence numbers, incarnations, deadlines. Does not know: sockets, the clo
 
 from typing import NamedTuple
 
-from mooncake.messages import (
+from mooncake.kv_events import (
     EventsGone,
     FromKVEvents,
     GetSnapshot,

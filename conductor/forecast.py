@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from conductor.timeline import Timeline, Work
 from mooncake.blocks import BlockKey
-from mooncake.messages import Request
+from mooncake.requests import Request
 
 _WEIGHT = 0.05
 """of the latest decode in t_d, once there were enough"""

@@ -20,7 +20,6 @@ from mooncake.messages import (
     Failed,
     Finished,
     Prefill,
-    Ref,
     Refused,
     Rejected,
     Reserve,
@@ -29,6 +28,7 @@ from mooncake.messages import (
     ToConductor,
     WorkFailed,
 )
+from mooncake.requests import Ref
 
 NUM_ENDED = 500
 NUM_REJECTIONS = 100

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mooncake.messages import Tier
+from mooncake.pools import Tier
 
 EMPTY = 0
 """the set of a block that nobody holds"""

@@ -11,7 +11,7 @@ Invariant: every accepted request reaches exactly one of the three ends, once.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mooncake.messages import Ref, Request
+from mooncake.requests import Ref, Request
 
 
 class RequestState(Enum):

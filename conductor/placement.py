@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from conductor.instances import Instance, Instances
-from mooncake.messages import Request, Role
+from mooncake.messages import Role
+from mooncake.requests import Request
 
 
 class Reuse(StrEnum):

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from conductor.block_table import new_block_table
 from conductor.holders import HolderSets, Shard
 from mooncake.blocks import KEY_BYTES, BlockKey
-from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
+from mooncake.kv_events import (
+    KVCleared,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+)
+from mooncake.pools import Tier
 
 
 class PrefixMatch(NamedTuple):

@@ -20,7 +20,8 @@ from conductor.rules import Rules
 from conductor.transfers import SSD_BYTES_PER_S
 from mooncake.blocks import KVLayout
 from mooncake.costs import prefill_quantities
-from mooncake.messages import Request, Role
+from mooncake.messages import Role
+from mooncake.requests import Request
 
 
 class BestMatch(NamedTuple):

@@ -32,13 +32,14 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.bus import PeerGoneError, Router, peer_identity
 from mooncake.checkpoint import open_checkpoint
-from mooncake.config import ConductorConfig, ConductorProcess
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError
 from mooncake.line import Inbox, Line
 from mooncake.messages import FromFront, ToConductor
 from mooncake.process import Ready, child_main, report
+from mooncake.process_config import ConductorProcess
 from mooncake.profile import load_profile
+from mooncake.sections import ConductorConfig
 
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.estimators import Floats
-from mooncake.messages import PoolStats
+from mooncake.pools import PoolStats
 
 LATENCY_S = 1e-3
 GENERIC_BYTES_PER_S = 10e9

@@ -18,8 +18,14 @@ from pathlib import Path
 import msgspec
 
 from mooncake.blocks import BlockKey, block_keys
-from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
+from mooncake.kv_events import (
+    KVCleared,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+)
 from mooncake.native import NativeCodeError, load
+from mooncake.pools import Tier
 
 log = logging.getLogger(__name__)
 

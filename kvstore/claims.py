@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvstore.events import BlockTokens
 from mooncake.blocks import BlockKey
-from mooncake.messages import Tier
+from mooncake.pools import Tier
 
 NOBODY = 0
 """Owner of what the pool does for itself"""

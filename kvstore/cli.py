@@ -24,7 +24,7 @@ import rich.table
 from kvstore.client import KVCachePool
 from mooncake.blocks import KEY_BYTES, BlockKey
 from mooncake.errors import ConfigError, MooncakeError, PoolError
-from mooncake.messages import PoolStats, Tier
+from mooncake.pools import PoolStats, Tier
 from mooncake.rundir import PREFIX
 
 FAILED = 1

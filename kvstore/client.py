@@ -40,7 +40,7 @@ from kvstore.replicas import Replicas, change_replica
 from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
 from mooncake.errors import ConfigError, PoolError
 from mooncake.keys import ClusterKey
-from mooncake.messages import PoolStats, Tier
+from mooncake.pools import PoolStats, Tier
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer

@@ -38,7 +38,7 @@ from kvstore.messages import (
 )
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 
 RemoteCall = Call | GetBlocks | PutBlocks
 Expected = TypeVar("Expected", bound=Answer | GotBlocks)

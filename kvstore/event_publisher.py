@@ -1,6 +1,6 @@
 """Sends the KV events of one instance's pool to whoever follows it, and answers those who missed some.
 
-`InternalPublisher` speaks to the Conductor (`mooncake.messages`, "KV events"); `VllmPublisher` speaks vLLM's
+`InternalPublisher` speaks to the Conductor (`mooncake.kv_events`); `VllmPublisher` speaks vLLM's
 format, so that existing KV-aware routers can follow an instance. Both read the same `EventLog`, each at its
 own position, and each has two sockets:
 
@@ -28,7 +28,7 @@ from mooncake.blocks import BlockKey
 from mooncake.curve import Gate
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
+from mooncake.kv_events import (
     EventsGone,
     GetSnapshot,
     KVCleared,
@@ -38,9 +38,9 @@ from mooncake.messages import (
     KVStored,
     ReplayDone,
     ReplayEvents,
-    Tier,
     ToKVEvents,
 )
+from mooncake.pools import Tier
 
 Snapshot = Callable[[], Iterable[tuple[Tier, list[BlockKey]]]]
 """What the pool holds now; has to agree with what it reported to the log."""
@@ -175,7 +175,7 @@ class _Publisher(ABC):
 
 
 class InternalPublisher(_Publisher):
-    """Batches, replays and snapshots in the messages of `mooncake.messages`; the topic is `KV_TOPIC`.
+    """Batches, replays and snapshots in the messages of `mooncake.kv_events`; the topic is `KV_TOPIC`.
 
     Encrypted, for holders of the cluster's key. Needs a running event loop.
     """

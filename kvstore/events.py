@@ -14,7 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake.blocks import BlockKey
-from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
+from mooncake.kv_events import (
+    KVCleared,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+)
+from mooncake.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
 """A batch is sealed when it has this many, so it stays a message of some 200 KB, and the log bounded even if

@@ -26,7 +26,7 @@ from messenger.protocol import MAX_FRAME_ENTRIES
 from messenger.requests import Urgency
 from mooncake.blocks import common
 from mooncake.errors import PoolError, TransferError
-from mooncake.messages import PoolShard
+from mooncake.pools import PoolShard
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,11 @@ from messenger.door import Writer, WriteRefused
 from messenger.protocol import WriteEntry
 from messenger.rdma.windows import Range
 from mooncake.errors import PoolError, TransferError
-from mooncake.messages import Grant, GrantedPage, MessengerAddress
+from mooncake.pools import (
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+)
 
 _NUM_COMPLETED = 1024
 _NUM_TRIES = 8

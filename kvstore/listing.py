@@ -17,7 +17,12 @@ from messenger.peer import Peer
 from messenger.transports import Number, PeerTraffic, Transport
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError
-from mooncake.messages import PeerStats, PoolStats, Tier, TierStats
+from mooncake.pools import (
+    PeerStats,
+    PoolStats,
+    Tier,
+    TierStats,
+)
 
 
 def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:

@@ -19,7 +19,13 @@ import msgspec
 
 from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import Grant, MessengerAddress, PoolShard, PoolStats, Tier
+from mooncake.pools import (
+    Grant,
+    MessengerAddress,
+    PoolShard,
+    PoolStats,
+    Tier,
+)
 from mooncake.proofs import NONCE_BYTES
 
 MAX_MESSAGE_BYTES = 384 * 1024

@@ -31,9 +31,9 @@ from kvstore.pages import RESERVED, SEALED, PageTable, Writer
 from kvstore.pins import Pin, Pins
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
-from mooncake.config import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages import Tier
+from mooncake.pools import Tier
+from mooncake.sections import EvictionPolicy
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ from messenger.transports import Traffic
 from mooncake.blocks import BlockKey
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.keys import ClusterKey
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from kvstore.messages import (
 )
 from mooncake.blocks import BlockKey
 from mooncake.errors import MooncakeError, PoolError, TransferError
-from mooncake.messages import Grant, MessengerAddress
+from mooncake.pools import Grant, MessengerAddress
 
 _COPY_TIMEOUT_S = 60.0
 _ROOM_TIMEOUT_S = 10.0

@@ -26,7 +26,7 @@ from messenger.requests import Outcome, Urgency
 from messenger.transfer import Transfer
 from mooncake.blocks import KVLayout, common
 from mooncake.errors import PoolError, TransferError
-from mooncake.messages import Grant, GrantedPage
+from mooncake.pools import Grant, GrantedPage
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,12 @@ from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import Traffic
 from mooncake.blocks import KVLayout
-from mooncake.config import ANY_ENDPOINT, MessengerProcess, host_and_port
+from mooncake.config import host_and_port
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 from mooncake.process import Ready, child_main, report
+from mooncake.process_config import MessengerProcess
+from mooncake.sections import ANY_ENDPOINT
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mooncake.blocks import KVLayout, common
 from mooncake.errors import TransferError
-from mooncake.messages import MessengerAddress, PoolShard
+from mooncake.pools import MessengerAddress, PoolShard
 
 
 class Share(NamedTuple):

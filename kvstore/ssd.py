@@ -22,8 +22,8 @@ from kvstore.shelf import Shelf
 from kvstore.slab import Record, Slab
 from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey
-from mooncake.config import EvictionPolicy
-from mooncake.messages import Tier
+from mooncake.pools import Tier
+from mooncake.sections import EvictionPolicy
 
 log = logging.getLogger(__name__)
 

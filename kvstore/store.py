@@ -27,8 +27,9 @@ from messenger.receiver import Sessions
 from messenger.tls import Tls
 from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import BlockKey
-from mooncake.config import KVCacheConfig, MessengerProcess
-from mooncake.messages import MessengerAddress, Tier
+from mooncake.pools import MessengerAddress, Tier
+from mooncake.process_config import MessengerProcess
+from mooncake.sections import KVCacheConfig
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,11 @@ from messenger.checksums import CHECKSUM_BYTES
 from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import Grant, PoolShard, PoolStats
+from mooncake.pools import (
+    Grant,
+    PoolShard,
+    PoolStats,
+)
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _SERIAL = 0

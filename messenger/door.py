@@ -13,8 +13,8 @@ from messenger.protocol import Seat, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment, Traffic
-from mooncake.config import MessengerConfig
 from mooncake.keys import ClusterKey
+from mooncake.sections import MessengerConfig
 
 
 class WriteRefused(Exception):

@@ -43,10 +43,10 @@ from messenger.transports import (
     connect,
     paths,
 )
-from mooncake.config import MessengerConfig
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
+from mooncake.sections import MessengerConfig
 
 log = logging.getLogger(__name__)
 

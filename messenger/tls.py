@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mooncake.config import SecurityConfig
 from mooncake.errors import ConfigError
+from mooncake.sections import SecurityConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from typing import NamedTuple, Protocol, TypeVar
 from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.stream import Stream
 from messenger.tls import Tls
-from mooncake.config import TransportChoice
 from mooncake.errors import TransferError
 from mooncake.mapping import MappedFile
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
+from mooncake.sections import TransportChoice
 
 _DISCARD_BYTES = 1 << 18
 _COPYING_SPEED = 2

@@ -16,7 +16,7 @@ from mooncake.config import Config
 
 HEAD = """# Configuration
 
-<!-- Made by `make generate` (mooncake/config_reference.py). Change mooncake/config.py instead. -->
+<!-- Made by `make generate` (mooncake/config_reference.py). Change mooncake/sections.py instead. -->
 
 A key such as `http.port` can stand in a YAML file (`--config FILE`), in the environment
 (`MOONCAKE_HTTP_PORT`) and on the command line (`--http-port`); the later of these wins. An unknown key or a

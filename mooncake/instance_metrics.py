@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from mooncake.exposition import Family, labels
-from mooncake.messages import PREEMPTED_TO, PREFILL_SOURCES, DecodeStats, Heartbeat, PeerStats, PoolStats
+from mooncake.messages import (
+    PREEMPTED_TO,
+    DecodeStats,
+    Heartbeat,
+)
+from mooncake.pools import (
+    PREFILL_SOURCES,
+    PeerStats,
+    PoolStats,
+)
 
 
 class InstanceReport(NamedTuple):

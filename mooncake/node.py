@@ -15,22 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake.config import (
-    ConductorProcess,
-    Config,
-    KVCacheConfig,
-    MessengerConfig,
-    MessengerProcess,
-    RankProcess,
-    StageProcess,
-    WorkerConfig,
-    WorkerProcess,
-)
+from mooncake.config import Config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.mapping import allocate
 from mooncake.messages import Role
+from mooncake.process_config import (
+    ConductorProcess,
+    MessengerProcess,
+    RankProcess,
+    StageProcess,
+    WorkerProcess,
+)
 from mooncake.rundir import RunDirectory
+from mooncake.sections import (
+    KVCacheConfig,
+    MessengerConfig,
+    WorkerConfig,
+)
 
 GIB = 1 << 30
 LOCK_PATIENCE_S = 3.0

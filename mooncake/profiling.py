@@ -17,13 +17,14 @@ import rich.progress
 import rich.table
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.config import Config, WorkerProcess
+from mooncake.config import Config
 from mooncake.costs import Costs, Point, fit, prefill_quantities
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.keys import ClusterKey
 from mooncake.messages import Role
 from mooncake.node import ChildSpec
 from mooncake.process import Fatal, Measured, Progress
+from mooncake.process_config import WorkerProcess
 from mooncake.profile import DecodeCosts, PrefillCosts, Profile
 from mooncake.supervisor import Child
 

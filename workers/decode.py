@@ -26,14 +26,14 @@ from mooncake.messages import (
     TO_POOL,
     Decode,
     Finished,
-    Grant,
-    Ref,
     Refused,
     Reserve,
     Reserved,
     TokenOutput,
     WorkFailed,
 )
+from mooncake.pools import Grant
+from mooncake.requests import Ref
 from workers.block_transfers import BlockPair, BlockTransfers
 from workers.decode_batch import DecodeBatch
 from workers.decode_meter import DecodeMeter

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import thread_time
 
-from mooncake.messages import COMPUTED, DecodeStats, Tier
+from mooncake.messages import DecodeStats
+from mooncake.pools import COMPUTED, Tier
 from workers.inlining import PromptCost
 from workers.iterations import Iteration
 from workers.sequence import Sequence

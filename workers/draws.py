@@ -9,7 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mooncake.messages import Request, SamplingParams, TokenLogprobs
+from mooncake.requests import (
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from workers.engine.logit_changes import Follower, LogitChanges, LogitRules
 from workers.engine.sampling import logprobs, sample, uniform
 

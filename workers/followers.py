@@ -13,9 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from mooncake.config import WorkerProcess
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
-from mooncake.messages import Capacity, PoolShard, PoolStats
+from mooncake.pools import (
+    Capacity,
+    PoolShard,
+    PoolStats,
+)
+from mooncake.process_config import WorkerProcess
 from workers.errors import SessionLostError
 from workers.jobs import see_out
 from workers.next_stage import NextStage

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from mooncake.messages import TokenLogprobs
+from mooncake.requests import TokenLogprobs
 from workers.draws import Draws, Row
 from workers.engine.batch import Batch, Chunk
 from workers.executor import Executor

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from mooncake.messages import Ref
+from mooncake.requests import Ref
 
 T = TypeVar("T")
 U = TypeVar("U")

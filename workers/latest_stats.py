@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 
 from kvstore.worker_client import WorkerClient
-from mooncake.messages import PoolStats
+from mooncake.pools import PoolStats
 
 
 class LatestStats:

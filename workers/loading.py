@@ -9,11 +9,16 @@ import torch
 
 from mooncake.blocks import KVLayout
 from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
-from mooncake.config import KVCacheConfig, RankProcess, StageProcess, WorkerProcess
 from mooncake.errors import ConfigError, ModelError
 from mooncake.grammar import Grammars
 from mooncake.messages import Role
 from mooncake.process import Progress, report
+from mooncake.process_config import (
+    RankProcess,
+    StageProcess,
+    WorkerProcess,
+)
+from mooncake.sections import KVCacheConfig
 from mooncake.tokenizer import load_vocabulary
 from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import torch
 import torch.distributed as dist
 
-from mooncake.config import WorkerProcess
+from mooncake.process_config import WorkerProcess
 from workers.engine.process_group import join_group
 from workers.jobs import see_out
 

@@ -11,11 +11,16 @@ import msgspec
 import torch
 
 from mooncake.bus import PeerGoneError, Router
-from mooncake.config import WorkerProcess
 from mooncake.errors import MismatchError
 from mooncake.keys import ClusterKey
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
+from mooncake.messages import PROTOCOL_VERSION
+from mooncake.pools import (
+    Capacity,
+    PoolShard,
+    PoolStats,
+)
 from mooncake.process import Progress, report
+from mooncake.process_config import WorkerProcess
 from workers.errors import SessionLostError
 from workers.rank_messages import Answer, Done, Failed, FromFollower
 from workers.stage_messages import (

@@ -14,7 +14,8 @@ from concurrent.futures import Future, wait
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.grammar import GrammarState
-from mooncake.messages import COMPUTED, REMOTE, Prefill
+from mooncake.messages import Prefill
+from mooncake.pools import COMPUTED, REMOTE
 from workers.commits import Commits
 from workers.draws import FirstToken
 from workers.engine.batch import Chunk

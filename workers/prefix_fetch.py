@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import MooncakeError
-from mooncake.messages import PoolShard
+from mooncake.pools import PoolShard
 
 log = logging.getLogger(__name__)
 

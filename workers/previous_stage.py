@@ -11,7 +11,14 @@ import msgspec
 from mooncake.bus import Dealer, PeerGoneError
 from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
-from mooncake.messages import BlockOrder, DropCopies, Pin, PoolStats, Replicate, Unpin
+from mooncake.messages import (
+    BlockOrder,
+    DropCopies,
+    Pin,
+    Replicate,
+    Unpin,
+)
+from mooncake.pools import PoolStats
 from workers.errors import SessionLostError
 from workers.rank_messages import FromLeader, ToFollower
 from workers.stage_messages import (

@@ -13,8 +13,8 @@ import time
 from typing import NamedTuple
 
 from mooncake.checkpoint import kv_layout, open_checkpoint
-from mooncake.config import WorkerProcess
 from mooncake.process import Measured, Progress, child_main, report
+from mooncake.process_config import WorkerProcess
 from workers.engine.batch import Batch, Chunk
 from workers.executor import Executor
 from workers.loading import load_executor, pick_prefill_chunk

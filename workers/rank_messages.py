@@ -22,7 +22,8 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.blocks import BlockKey
-from mooncake.messages import Grant, Request
+from mooncake.pools import Grant
+from mooncake.requests import Request
 from workers.stage_messages import FromBefore, FromBehind, PassShare
 
 

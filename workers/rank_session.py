@@ -7,7 +7,12 @@ import asyncio
 
 from kvstore.worker_client import WorkerClient
 from mooncake.bus import peer_identity
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
+from mooncake.messages import PROTOCOL_VERSION
+from mooncake.pools import (
+    Capacity,
+    PoolShard,
+    PoolStats,
+)
 from mooncake.process import Progress, Ready, report
 from workers.block_orders import BlockOrders
 from workers.block_transfers import BlockTransfers

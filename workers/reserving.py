@@ -6,7 +6,7 @@ Owns: the wait for room. Does not know: what is computed.
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import PoolFullError
-from mooncake.messages import Request
+from mooncake.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:

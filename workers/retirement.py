@@ -9,7 +9,7 @@ Owns: when the process may end. Does not know: what it runs, how it stops (`moon
 import asyncio
 import signal
 
-from mooncake.messages import PoolStats
+from mooncake.pools import PoolStats
 
 
 class Retirement:

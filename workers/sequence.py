@@ -9,7 +9,12 @@ import torch
 from kvstore.messages import Reservation
 from mooncake.aging import standing_s
 from mooncake.grammar import GrammarState
-from mooncake.messages import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.requests import (
+    FinishReason,
+    Ref,
+    Request,
+    TokenLogprobs,
+)
 from workers.draws import rules_of
 from workers.engine.logit_changes import LogitRules
 

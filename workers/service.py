@@ -12,9 +12,9 @@ import logging
 
 from mooncake.blocks import KVLayout
 from mooncake.checkpoint import kv_layout, open_checkpoint
-from mooncake.config import WorkerProcess
 from mooncake.errors import PoolError
 from mooncake.process import child_main
+from mooncake.process_config import WorkerProcess
 from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.loading import load_executor

@@ -13,13 +13,11 @@ from collections.abc import AsyncIterator
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
-from mooncake.config import WorkerProcess
 from mooncake.errors import ConfigError
 from mooncake.instance_metrics import InstanceReport
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Capacity,
     Decode,
     DropCopies,
     FromWorker,
@@ -27,7 +25,6 @@ from mooncake.messages import (
     HeartbeatAck,
     Leave,
     Pin,
-    PoolShard,
     Prefill,
     Register,
     Registered,
@@ -43,7 +40,9 @@ from mooncake.messages import (
     Unpin,
     WorkFailed,
 )
+from mooncake.pools import Capacity, PoolShard
 from mooncake.process import Progress, Ready, report
+from mooncake.process_config import WorkerProcess
 from workers.block_orders import BlockOrders
 from workers.block_transfers import BlockTransfers
 from workers.chunks import ChunkPlan, Costs

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from kvstore.worker_client import WorkerClient
-from mooncake.config import WorkerConfig
 from mooncake.errors import PoolError
 from mooncake.messages import Prefill
+from mooncake.sections import WorkerConfig
 from workers.copies import copies_for
 from workers.draws import Draws, FirstToken, Row, rules_of
 from workers.errors import SessionLostError

@@ -25,7 +25,13 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
-from mooncake.messages import BlockOrder, Capacity, PoolShard, PoolStats, Prefill, TokenLogprobs
+from mooncake.messages import BlockOrder, Prefill
+from mooncake.pools import (
+    Capacity,
+    PoolShard,
+    PoolStats,
+)
+from mooncake.requests import TokenLogprobs
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):

@@ -9,9 +9,14 @@ import asyncio
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
-from mooncake.config import WorkerProcess
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolShard, PoolStats
+from mooncake.messages import PROTOCOL_VERSION
+from mooncake.pools import (
+    Capacity,
+    PoolShard,
+    PoolStats,
+)
 from mooncake.process import Progress, Ready, report
+from mooncake.process_config import WorkerProcess
 from workers.block_orders import BlockOrders
 from workers.executor import Executor
 from workers.latest_stats import LatestStats

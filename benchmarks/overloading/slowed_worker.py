@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mooncake.config import WorkerProcess
 from mooncake.process import child_main
+from mooncake.process_config import WorkerProcess
 from workers.draws import Drawn, Draws
 from workers.engine.batch import Batch
 from workers.executor import Executor

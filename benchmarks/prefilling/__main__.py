@@ -38,7 +38,8 @@ from benchmarks.prefilling.pipeline import SIZES as PIPELINE_TOKENS
 from benchmarks.prefilling.pipeline import pipeline
 from benchmarks.store.peer import PeerError
 from kvstore.worker_client import WorkerClient
-from mooncake.messages import PoolShard, PrefixSource
+from mooncake.messages import PrefixSource
+from mooncake.pools import PoolShard
 
 OVERLAP_TOKENS = (1024, 2048, 4096, 8160)
 REUSE_TOKENS, REUSED_SHARE = 4096, 0.95

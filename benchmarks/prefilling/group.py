@@ -20,20 +20,22 @@ from mooncake.bus import Router
 from mooncake.config import Config, load_config
 from mooncake.keys import ClusterKey
 from mooncake.messages import (
-    Grant,
     Heartbeat,
     HeartbeatAck,
     Prefill,
     Prefilled,
-    Ref,
     Register,
     Registered,
-    Request,
-    SamplingParams,
     ToConductor,
     WorkFailed,
 )
 from mooncake.node import ChildSpec, plan_node
+from mooncake.pools import Grant
+from mooncake.requests import (
+    Ref,
+    Request,
+    SamplingParams,
+)
 from mooncake.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from mooncake.config import WorkerProcess
 from mooncake.process import child_main
+from mooncake.process_config import WorkerProcess
 from workers import loading
 from workers.executor import Executor
 from workers.layerwise import LayerTransfers, PassPart

@@ -25,7 +25,13 @@ from benchmarks.store.rounds import print_table, progress
 from conductor.prefix_index import PrefixIndex
 from conductor.vllm_events import VllmEvents
 from mooncake.blocks import KEY_BYTES, BlockKey
-from mooncake.messages import FromKVEvents, KVEvent, KVEvents, KVStored, Tier
+from mooncake.kv_events import (
+    FromKVEvents,
+    KVEvent,
+    KVEvents,
+    KVStored,
+)
+from mooncake.pools import Tier
 
 NUM_INSTANCES = (16, 100, 1000)
 NUM_BLOCKS = (1_000, 100_000, 1_000_000)

@@ -17,8 +17,9 @@ from kvstore.events import EventLog
 from kvstore.pages import RESERVED, PageTable
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
-from mooncake.config import EvictionPolicy, KVCacheConfig
-from mooncake.messages import KVEvent, Tier
+from mooncake.kv_events import KVEvent
+from mooncake.pools import Tier
+from mooncake.sections import EvictionPolicy, KVCacheConfig
 
 PUBLISH_DELAY_S = 0.01
 """how long events are collected"""

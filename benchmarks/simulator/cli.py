@@ -25,8 +25,12 @@ from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import at_speed, jittered, until
 from benchmarks.traces.request import TraceRequest
 from benchmarks.traces.synthetic import SyntheticLoad, synthesize
-from mooncake.config import EvictionPolicy, Overload, Scheduling
 from mooncake.errors import ConfigError
+from mooncake.sections import (
+    EvictionPolicy,
+    Overload,
+    Scheduling,
+)
 
 
 def main() -> None:

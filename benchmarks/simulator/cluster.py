@@ -26,12 +26,10 @@ from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
 from mooncake.blocks import KVLayout
-from mooncake.config import EvictionPolicy
 from mooncake.errors import ConfigError
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Capacity,
     Decode,
     DecodeStats,
     Ended,
@@ -43,14 +41,15 @@ from mooncake.messages import (
     Prefill,
     Register,
     Rejected,
-    Request,
     Reserve,
     Role,
-    SamplingParams,
     Submit,
     ToFront,
     ToWorker,
 )
+from mooncake.pools import Capacity
+from mooncake.requests import Request, SamplingParams
+from mooncake.sections import EvictionPolicy
 from workers.prefill_queue import PrefillQueue
 
 FRONT = b"front"

@@ -21,14 +21,12 @@ from mooncake.messages import (
     Decode,
     DecodeStats,
     Finished,
-    FinishReason,
-    Grant,
-    GrantedPage,
-    Ref,
     Refused,
     Reserve,
     Reserved,
 )
+from mooncake.pools import Grant, GrantedPage
+from mooncake.requests import FinishReason, Ref
 from workers.tbt import TBTPredictor
 
 

@@ -13,7 +13,12 @@ from benchmarks.simulator.machine import Machine
 from benchmarks.simulator.network import Network, Port
 from benchmarks.simulator.traffic import Traffic
 from mooncake.blocks import KVLayout
-from mooncake.messages import FromWorker, MessengerAddress, PoolShard, PoolStats
+from mooncake.messages import FromWorker
+from mooncake.pools import (
+    MessengerAddress,
+    PoolShard,
+    PoolStats,
+)
 
 INCARNATION = 1
 

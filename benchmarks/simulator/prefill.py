@@ -17,7 +17,13 @@ from benchmarks.simulator.costs import PromptShare
 from benchmarks.simulator.network import Transfer
 from benchmarks.simulator.node import Node
 from benchmarks.simulator.requests import SimulatedRequest
-from mooncake.messages import Abort, Prefill, Prefilled, PrefixSource, Ref
+from mooncake.messages import (
+    Abort,
+    Prefill,
+    Prefilled,
+    PrefixSource,
+)
+from mooncake.requests import Ref
 from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt, Share
 
 ANY_TOKEN = 0

@@ -20,9 +20,13 @@ from benchmarks.simulator.requests import Results
 from benchmarks.simulator.summary import SLOs, summarize
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
 from conductor.rules import Limits, Rules
-from mooncake.config import EvictionPolicy, Overload, Scheduling
 from mooncake.errors import ConfigError
 from mooncake.profile import load_profile
+from mooncake.sections import (
+    EvictionPolicy,
+    Overload,
+    Scheduling,
+)
 
 OnSecond = Callable[[DisaggregatedCluster], None]
 

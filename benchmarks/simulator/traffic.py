@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.network import Network, Port, Transfer
-from mooncake.messages import PeerStats
+from mooncake.pools import PeerStats
 
 _WEIGHT = 0.3
 """of the latest transfer's bandwidth, against all before"""

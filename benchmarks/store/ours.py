@@ -19,9 +19,10 @@ from benchmarks.store.limits import ROOT
 from benchmarks.store.workload import WORKING_SET_BYTES, Bytes
 from kvstore.client import KVCachePool
 from mooncake.blocks import KVLayout
-from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess
 from mooncake.errors import PoolError
 from mooncake.keys import ClusterKey
+from mooncake.process_config import MessengerProcess
+from mooncake.sections import KVCacheConfig, MessengerConfig
 
 FINGERPRINT = "f" * 32
 TIMEOUT_S = 30.0

@@ -28,10 +28,10 @@ from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.requests import Outcome, Urgency
 from messenger.transports import SourceSegment, Traffic
-from mooncake.config import MessengerConfig
 from mooncake.errors import TransferError
 from mooncake.keys import ClusterKey
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
+from mooncake.sections import MessengerConfig
 
 Transport = Literal["tcp", "shm"]
 Start = Callable[[], AbstractContextManager[Engine]]

@@ -28,9 +28,9 @@ from messenger.receiver import Sessions
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import KVLayout
-from mooncake.config import MessengerConfig
 from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
+from mooncake.sections import MessengerConfig
 
 INSTANCE = "target"
 GRANT = 1

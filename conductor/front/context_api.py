@@ -40,7 +40,8 @@ from mooncake.api_keys import ApiKey
 from mooncake.blocks import block_keys
 from mooncake.errors import RequestError
 from mooncake.line import Inbox
-from mooncake.messages import DropContext, KeepContext, SamplingParams
+from mooncake.messages import DropContext, KeepContext
+from mooncake.requests import SamplingParams
 
 PATH = "/v1/context_caches"
 MAX_TTL_S = 30 * 24 * 3600

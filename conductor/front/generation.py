@@ -17,7 +17,12 @@ from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
 from conductor.front.validation import Job
 from mooncake.errors import OverloadedError
-from mooncake.messages import FinishReason, Request, SamplingParams, TokenLogprobs
+from mooncake.requests import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -31,7 +31,6 @@ from mooncake.messages import (
     DropContext,
     Ended,
     Failed,
-    FinishReason,
     FromFront,
     FrontHello,
     InstanceDrains,
@@ -39,11 +38,14 @@ from mooncake.messages import (
     KeepContext,
     RegisterRefused,
     Rejected,
-    Request,
     Submit,
-    TokenLogprobs,
     TokenOutput,
     Tokens,
+)
+from mooncake.requests import (
+    FinishReason,
+    Request,
+    TokenLogprobs,
 )
 
 HEARTBEAT_S = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from conductor.front.generation import Delta
-from mooncake.messages import TokenLogprobs
+from mooncake.requests import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 """vLLM's: JSON has no infinity"""

@@ -13,7 +13,7 @@ from conductor.front.model import ServedModel, Tokenizer
 from conductor.front.prompt import check_token_ids
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, shortened
 from mooncake.errors import RequestError
-from mooncake.messages import SamplingParams
+from mooncake.requests import SamplingParams
 
 _SEED_BITS = 63
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from conductor.front.tool_calls import Arguments, CallStart, Event, Text, ToolCallParser, ToolFormat
 from conductor.front.tools import ToolUse
-from mooncake.messages import FinishReason
+from mooncake.requests import FinishReason
 
 _ID_ALPHABET = string.ascii_letters + string.digits
 _MISTRAL_ID_CHARS = 9  # its templates refuse others

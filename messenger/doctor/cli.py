@@ -27,9 +27,10 @@ from messenger.probe import Probe
 from messenger.rdma.cards import Cards, open_cards
 from messenger.tls import Tls
 from mooncake import native
-from mooncake.config import LARGEST_PORT, Config, MessengerConfig, load_config
+from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
+from mooncake.sections import LARGEST_PORT, MessengerConfig
 
 FAILED = 1
 INTERRUPTED = 130

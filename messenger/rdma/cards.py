@@ -21,8 +21,8 @@ from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.windows import Range, grant
 from messenger.topology import Topology
-from mooncake.config import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
+from mooncake.sections import MessengerConfig
 
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"

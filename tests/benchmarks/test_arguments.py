@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.arguments import lengths, one_of
-from mooncake.config import EvictionPolicy
+from mooncake.sections import EvictionPolicy
 
 
 def test_lengths_and_choices_are_read() -> None:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake.config import MessengerConfig
+from mooncake.sections import MessengerConfig
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node
 
 LINKS = ("link0", "link1")

@@ -7,7 +7,14 @@ from conductor.effects import Effect
 from conductor.instances import Instance, Instances
 from conductor.prefix_index import PrefixIndex
 from mooncake.blocks import KVLayout
-from mooncake.messages import Capacity, KVRemoved, KVStored, Pin, Register, Role, Tier, Unpin
+from mooncake.kv_events import KVRemoved, KVStored
+from mooncake.messages import (
+    Pin,
+    Register,
+    Role,
+    Unpin,
+)
+from mooncake.pools import Capacity, Tier
 
 KEYS = [bytes(15) + bytes([number]) for number in range(6)]
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")

@@ -8,20 +8,19 @@ from conductor.display import NUM_PATHS, Display
 from conductor.history import History
 from conductor.rules import Limits
 from mooncake.bus import peer_identity
+from mooncake.kv_events import KVStored
 from mooncake.messages import (
     Finished,
-    FinishReason,
     Heartbeat,
     KeepContext,
-    KVStored,
-    PeerStats,
     Prefilled,
     Reserved,
     Role,
     Submit,
-    Tier,
     ToConductor,
 )
+from mooncake.pools import PeerStats, Tier
+from mooncake.requests import FinishReason
 from tests.conductor.test_policy import (
     D0,
     FRONT,

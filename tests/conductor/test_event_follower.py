@@ -19,12 +19,14 @@ from mooncake.bus import peer_identity
 from mooncake.keys import ClusterKey
 from mooncake.messages import (
     PROTOCOL_VERSION,
-    Capacity,
     Leave,
-    MessengerAddress,
-    PoolShard,
     Register,
     Role,
+)
+from mooncake.pools import (
+    Capacity,
+    MessengerAddress,
+    PoolShard,
     Tier,
 )
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from conductor.event_stream import ANSWER_TIMEOUT_S, MAX_EARLY_BATCHES, QUIET_S, EventStream, Step
-from mooncake.messages import (
+from mooncake.kv_events import (
     EventsGone,
     FromKVEvents,
     GetSnapshot,
@@ -17,9 +17,9 @@ from mooncake.messages import (
     KVStored,
     ReplayDone,
     ReplayEvents,
-    Tier,
     ToKVEvents,
 )
+from mooncake.pools import Tier
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 NOTHING = Step([])

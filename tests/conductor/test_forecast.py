@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conductor.forecast import OutputLengths, RequestForecast, SystemForecast
 from conductor.timeline import BUCKET_S, Timeline, Work
-from mooncake.messages import Request, SamplingParams
+from mooncake.requests import Request, SamplingParams
 
 times = st.integers(0, 4000).map(lambda tenths: 0.1 * tenths + 0.05)
 

@@ -8,7 +8,6 @@ from conductor.rules import Limits
 from mooncake.messages import (
     Cancel,
     Finished,
-    FinishReason,
     Leave,
     Prefilled,
     Refused,
@@ -19,6 +18,7 @@ from mooncake.messages import (
     ToConductor,
     WorkFailed,
 )
+from mooncake.requests import FinishReason
 from tests.conductor.test_policy import D0, FRONT, GRANT, P0, new_conductor, ref, registration, request
 
 

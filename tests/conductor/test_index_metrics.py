@@ -3,7 +3,13 @@
 from conductor.event_stream import EventStream
 from conductor.index_metrics import index_metrics
 from conductor.prefix_index import PrefixIndex
-from mooncake.messages import KVEvents, KVSnapshot, KVStored, ReplayDone, Tier
+from mooncake.kv_events import (
+    KVEvents,
+    KVSnapshot,
+    KVStored,
+    ReplayDone,
+)
+from mooncake.pools import Tier
 
 
 def test_the_index_is_told_by_the_pools_that_are_followed() -> None:

@@ -14,12 +14,11 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
-from mooncake.config import Overload
+from mooncake.kv_events import KVStored
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Cancel,
-    Capacity,
     ClusterState,
     Continue,
     Decode,
@@ -27,40 +26,45 @@ from mooncake.messages import (
     Ended,
     Failed,
     Finished,
-    FinishReason,
     FrontHello,
-    Grant,
-    GrantedPage,
     Heartbeat,
     HeartbeatAck,
     Interrupted,
     KeepContext,
-    KVStored,
     Leave,
-    MessengerAddress,
     Pin,
-    PoolShard,
-    PoolStats,
     Prefill,
     Prefilled,
     PrefixSource,
-    Ref,
     Refused,
     Register,
     Registered,
     RegisterRefused,
     Rejected,
-    Request,
     Reserve,
     Reserved,
     Role,
-    SamplingParams,
     Submit,
-    Tier,
-    TokenLogprobs,
     Unpin,
     WorkFailed,
 )
+from mooncake.pools import (
+    Capacity,
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+    PoolShard,
+    PoolStats,
+    Tier,
+)
+from mooncake.requests import (
+    FinishReason,
+    Ref,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from mooncake.sections import Overload
 
 EPOCH = 7
 FRONT = b"front#1"

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.prefix_index import PrefixIndex
-from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
+from mooncake.kv_events import (
+    KVCleared,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+)
+from mooncake.pools import Tier
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [bytes(15) + bytes([number]) for number in range(12)]

@@ -10,16 +10,17 @@ from conductor.instances import Instance
 from conductor.replication import AGAIN_S, FETCH_S, MOST_COPIES, Replication
 from conductor.rules import ReplicationRules
 from mooncake.blocks import KVLayout
+from mooncake.kv_events import KVRemoved, KVStored
 from mooncake.messages import (
-    Capacity,
     DropCopies,
-    KVRemoved,
-    KVStored,
-    MessengerAddress,
-    PoolShard,
     Register,
     Replicate,
     Role,
+)
+from mooncake.pools import (
+    Capacity,
+    MessengerAddress,
+    PoolShard,
     Tier,
 )
 from tests.conductor.test_heat import keys_of

@@ -3,7 +3,7 @@
 import pytest
 
 from conductor.transfers import GENERIC_BYTES_PER_S, LATENCY_S, SSD_BYTES_PER_S, TransferEstimator
-from mooncake.messages import PeerStats, PoolStats
+from mooncake.pools import PeerStats, PoolStats
 
 SLOT_OF = {"a": 0, "b": 1, "b.1": 1, "c": 2}
 MIB = float(1 << 20)

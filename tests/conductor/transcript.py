@@ -29,13 +29,12 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
-from mooncake.config import Overload, Scheduling
 from mooncake.costs import Costs
+from mooncake.kv_events import KVStored
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Cancel,
-    Capacity,
     ClusterState,
     Decode,
     Drain,
@@ -43,19 +42,11 @@ from mooncake.messages import (
     Ended,
     Failed,
     Finished,
-    FinishReason,
     FrontHello,
-    Grant,
-    GrantedPage,
     Heartbeat,
     HeartbeatAck,
     InstanceDrains,
     Interrupted,
-    KVStored,
-    MessengerAddress,
-    PeerStats,
-    PoolShard,
-    PoolStats,
     Prefill,
     Prefilled,
     Refused,
@@ -63,17 +54,30 @@ from mooncake.messages import (
     Registered,
     Rejected,
     Replicate,
-    Request,
     Reserve,
     Reserved,
     Retire,
     Retired,
     Role,
-    SamplingParams,
     Submit,
-    Tier,
     WorkFailed,
 )
+from mooncake.pools import (
+    Capacity,
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+    PeerStats,
+    PoolShard,
+    PoolStats,
+    Tier,
+)
+from mooncake.requests import (
+    FinishReason,
+    Request,
+    SamplingParams,
+)
+from mooncake.sections import Overload, Scheduling
 
 FRONT = b"front#1"
 PAGES = 1000

@@ -22,7 +22,7 @@ from messenger.protocol import (
 )
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
-from mooncake.messages import Grant, MessengerAddress
+from mooncake.pools import Grant, MessengerAddress
 from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, block_bytes
 

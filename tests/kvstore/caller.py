@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from kvstore import messages as m
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 
 _DECODER = msgspec.msgpack.Decoder(m.FromPool)

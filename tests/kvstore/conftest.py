@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.config import TransportChoice
+from mooncake.sections import TransportChoice
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node, StartNode
 
 

@@ -41,7 +41,11 @@ from messenger.protocol import (
 )
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
-from mooncake.messages import Grant, GrantedPage, MessengerAddress
+from mooncake.pools import (
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+)
 from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.by_hand import IDENTITY
 from tests.kvstore.mutations import HEADER, Mutator

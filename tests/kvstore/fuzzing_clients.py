@@ -10,7 +10,11 @@ import msgspec
 
 from kvstore import messages as m
 from mooncake.blocks import KEY_BYTES
-from mooncake.messages import Grant, GrantedPage, MessengerAddress
+from mooncake.pools import (
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+)
 from tests.kvstore.fuzzing import FLIGHT_FRAMES, Target, may_be_hung_up_on
 from tests.kvstore.mutations import Mutator
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT

@@ -14,7 +14,7 @@ import xxhash
 from messenger.identity import Identity
 from messenger.protocol import Challenge, Fetch, Found, FoundBlock, Hello, Message, Welcome
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 

@@ -21,7 +21,7 @@ from messenger.protocol import (
     Welcome,
     WriteAck,
 )
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 from mooncake.proofs import NONCE_BYTES
 from tests.kvstore.mutations import HEADER, Mutator
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT

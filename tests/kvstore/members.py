@@ -27,7 +27,11 @@ from messenger.receiver import Sessions
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic, Transport
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import Grant, MessengerAddress, PoolShard
+from mooncake.pools import (
+    Grant,
+    MessengerAddress,
+    PoolShard,
+)
 from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT
 from tests.messenger.fabric import settings
 from tests.messenger.proxy import Proxy, listen

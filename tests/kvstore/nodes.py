@@ -15,9 +15,15 @@ import xxhash
 from kvstore.messages import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess, SecurityConfig, TransportChoice
 from mooncake.keys import ClusterKey
-from mooncake.messages import PoolStats
+from mooncake.pools import PoolStats
+from mooncake.process_config import MessengerProcess
+from mooncake.sections import (
+    KVCacheConfig,
+    MessengerConfig,
+    SecurityConfig,
+    TransportChoice,
+)
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")

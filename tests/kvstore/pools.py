@@ -15,9 +15,9 @@ from kvstore.client import KVCachePool
 from kvstore.pages import record_bytes
 from kvstore.segment import ALIGNMENT, Segment
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.config import KVCacheConfig
 from mooncake.errors import PoolError
-from mooncake.messages import PoolStats
+from mooncake.pools import PoolStats
+from mooncake.sections import KVCacheConfig
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, Node
 from tests.ports import free_port
 

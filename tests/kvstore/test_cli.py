@@ -18,7 +18,7 @@ from kvstore import cli
 from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
-from mooncake.messages import PoolStats
+from mooncake.pools import PoolStats
 from tests.kvstore.nodes import DEADLINE_S, LAYOUT, ROOT
 from tests.kvstore.pools import Pool, Pools, block_of, keys_of
 

@@ -21,7 +21,7 @@ from kvstore.messages import Commit
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, PoolError, PoolFullError
 from mooncake.keys import ClusterKey
-from mooncake.messages import Tier
+from mooncake.pools import Tier
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT, ROOT
 from tests.kvstore.pools import (
     Pool,

@@ -29,7 +29,7 @@ from kvstore.messages import (
 )
 from kvstore.segment import Segment
 from mooncake.errors import ConfigError, PoolError, PoolFullError, TransferError
-from mooncake.messages import MessengerAddress, Tier
+from mooncake.pools import MessengerAddress, Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import block_of, keys_of
 

@@ -23,8 +23,8 @@ from kvstore.client import KVCachePool
 from kvstore.pages import record_bytes
 from kvstore.segment import ALIGNMENT
 from mooncake.blocks import BlockKey
-from mooncake.config import KVCacheConfig
-from mooncake.messages import PoolStats, Tier
+from mooncake.pools import PoolStats, Tier
+from mooncake.sections import KVCacheConfig
 from tests.kvstore.crash_writer import FINGERPRINT, LAYOUT, Lines, block_of, insist
 from tests.kvstore.nodes import ROOT, Node, unused
 from tests.kvstore.pools import connected

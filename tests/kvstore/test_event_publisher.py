@@ -20,7 +20,7 @@ from kvstore.events import BlockTokens, EventLog
 from mooncake.curve import use_key
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
+from mooncake.kv_events import (
     EventsGone,
     FromKVEvents,
     GetSnapshot,
@@ -31,8 +31,8 @@ from mooncake.messages import (
     KVStored,
     ReplayDone,
     ReplayEvents,
-    Tier,
 )
+from mooncake.pools import Tier
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [bytes(8) + number.to_bytes(8, "big") for number in range(1, 41)]

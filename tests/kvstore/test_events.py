@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.events import MAX_BATCH_BLOCKS, Batch, BlockTokens, EventLog
-from mooncake.messages import KVCleared, KVEvent, KVRemoved, KVStored, Tier
+from mooncake.kv_events import (
+    KVCleared,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+)
+from mooncake.pools import Tier
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
 A, B, C = KEYS[:3]

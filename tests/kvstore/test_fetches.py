@@ -22,9 +22,9 @@ from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.config import TransportChoice
 from mooncake.errors import PoolError
-from mooncake.messages import MessengerAddress, PoolShard
+from mooncake.pools import MessengerAddress, PoolShard
+from mooncake.sections import TransportChoice
 from tests.kvstore.holder import NUM_PIECES, Answer, HandMadeHolder
 from tests.kvstore.nodes import (
     DEADLINE_S,

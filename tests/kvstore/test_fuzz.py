@@ -22,8 +22,12 @@ from kvstore.pages import PageState
 from kvstore.segment import Segment
 from messenger.protocol import Abandon, Close, Probe, Write, WriteAck, encode_frame
 from mooncake.blocks import KVLayout
-from mooncake.config import MessengerConfig
-from mooncake.messages import Grant, GrantedPage, PoolStats
+from mooncake.pools import (
+    Grant,
+    GrantedPage,
+    PoolStats,
+)
+from mooncake.sections import MessengerConfig
 from tests.kvstore.by_hand import HandMadeSender, entry_for
 from tests.kvstore.caller import Caller
 from tests.kvstore.fuzzing import PeerFuzzer, Stranger, Target, checksums_of

@@ -24,7 +24,7 @@ from messenger.stream import Stream
 from messenger.transports import Traffic
 from mooncake.errors import ConfigError, PoolError
 from mooncake.keys import ClusterKey
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import Pool, Pools, block_of, buffers, key_file_in, keys_of, until
 

@@ -18,7 +18,7 @@ from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
 from mooncake.errors import ConfigError, MismatchError, PoolError
 from mooncake.keys import ClusterKey
-from mooncake.messages import Tier
+from mooncake.pools import Tier
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, ROOT
 from tests.kvstore.pools import (
     Pool,

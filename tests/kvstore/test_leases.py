@@ -15,9 +15,9 @@ from kvstore.claims import Reservation
 from kvstore.pages import PageState, PageTable, Writer
 from kvstore.pool import Pool
 from mooncake.blocks import BlockKey
-from mooncake.config import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages import Tier
+from mooncake.pools import Tier
+from mooncake.sections import EvictionPolicy
 
 NUM_PAGES, NUM_LAYERS = 6, 2
 ALL_LAYERS = range(NUM_LAYERS)

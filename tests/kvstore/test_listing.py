@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.listing import pool_stats, verify_block
-from mooncake.config import KVCacheConfig
-from mooncake.messages import Tier
+from mooncake.pools import Tier
+from mooncake.sections import KVCacheConfig
 from tests.kvstore.nodes import run
 from tests.kvstore.tiers import FakeSlab, Running, key_of, running
 

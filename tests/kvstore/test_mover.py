@@ -10,7 +10,7 @@ from kvstore import ssd as ssd_module
 from kvstore.pages import PageState
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolFullError
-from mooncake.messages import Tier
+from mooncake.pools import Tier
 from tests.kvstore.nodes import run
 from tests.kvstore.tiers import LAYOUT, FakeSlab, Running, block_of, checksums_of, key_of, running, until
 

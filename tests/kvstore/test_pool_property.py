@@ -31,9 +31,9 @@ from kvstore.leases import Lease
 from kvstore.pages import record_bytes
 from kvstore.segment import ALIGNMENT
 from mooncake.blocks import BlockKey
-from mooncake.config import KVCacheConfig
 from mooncake.errors import PoolError
-from mooncake.messages import PoolStats, Tier
+from mooncake.pools import PoolStats, Tier
+from mooncake.sections import KVCacheConfig
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node, unused
 
 pytestmark = pytest.mark.cluster

@@ -47,9 +47,10 @@ from kvstore.streamed import StreamedConnection
 from messenger.checksums import layer_checksums
 from messenger.rdma.cards import Cards
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.config import KVCacheConfig, MessengerConfig, MessengerProcess
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages import PoolStats, Tier
+from mooncake.pools import PoolStats, Tier
+from mooncake.process_config import MessengerProcess
+from mooncake.sections import KVCacheConfig, MessengerConfig
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import (
     Pool,

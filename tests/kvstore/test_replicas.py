@@ -10,7 +10,7 @@ from kvstore.client import KVCachePool
 from kvstore.connections import Place
 from kvstore.holders import Holder
 from mooncake.errors import PoolError
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT
 from tests.kvstore.pools import Pool, Pools, block_of, buffers, connected, keys_of, nothing_reserved, until
 

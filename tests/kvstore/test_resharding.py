@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from messenger.transports import Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
-from mooncake.messages import PoolShard
+from mooncake.pools import PoolShard
 from tests.kvstore.members import WHOLE, Member, members, split
 from tests.kvstore.nodes import prompt_keys
 from tests.messenger import fake_rdma

@@ -68,7 +68,15 @@ from kvstore.session import Session, User
 from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages import Grant, GrantedPage, KVCleared, MessengerAddress, PoolShard, PoolStats, Tier
+from mooncake.kv_events import KVCleared
+from mooncake.pools import (
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+    PoolShard,
+    PoolStats,
+    Tier,
+)
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node, prompt_keys, run
 from tests.kvstore.tiers import ADDRESS, FakeSlab, Running, block_of, checksums_of, key_of, running, until
 from tests.kvstore.tiers import LAYOUT as TIERS_LAYOUT

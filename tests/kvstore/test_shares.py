@@ -7,7 +7,7 @@ import pytest
 from kvstore.shares import shares, steps
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
-from mooncake.messages import MessengerAddress, PoolShard
+from mooncake.pools import MessengerAddress, PoolShard
 
 WHOLE = KVLayout(num_layers=8, num_kv_heads=6, head_dim=8, block_size=4, dtype="bfloat16")
 

@@ -13,8 +13,13 @@ from kvstore.events import EventLog
 from kvstore.pages import PageState, PageTable
 from kvstore.ssd import Disk, Loaded, SsdTier
 from mooncake.blocks import BlockKey
-from mooncake.config import EvictionPolicy
-from mooncake.messages import KVCleared, KVRemoved, KVStored, Tier
+from mooncake.kv_events import (
+    KVCleared,
+    KVRemoved,
+    KVStored,
+)
+from mooncake.pools import Tier
+from mooncake.sections import EvictionPolicy
 from tests.kvstore.nodes import run
 from tests.kvstore.tiers import (
     LAYOUT,

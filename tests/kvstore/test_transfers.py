@@ -14,7 +14,7 @@ from kvstore.worker_client import WorkerClient
 from messenger.transports import Transport
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import TransferError
-from mooncake.messages import Grant, Tier
+from mooncake.pools import Grant, Tier
 from tests.kvstore.nodes import (
     FINGERPRINT,
     LAYOUT,

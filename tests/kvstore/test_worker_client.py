@@ -12,7 +12,7 @@ from kvstore import worker_client as client_module
 from kvstore.worker_client import WorkerClient
 from messenger.checksums import layer_checksums
 from mooncake.errors import MismatchError, PoolError, PoolFullError
-from mooncake.messages import Tier
+from mooncake.pools import Tier
 from tests.kvstore.nodes import (
     FINGERPRINT,
     LAYOUT,

@@ -27,9 +27,9 @@ from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import Traffic
 from mooncake.blocks import KVLayout
-from mooncake.config import MessengerConfig
 from mooncake.keys import ClusterKey
-from mooncake.messages import MessengerAddress
+from mooncake.pools import MessengerAddress
+from mooncake.sections import MessengerConfig
 from tests.messenger.pages import Memory, Pages
 from tests.messenger.proxy import Proxy, listen
 

@@ -11,7 +11,13 @@ from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
 from mooncake.curve import LARGEST_MESSAGE_BYTES, use_key
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
-from mooncake.messages import Abort, Cancel, Ref, ToConductor, ToWorker
+from mooncake.messages import (
+    Abort,
+    Cancel,
+    ToConductor,
+    ToWorker,
+)
+from mooncake.requests import Ref
 
 ABORT = Abort(Ref(1, "r", 2))
 WORKER = peer_identity("p0", 1)

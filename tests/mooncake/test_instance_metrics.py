@@ -13,15 +13,17 @@ from mooncake.bus import peer_identity
 from mooncake.instance_metrics import InstanceReport, instance_text
 from mooncake.messages import (
     PROTOCOL_VERSION,
-    Capacity,
     DecodeStats,
     Heartbeat,
+    Register,
+    Role,
+)
+from mooncake.pools import (
+    Capacity,
     MessengerAddress,
     PeerStats,
     PoolShard,
     PoolStats,
-    Register,
-    Role,
     Tier,
     TierStats,
 )

@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.config import (
-    ConductorProcess,
-    Config,
-    KVCacheConfig,
-    MessengerConfig,
-    SecurityConfig,
-    WorkerConfig,
-    WorkerProcess,
-    load_config,
-)
+from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 from mooncake.node import create_segment, plan_node
+from mooncake.process_config import ConductorProcess, WorkerProcess
 from mooncake.rundir import RunDirectory
+from mooncake.sections import (
+    KVCacheConfig,
+    MessengerConfig,
+    SecurityConfig,
+    WorkerConfig,
+)
 
 SIZE = 4 << 20
 

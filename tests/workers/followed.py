@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.worker_client import WorkerClient
-from mooncake.messages import PROTOCOL_VERSION, Capacity, PoolStats
+from mooncake.messages import PROTOCOL_VERSION
+from mooncake.pools import Capacity, PoolStats
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from workers.block_transfers import BlockTransfers
 from workers.copies import Copies, copies_for

@@ -23,25 +23,26 @@ from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Cancel,
-    Capacity,
     Continue,
     Decode,
     Failed,
     FrontHello,
     Interrupted,
-    PoolShard,
     Prefill,
     Register,
     Rejected,
-    Request,
     Reserve,
     Role,
-    SamplingParams,
     Submit,
-    TokenLogprobs,
     TokenOutput,
     ToWorker,
     WorkFailed,
+)
+from mooncake.pools import Capacity, PoolShard
+from mooncake.requests import (
+    Request,
+    SamplingParams,
+    TokenLogprobs,
 )
 from tests.kvstore.nodes import DEADLINE_S, Node
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend

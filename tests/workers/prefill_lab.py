@@ -15,23 +15,28 @@ from kvstore.client import KVCachePool
 from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.config import KVCacheConfig, StageProcess, TransportChoice
 from mooncake.messages import (
     PROTOCOL_VERSION,
     BlockOrder,
+    Prefill,
+    Prefilled,
+    PrefixSource,
+    WorkFailed,
+)
+from mooncake.pools import (
     Capacity,
     Grant,
     MessengerAddress,
     PoolShard,
     PoolStats,
-    Prefill,
-    Prefilled,
-    PrefixSource,
+)
+from mooncake.process_config import StageProcess
+from mooncake.requests import (
     Ref,
     Request,
     SamplingParams,
-    WorkFailed,
 )
+from mooncake.sections import KVCacheConfig, TransportChoice
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank

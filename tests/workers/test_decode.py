@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mooncake.messages import Decode, SamplingParams, ToWorker
+from mooncake.messages import Decode, ToWorker
+from mooncake.requests import SamplingParams
 from tests.kvstore.nodes import DEADLINE_S, run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate

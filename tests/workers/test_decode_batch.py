@@ -5,7 +5,11 @@ import itertools
 import pytest
 import torch
 
-from mooncake.messages import Ref, Request, SamplingParams
+from mooncake.requests import (
+    Ref,
+    Request,
+    SamplingParams,
+)
 from tests.tiny_models import tiny_model
 from workers.decode_batch import DecodeBatch
 from workers.engine.kvcache import DeviceKVCache, OutOfPages

@@ -2,7 +2,11 @@
 
 import pytest
 
-from mooncake.messages import Ref, Request, SamplingParams
+from mooncake.requests import (
+    Ref,
+    Request,
+    SamplingParams,
+)
 from workers.decode_meter import DecodeMeter
 from workers.giving_way import MAX_PAUSE_S, TBT_SLO_SHARE, GivingWay, pause_s
 from workers.sequence import Sequence

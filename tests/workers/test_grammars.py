@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mooncake.messages import SamplingParams
+from mooncake.requests import SamplingParams
 from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend

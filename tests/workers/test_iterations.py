@@ -8,7 +8,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from mooncake.messages import Ref, Request, SamplingParams
+from mooncake.requests import (
+    Ref,
+    Request,
+    SamplingParams,
+)
 from tests.kvstore.nodes import DEADLINE_S, run
 from workers.draws import Drawn, Draws
 from workers.engine.batch import Chunk

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 
-from mooncake.config import WorkerProcess, load_config
+from mooncake.config import load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.messages import Role
+from mooncake.process_config import WorkerProcess
 from tests.kvstore.holder import Answer
 from tests.kvstore.nodes import DEADLINE_S, run
 from tests.tiny_models import tiny_model

@@ -13,8 +13,12 @@ import transformers
 
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey
-from mooncake.config import KVCacheConfig, TransportChoice
-from mooncake.messages import COMPUTED, REMOTE, Tier
+from mooncake.pools import (
+    COMPUTED,
+    REMOTE,
+    Tier,
+)
+from mooncake.sections import KVCacheConfig, TransportChoice
 from tests.kvstore.holder import Answer, HandMadeHolder
 from tests.kvstore.nodes import DEADLINE_S, Node, run
 from tests.tiny_models import tiny_model

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mooncake.blocks import KVLayout
-from mooncake.messages import MessengerAddress, PoolShard
+from mooncake.pools import MessengerAddress, PoolShard
 from tests.kvstore.nodes import DEADLINE_S, run
 from workers import prefix_fetch
 from workers.prefix_fetch import PATIENCE_S, PrefixFetch

@@ -10,7 +10,8 @@ import torch
 
 from mooncake.bus import peer_identity
 from mooncake.errors import ConfigError
-from mooncake.messages import PROTOCOL_VERSION, Capacity, Pin, PoolStats
+from mooncake.messages import PROTOCOL_VERSION, Pin
+from mooncake.pools import Capacity, PoolStats
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
 from tests.mooncake.test_instance_metrics import STATS
 from workers.errors import SessionLostError

@@ -15,7 +15,7 @@ from benchmarks.simulator.cluster import DisaggregatedCluster
 from benchmarks.simulator.requests import Outcome, Results
 from benchmarks.simulator.setup import Setup, simulate
 from benchmarks.traces.request import TraceRequest
-from mooncake.config import Overload, Scheduling
+from mooncake.sections import Overload, Scheduling
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
 COUPLED = msgspec.structs.replace(SMALL, num_prefill=0, num_decode=0, num_coupled=4)

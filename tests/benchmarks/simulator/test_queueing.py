@@ -13,17 +13,15 @@ from benchmarks.simulator.node import Node
 from benchmarks.simulator.prefill import PrefillInstance
 from benchmarks.simulator.requests import SimulatedRequest
 from mooncake.blocks import KVLayout
-from mooncake.config import EvictionPolicy
 from mooncake.costs import Costs as Polynomial
-from mooncake.messages import (
-    Grant,
-    MessengerAddress,
-    Prefill,
-    Prefilled,
+from mooncake.messages import Prefill, Prefilled
+from mooncake.pools import Grant, MessengerAddress
+from mooncake.requests import (
     Ref,
     Request,
     SamplingParams,
 )
+from mooncake.sections import EvictionPolicy
 from workers.prefill_queue import PrefillQueue
 
 CHUNK = 512

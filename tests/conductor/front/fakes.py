@@ -37,18 +37,20 @@ from mooncake.messages import (
     Drain,
     DropContext,
     Failed,
-    FinishReason,
     FromFront,
     FrontHello,
     InstanceDrains,
     KeepContext,
-    Ref,
     Rejected,
-    Request,
     Submit,
-    TokenLogprobs,
     TokenOutput,
     Tokens,
+)
+from mooncake.requests import (
+    FinishReason,
+    Ref,
+    Request,
+    TokenLogprobs,
 )
 
 EOS = 256

@@ -27,7 +27,7 @@ from conductor.front.validation import Endpoint, Job, read_job
 from mooncake.api_keys import ApiKey, add_api_key, digest
 from mooncake.errors import ConfigError, RequestError
 from mooncake.line import Inbox, Line
-from mooncake.messages import Request
+from mooncake.requests import Request
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
     DEADLINE_S,

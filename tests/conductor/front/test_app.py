@@ -10,7 +10,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from mooncake.messages import ClusterState, FinishReason, Request
+from mooncake.messages import ClusterState
+from mooncake.requests import FinishReason, Request
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, FakeCluster, Running, raw_request
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]

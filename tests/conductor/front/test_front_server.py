@@ -16,7 +16,7 @@ from conductor.front.model import load_served_model
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError
 from mooncake.line import Inbox, Line
-from mooncake.messages import FinishReason, Request
+from mooncake.requests import FinishReason, Request
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
     DEADLINE_S,

@@ -17,12 +17,14 @@ from mooncake.line import Inbox, Line
 from mooncake.messages import (
     ClusterState,
     Ended,
-    FinishReason,
     Interrupted,
+    TokenOutput,
+)
+from mooncake.requests import (
+    FinishReason,
     Ref,
     Request,
     SamplingParams,
-    TokenOutput,
 )
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 

@@ -13,7 +13,7 @@ from conductor.front.generation import Delta
 from conductor.front.link import Event, Lost, Receive, Received
 from conductor.front.metrics import Metrics, Outcome
 from conductor.front.response import GenerationResponse
-from mooncake.messages import FinishReason
+from mooncake.requests import FinishReason
 
 
 class FakeGeneration:
