@@ -55,7 +55,7 @@ class _Socket(Generic[Incoming]):
         """for whoever waits for a message"""
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._look)
+        self._loop.add_reader(self._descriptor, self._on_signal)
 
     async def _frames(self) -> list[bytes]:
         """The next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
@@ -78,12 +78,24 @@ class _Socket(Generic[Incoming]):
         finally:
             self._look()
 
+    def _on_signal(self) -> None:
+        if self._is_awaited():
+            self._wake()  # it will find out what there is
+        else:
+            self._socket.getsockopt(zmq.EVENTS)  # asked for, or the descriptor goes on telling
+
     def _look(self) -> None:
-        """To be called whenever libzmq may have taken in what came: its descriptor tells of each arrival
-        once, and not at all of what a call to the socket has found by the way."""
-        has_come = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if has_come and self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
+        """libzmq's descriptor tells of each arrival once, and not at all of what a call to the socket has
+        found by the way."""
+        if self._is_awaited() and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._wake()
+
+    def _is_awaited(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
+
+    def _wake(self) -> None:
+        assert self._arrival is not None
+        self._arrival.set_result(None)
 
     def _forget(self) -> None:
         """To be called before the socket is closed."""

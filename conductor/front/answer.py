@@ -28,18 +28,6 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-class _TextEvent:
-    """The event of a choice that gains nothing but text, all made but the text: most events are such."""
-
-    __slots__ = ("_head", "_tail")
-
-    def __init__(self, with_place: bytes) -> None:
-        self._head, self._tail = with_place.split(_encode(_PLACE))
-
-    def of(self, text: str) -> bytes:
-        return b"".join((self._head, _encode(text), self._tail))
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.num_prompt_tokens,
@@ -53,13 +41,13 @@ class AnswerFormat:
     """The answers to one job."""
 
     __slots__ = (
+        "_around_text",
         "_base",
         "_chat",
         "_chunk_base",
         "_is_text_alone",
         "_object",
         "_return_token_ids",
-        "_text_events",
         "_token_bytes",
         "_tool_answers",
         "_unstarted",
@@ -87,8 +75,9 @@ class AnswerFormat:
             and self._usage_shown is not UsageShown.IN_EACH_CHUNK
             and all(params.num_logprobs is None for params in job.sampling)
         )
-        self._text_events: dict[int, _TextEvent] = {}
-        """of choices that have begun, if text is all that comes of them"""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """of choices that have begun, if text is all that comes of them: what their events have before and
+        behind it"""
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         """The answer that is not streamed; `choices` are complete and in order."""
@@ -97,12 +86,12 @@ class AnswerFormat:
 
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
         """The events of `delta`; none if it shows nothing new. `usage`: with it, if the client wants that."""
-        text_event = self._text_events.get(delta.choice_index)
-        if text_event is not None and delta.finish_reason is None:
-            return text_event.of(delta.text) if delta.text else b""
+        around = self._around_text.get(delta.choice_index)
+        if around is not None and delta.finish_reason is None:
+            return around[0] + _encode(delta.text) + around[1] if delta.text else b""
         counts = self._counts(usage)
         if self._is_text_alone:
-            self._text_events[delta.choice_index] = self._text_event(delta.choice_index, counts)
+            self._around_text[delta.choice_index] = self._event_around_text(delta.choice_index, counts)
         is_new = bool(delta.text) or self._has_shown_tokens(delta)
         if not self._chat:
             if not is_new and delta.finish_reason is None:
@@ -121,9 +110,11 @@ class AnswerFormat:
             events += self._chunk(_without_tokens(delta), {"delta": {}}, counts)
         return events
 
-    def _text_event(self, choice_index: int, counts: dict[str, Any]) -> _TextEvent:
+    def _event_around_text(self, choice_index: int, counts: dict[str, Any]) -> tuple[bytes, bytes]:
         content = {"delta": {"content": _PLACE}} if self._chat else {"text": _PLACE}
-        return _TextEvent(self._chunk(Delta(choice_index, _PLACE, [], None), content, counts))
+        with_place = self._chunk(Delta(choice_index, _PLACE, [], None), content, counts)
+        head, tail = with_place.split(_encode(_PLACE))
+        return head, tail
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream."""

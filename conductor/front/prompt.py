@@ -118,15 +118,17 @@ def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -
         path = "prompt" if many is None else f"prompt[{index}]"
         if isinstance(item, str):
             token_ids = text_tokens(item, model, path, add_special_tokens=not before)
+            is_known = model.tokenizer.vocab_size <= model.vocab_size
         elif isinstance(item, list):
-            token_ids = item
+            token_ids, is_known = item, False
         else:
             raise RequestError(
                 f"{path}: expected a string, token ids, or a list of either", param=path, code="invalid_value"
             )
         if not token_ids:
             raise RequestError(f"{path} is empty", param=path, code="invalid_value")
-        check_token_ids(token_ids, model, path)
+        if not is_known:
+            check_token_ids(token_ids, model, path)
         token_ids = [*before, *token_ids]
         _check_room(token_ids, model.context_len, path)
         prompts.append(token_ids)

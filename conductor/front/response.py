@@ -49,9 +49,7 @@ class GenerationResponse(Response):
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
         super().__init__()
         self._generation, self._answers, self._metrics = generation, answers, metrics
-        self._send_delta, self._send_end = (
-            (self._stream_delta, self._stream_end) if stream else (self._keep_delta, self._send_whole)
-        )
+        self._is_streamed = stream
         self._events: deque[Event] = deque()
         """received and not sent"""
         self._is_sending = self._has_started = self._has_ended = False
@@ -95,12 +93,19 @@ class GenerationResponse(Response):
         try:
             while self._events:
                 delta = await self._generation.gain(self._events.popleft())
-                if delta is not None:
-                    await self._send_delta(delta)
-                    if self._generation.is_over:
-                        self._has_ended = True
-                        await self._send_end()
-                        self._outcome = Outcome.FINISHED
+                if delta is None:
+                    continue
+                if not self._is_streamed:
+                    self._parts.setdefault(delta.choice_index, []).append(delta)
+                else:
+                    if not self._has_started:
+                        await self._start()
+                    if events := self._answers.chunks(delta, self._generation.usage):
+                        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+                if delta.finish_reason is not None and self._generation.is_over:
+                    self._has_ended = True
+                    await self._end()
+                    self._outcome = Outcome.FINISHED
         except RequestError as error:
             await self._send_error(error)
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
@@ -110,25 +115,18 @@ class GenerationResponse(Response):
         finally:
             self._is_sending = False
 
-    async def _keep_delta(self, delta: Delta) -> None:
-        self._parts.setdefault(delta.choice_index, []).append(delta)
+    async def _start(self) -> None:
+        self._has_started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        self._send = self._scope["extensions"][DIRECT_SEND]
 
-    async def _send_whole(self) -> None:
+    async def _end(self) -> None:
+        usage = self._generation.usage()
+        if self._is_streamed:
+            await self._send({"type": "http.response.body", "body": self._answers.end(usage)})
+            return
         whole = [joined(self._parts[index]) for index in range(len(self._parts))]
-        body = self._answers.whole(whole, self._generation.usage())
-        await self._respond(Response(body, media_type="application/json"))
-
-    async def _stream_delta(self, delta: Delta) -> None:
-        if not self._has_started:
-            self._has_started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            self._send = self._scope["extensions"][DIRECT_SEND]
-        if events := self._answers.chunks(delta, self._generation.usage):
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def _stream_end(self) -> None:
-        end = self._answers.end(self._generation.usage())
-        await self._send({"type": "http.response.body", "body": end})
+        await self._respond(Response(self._answers.whole(whole, usage), media_type="application/json"))
 
     async def _send_error(self, error: RequestError) -> None:
         self._has_ended = True

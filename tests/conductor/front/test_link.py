@@ -195,7 +195,7 @@ def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
             await link.submit(request := request_to(link), inbox.put_nowait)
             await until(lambda: len(cluster.submitted) == 1)
             await cluster.to_front(Ended("r", 1))
-            await cluster.to_front(ClusterState(1, 2, 1, 10))
+            cluster.state = ClusterState(1, 2, 1, 10)
             await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
             monkeypatch.setattr(link_module, "_now", lambda: asyncio.get_running_loop().time() + 60)
             num_hellos = cluster.num_hellos
