@@ -8,6 +8,7 @@ sent, what the events say.
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import shlex
@@ -186,7 +187,7 @@ async def serve(process: ConductorProcess) -> None:
                     Line(from_front, to_front),
                     registry,
                     listener,
-                    lambda url: report(_ready(url, front, model, config.role == "all")),
+                    lambda url: _announce(_ready(url, front, model, config.role == "all")),
                     display,
                 )
         finally:
@@ -213,6 +214,13 @@ def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, C
             f" in {dtype}; measure it anew with `mooncake-serve profile FILE`"
         )
     return profile.costs
+
+
+def _announce(ready: Ready) -> None:
+    # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
+    gc.collect()
+    gc.freeze()
+    report(ready)
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
