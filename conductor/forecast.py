@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict, deque
 from typing import NamedTuple, Protocol
 
+from conductor.lifetimes import Lifetimes
 from conductor.timeline import Timeline, Work
 from mooncake.blocks import BlockKey
 from mooncake.requests import Request
@@ -53,16 +54,17 @@ class Forecast(Protocol):
     def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
         """It has been decoded, in so many seconds."""
 
-    def at(self, time_s: float) -> Work:
-        """On all decode instances together."""
+    def at(self, time_s: float, now_s: float) -> Work:
+        """On all decode instances together, at a time that is not before now."""
 
 
 class SystemForecast:
-    """Every request is decoded for t_d, which is a mean of the latest."""
+    """Requests are decoded for as long as the latest were."""
 
     def __init__(self) -> None:
         self.decode_s = math.inf
         self._num_decoded = 0
+        self._lifetimes = Lifetimes()
         self._prefills, self._decodes = Timeline(), Timeline()
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
@@ -75,16 +77,16 @@ class SystemForecast:
 
     def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
         """As in `Forecast`."""
+        self._lifetimes.learn(decode_s)
         self._num_decoded += 1
         if self._num_decoded == 1:
             self.decode_s = decode_s
         self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
 
-    def at(self, time_s: float) -> Work:
+    def at(self, time_s: float, now_s: float) -> Work:
         """As in `Forecast`."""
         joined = self._prefills.until(time_s)
-        remaining = self._decodes.since(time_s - self.decode_s)
-        return Work(joined.num_requests + remaining.num_requests, joined.num_tokens + remaining.num_tokens)
+        return joined.plus(self._decodes.weighted(self._lifetimes.shares_left(time_s - now_s), now_s))
 
 
 class RequestForecast(SystemForecast):
@@ -109,11 +111,9 @@ class RequestForecast(SystemForecast):
         super().learn(request, decode_s, num_output_tokens)
         self._lengths.learn(request, num_output_tokens)
 
-    def at(self, time_s: float) -> Work:
+    def at(self, time_s: float, now_s: float) -> Work:
         """As in `Forecast`."""
-        joined = self._joins.until(time_s)
-        left = self._leaves.until(time_s)
-        return Work(joined.num_requests - left.num_requests, joined.num_tokens - left.num_tokens)
+        return self._joins.until(time_s).less(self._leaves.until(time_s))
 
 
 class OutputLengths:

@@ -101,7 +101,7 @@ class Admission:
             case Overload.EARLY_REJECTION:
                 tbt_s = self._tbt_now_s(num_tokens)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
-                tbt_s = self._tbt_at_s(now_s + queue_s + prompt_s, num_tokens, freed.work)
+                tbt_s = self._tbt_at_s(now_s + queue_s + prompt_s, now_s, num_tokens, freed.work)
         return self._check_tbt(None if tbt_s is None else self._refusals.factor(now_s) * tbt_s, slos.tbt_s)
 
     def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
@@ -162,16 +162,12 @@ class Admission:
         )
         return float(step_s.min())
 
-    def _tbt_at_s(self, time_s: float, num_tokens: int, freed: Work) -> float | None:
+    def _tbt_at_s(self, time_s: float, now_s: float, num_tokens: int, freed: Work) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
-        work = self._forecast.at(time_s)
-        num_requests, num_kv_tokens = (
-            work.num_requests - freed.num_requests,
-            work.num_tokens - freed.num_tokens,
-        )
+        work = self._forecast.at(time_s, now_s).less(freed)
         num_instances, mean_costs = self._view.decode_pool()
-        if num_requests < num_instances:
+        if work.num_requests < num_instances:
             return None
         return mean_costs.seconds(
-            num_requests // num_instances + 1, num_kv_tokens / num_instances + num_tokens
+            work.num_requests // num_instances + 1, work.num_tokens / num_instances + num_tokens
         )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.estimators import Floats
+
 BUCKET_S = 0.1
 _FEWEST_BUCKETS = 64
 
@@ -17,6 +19,14 @@ class Work(NamedTuple):
 
     num_requests: float
     num_tokens: float
+
+    def plus(self, other: "Work") -> "Work":
+        """Both."""
+        return Work(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
+
+    def less(self, other: "Work") -> "Work":
+        """Without the other."""
+        return Work(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
 class Timeline:
@@ -48,15 +58,21 @@ class Timeline:
     def until(self, time_s: float) -> Work:
         """All up to a time, or up to a bucket's length more."""
         end = self._index(time_s) + 1
-        return self._total if end >= self._work.shape[1] else self._sum(0, end)
+        if end >= self._work.shape[1]:
+            return self._total
+        return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
-    def since(self, time_s: float) -> Work:
-        """All from a time on, or from up to a bucket's length earlier."""
-        start = self._index(time_s)
-        return self._total if start <= 0 else self._sum(start, self._work.shape[1])
-
-    def _sum(self, start: int, end: int) -> Work:
-        return Work(*self._work[:, start:end].dot(self._ones[start:end]).tolist())
+    def weighted(self, by_age: Floats, now_s: float) -> Work:
+        """All until now, each times what belongs to its age in buckets, the last one to all older ones."""
+        now, older = math.floor(now_s / BUCKET_S) - self._first, by_age.item(-1)
+        start, end = max(0, now - len(by_age) + 2), max(0, min(now + 1, self._work.shape[1]))
+        if start >= end:
+            return Work(older * self._total.num_requests, older * self._total.num_tokens)
+        weights = by_age[now - end + 1 : now - start + 1][::-1]
+        sums = self._work[:, start:end].dot(weights)
+        if start:
+            sums += older * self._work[:, :start].dot(self._ones[:start])
+        return Work(*sums.tolist())
 
     def _index(self, time_s: float) -> int:
         """Of its bucket, within or next to what is kept."""
