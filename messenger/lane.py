@@ -44,7 +44,7 @@ from mooncake.errors import TransferError
 
 _SENT_BYTES = 256 << 10
 """of small frames in one system call"""
-_MOST_OUTSTANDING = 64
+_MOST_OUTSTANDING = 256
 """requests that have not been answered, though their bytes may be there"""
 _LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RDMA: 0}
 """moved in less time than waking up takes"""
@@ -61,6 +61,12 @@ class Owner(Protocol):
 
     def next_request(self, lane: "Lane") -> Request | None:
         """What `lane` should send now, if there is something for it."""
+
+    def frame_bytes(self, urgency: Urgency) -> int:
+        """How much of this class should be moved before others have their turn."""
+
+    def gives_way(self) -> bool:
+        """Whether somebody has what he waited for, and goes on before more is copied."""
 
     def moved(self, lane: "Lane", num_bytes: int, *, received: bool) -> None:
         """Bytes have been placed and verified, at the other side or here."""
@@ -263,13 +269,22 @@ class Lane:
             while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
                 pieces = self._begin(request)
                 begun += pieces
-                num_bytes += sum(map(len, pieces)) + request.num_bytes - request.moving_bytes
+                num_bytes += sum(map(len, pieces))
+                if not request.moving_bytes:
+                    num_bytes += self._copied_share(request)
             if not begun:
                 return
             self._post(*begun)
             if num_bytes >= _SENT_BYTES:
                 self._pump_soon()  # others first
                 return
+
+    def _copied_share(self, request: Request) -> int:
+        """What `request`, which this side has copied, is of a turn: all of it if somebody waits, who goes on
+        before others are copied."""
+        if request.urgency is Urgency.LATENCY:
+            return _SENT_BYTES
+        return request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK)
 
     def _post(self, *begun: bytes | memoryview) -> None:
         control = [encode_frame(message) for message in self._control]
@@ -285,7 +300,13 @@ class Lane:
     def _pump_soon(self) -> None:
         if not self._is_pumping_soon:
             self._is_pumping_soon = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if self._shared is not None and self._owner.gives_way():
+            asyncio.get_running_loop().call_soon(self._turn)
+        else:
+            self._pump()
 
     def _begin(self, request: Request) -> Sequence[bytes | memoryview]:
         """What is to be sent now for `request`, which is outstanding from now on."""

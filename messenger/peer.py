@@ -63,6 +63,8 @@ class Peer:
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
         self._bulk_timer: asyncio.TimerHandle | None = None
+        self._has_served = self._has_given_way = False
+        """somebody who waited, since a lane asked whether to give way; and whether it did"""
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -230,6 +232,7 @@ class Peer:
                 self._count_busy_time()
             self._room[request.urgency].release()
             self._queues.ended(request)
+            self._has_served |= request.urgency is Urgency.LATENCY
             done(*result)
             if request.urgency is Urgency.LATENCY and self._queues.has_bulk:
                 # Whoever waited for this goes on first.
@@ -338,6 +341,12 @@ class Peer:
                 return request
             request.lost("not wanted any more")
         return None
+
+    def gives_way(self) -> bool:
+        """Not twice in a row: bulk goes on too."""
+        self._has_given_way = self._has_served and not self._has_given_way
+        self._has_served = False
+        return self._has_given_way
 
     def moved(self, lane: Lane, num_bytes: int, *, received: bool) -> None:
         self._last_transport = transport = lane.path.transport

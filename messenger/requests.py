@@ -14,7 +14,7 @@ class Outcome(Enum):
     """What became of a write."""
 
     PLACED = auto()
-    """verified and acknowledged by the receiver"""
+    """verified, in its page; and acknowledged by the receiver, unless the request `is_placed`"""
     CORRUPT = auto()
     """refused: its bytes did not match their checksums"""
     FAILED = auto()

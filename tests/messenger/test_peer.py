@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from messenger import board
-from messenger.peer import MAX_QUEUED_REQUESTS
+from messenger.peer import MAX_QUEUED_REQUESTS, Peer
 from messenger.protocol import WriteEntry
-from messenger.requests import Outcome, Urgency
-from messenger.transports import Transport
+from messenger.requests import Outcome, ProbeRequest, Urgency
+from messenger.transports import Traffic, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import PoolError, TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, key, run, until
@@ -492,6 +492,44 @@ def test_what_is_written_over_shared_memory_is_there_before_the_receiver_knows(t
                 assert not transfer.is_confirmed
                 await until(lambda: transfer.is_confirmed)
                 assert grant.is_complete
+
+    run(test())
+
+
+def test_what_is_waited_for_is_copied_between_pieces_of_bulk(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 16, transport="shm") as node:
+            node.pages.grant(1, [0])
+            node.pages.grant(2, range(1, 9))
+            node.pages.grant(3, [9])
+            await node.write(1, [0])  # from now on others are expected to be in a hurry
+            peer, order = await node.peer(), list[str]()
+            with (
+                peer.transfer(2, "bulk", lambda: None, Urgency.BULK) as bulk,
+                peer.transfer(3, "urgent", lambda: None) as urgent,
+            ):
+                for page in range(1, 9):
+                    await bulk.write([node.entry(page)], LARGE.block_bytes, lambda _: order.append("bulk"))
+                await asyncio.sleep(0)
+                await urgent.write([node.entry(9)], LARGE.block_bytes, lambda _: order.append("urgent"))
+                await until(lambda: bulk.is_confirmed and urgent.is_confirmed and len(order) == 9)
+            assert order == ["bulk", "urgent", *["bulk"] * 7]
+            node.assert_written(range(10))
+
+    run(test())
+
+
+def test_a_lane_gives_way_to_who_was_served_but_not_twice_in_a_row() -> None:
+    async def test() -> None:
+        peer, gave_way = Peer("receiver", Traffic()), []
+        assert not peer.gives_way()
+        for _ in range(4):
+            request = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: None)
+            await peer.submit(request)
+            request.done(None)
+            gave_way.append(peer.gives_way())
+        assert gave_way == [True, False, True, False]
+        assert not peer.gives_way()
 
     run(test())
 
