@@ -214,7 +214,8 @@ class Supervisor:
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
     async def _watch(self) -> None:
-        """End children that hang or are stopped.
+        """End children that hang or are stopped, once they serve: before that a large pool or model may well
+        keep one busy for long.
 
         Silence is counted in turns of our own: while this process itself is held up none passes, and what
         children have said meanwhile is read before the next one.
@@ -222,7 +223,7 @@ class Supervisor:
         while self._hang_timeout_s is not None:
             await asyncio.sleep(BEAT_S)
             for child in self._children:
-                if child.num_missed_beats is None:
+                if child.num_missed_beats is None or not child.is_ready:
                     continue
                 child.num_missed_beats += 1
                 if child.num_missed_beats * BEAT_S > self._hang_timeout_s:
