@@ -1,0 +1,113 @@
+"""Pages that others of this host write to themselves: when they are free again, in this life and the next."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.grants import Grants
+from kvstore.pages import PageState
+from kvstore.pool import Pool
+from kvstore.segment import Segment
+from messenger.checksums import layer_checksums
+from messenger.door import Landing
+from messenger.protocol import Write, WriteEntry
+from messenger.shared_pages import SharedPages
+from mooncake.pools import MessengerAddress
+from tests.kvstore.nodes import FINGERPRINT, LAYOUT, block_bytes, prompt_keys
+from tests.messenger.fabric import until
+
+ADDRESS = MessengerAddress("decode", 1, "host", "decode.sock", ())
+OWNER = 1
+
+
+class Node:
+    """The parts of a messenger that know whose pages are whose."""
+
+    def __init__(self, fd: int) -> None:
+        self.segment = Segment.open(fd) or Segment.format(fd, FINGERPRINT, LAYOUT)
+        landing = self.segment.landing(fd)
+        assert landing is not None
+        self.landing: Landing = landing
+        self.pool = Pool(self.segment.page_table())
+        self.grants = Grants(self.pool, self.segment, ADDRESS, landing.board)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("copied")
+    os.truncate(fd, 65536)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def copier() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("ending", ["copy", "process"])
+def test_a_revoked_page_is_quarantined_until_the_copy_to_it_has_ended(
+    fd: int, copier: subprocess.Popen[bytes], ending: str
+) -> None:
+    async def test() -> None:
+        node = Node(fd)
+        pool, (key,) = node.pool, prompt_keys(1)
+        reservation = pool.reserve(OWNER, [key], 0)
+        grant = node.grants.grant(reservation)
+        (page,) = (granted.page for granted in grant.pages)
+        seat = node.landing.take_seat(copier.pid)
+        assert seat is not None
+        words = node.segment.buffer[seat.board_offset :][:2048].cast("Q")
+        words[2 * seat.number] = grant.grant_id + 1  # as it says itself
+        node.grants.revoke(reservation.reservation_id, "released")
+        pool.release(reservation.reservation_id)
+        assert pool.table.state(page) is PageState.QUARANTINED
+        assert pool.check_integrity() is None
+        if ending == "copy":
+            words[2 * seat.number] = 0
+        else:
+            copier.kill()
+        await until(lambda: pool.table.state(page) is PageState.FREE)
+        assert pool.check_integrity() is None
+        node.landing.board.shut_down()
+
+    asyncio.run(test())
+
+
+def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> None:
+    async def test() -> None:
+        node = Node(fd)
+        (key,) = prompt_keys(1)
+        reservation = node.pool.reserve(OWNER, [key], 0)
+        grant = node.grants.grant(reservation)
+        (granted,) = grant.pages
+        seat = node.landing.take_seat(os.getpid())
+        assert seat is not None
+        source = memoryview(
+            bytearray(b"".join(block_bytes(key, layer) for layer in range(LAYOUT.num_layers)))
+        )
+        pages = SharedPages(node.segment.buffer, seat, LAYOUT, source)
+        for layer in range(LAYOUT.num_layers):
+            begin = layer * LAYOUT.layer_bytes
+            data = source[begin : begin + LAYOUT.layer_bytes]
+            checksum = layer_checksums(data, LAYOUT.layer_bytes)
+            entry = WriteEntry(granted.page, granted.generation, layer, layer + 1, checksum, begin)
+            write = Write(1, grant.grant_id, [entry])
+            assert pages.place(write, LAYOUT.layer_bytes)
+            assert node.segment.layer_view(granted.page, layer) == data
+            assert node.grants.begin(grant.grant_id, entry, None) is not None
+            is_last = node.grants.complete(grant.grant_id, entry, None)
+            assert is_last == (layer == LAYOUT.num_layers - 1)
+        assert node.pool.find(key) == granted.page
+        assert not pages.place(write, LAYOUT.layer_bytes)
+        node.landing.board.shut_down()
+
+    asyncio.run(test())
