@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from selectors import EpollSelector, SelectorKey
 
-LISTEN_S = 150e-6
+LISTEN_S = 300e-6
 _MOST_SKIPPED = 64
 
 

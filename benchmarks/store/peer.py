@@ -53,7 +53,7 @@ def install() -> Path:
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(home)],
             [str(python), "-m", "pip", "install", "--quiet", *requirements],
-            [str(python), "-c", "import mooncake.store"],
+            [str(python), "-I", "-c", "import mooncake.store"],
         ):
             done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             if done.returncode != 0:

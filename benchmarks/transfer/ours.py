@@ -44,6 +44,40 @@ _NUM_FETCHES = 4
 """of one call that are under way at the same time"""
 
 
+class _Batch:
+    """Blocks that are moved together, as those of one prompt are. Each is told of by itself."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.task: asyncio.Task[None] | None = None
+        """that moves them, if nobody waits for all of them"""
+        self.num_missing = num_blocks
+        self._missing_bytes = [block_bytes] * num_blocks
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Who waits looks again."""
+        self._changed.set()
+
+    async def changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def arrived(self, index: int, num_bytes: int) -> None:
+        """So much more of that block."""
+        self._missing_bytes[index] -= num_bytes
+        if not self._missing_bytes[index]:
+            self.num_missing -= 1
+            self.wake()
+
+    async def block(self, index: int) -> None:
+        """Until it is there. Raises what kept it away."""
+        assert self.task is not None
+        while self._missing_bytes[index]:
+            if self.task.done():
+                self.task.result()
+            await self.changed()
+
+
 class MessengerEngine:
     """A messenger's sending half in this process, on an event loop that runs while a call waits."""
 
@@ -60,68 +94,99 @@ class MessengerEngine:
     def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
-        self._loop.run_until_complete(self._move(direction, pairs, block_bytes, is_latency=is_latency))
+        batch = _Batch(len(pairs), block_bytes)
+        self._loop.run_until_complete(self._move(batch, direction, pairs, block_bytes, is_latency=is_latency))
 
     def submit(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int
-    ) -> "list[asyncio.Task[None]]":
-        moves = [self._move(direction, [pair], block_bytes, is_latency=False) for pair in pairs]
-        tasks = [self._loop.create_task(move) for move in moves]
+    ) -> list[tuple[_Batch, int]]:
+        if not pairs:
+            return []
+        batch = _Batch(len(pairs), block_bytes)
+        batch.task = self._loop.create_task(
+            self._move(batch, direction, pairs, block_bytes, is_latency=False)
+        )
+        batch.task.add_done_callback(lambda _: batch.wake())
         self._loop.run_until_complete(_turns(_NUM_TURNS))
-        return tasks
+        return [(batch, index) for index in range(len(pairs))]
 
-    def wait(self, transfers: "Sequence[asyncio.Task[None]]") -> None:
+    def wait(self, transfers: Sequence[tuple[_Batch, int]]) -> None:
         self._loop.run_until_complete(_all(transfers))
 
     async def _move(
-        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
+        self,
+        batch: _Batch,
+        direction: Direction,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        *,
+        is_latency: bool,
     ) -> None:
         slice_bytes = max(size for size in SLICE_BYTES if size <= block_bytes)
         urgency = Urgency.LATENCY if is_latency else Urgency.BULK
         move = self._write if direction == "write" else self._read
-        await move(self._peers[slice_bytes], pairs, block_bytes, slice_bytes, urgency)
+        await move(batch, self._peers[slice_bytes], pairs, block_bytes, slice_bytes, urgency)
 
     async def _write(
-        self, peer: Peer, pairs: Sequence[Pair], block_bytes: int, slice_bytes: int, urgency: Urgency
+        self,
+        batch: _Batch,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        slice_bytes: int,
+        urgency: Urgency,
     ) -> None:
         checksums, frame_bytes = self._checksums_of(slice_bytes), peer.frame_bytes(urgency)
         entries = []
-        for local, remote in pairs:
+        for index, (local, remote) in enumerate(pairs):
             for begin, length in _parts(block_bytes, frame_bytes):
                 first = (local * block_bytes + begin) // slice_bytes
                 target = (remote * block_bytes + begin) // slice_bytes
                 num_slices = length // slice_bytes
                 own = checksums[first * CHECKSUM_BYTES : (first + num_slices) * CHECKSUM_BYTES]
-                entries.append(WriteEntry(0, 0, target, target + num_slices, own, first * slice_bytes))
-        left = len(pairs) * block_bytes
-        arrived = asyncio.Event()
+                entry = WriteEntry(0, 0, target, target + num_slices, own, first * slice_bytes)
+                entries.append((index, entry))
 
-        def done(num_bytes: int, outcome: Outcome) -> None:
-            nonlocal left
+        def done(frame: Sequence[tuple[int, WriteEntry]], outcome: Outcome) -> None:
             if outcome is Outcome.PLACED:
-                left -= num_bytes
-                if not left:
-                    arrived.set()
+                for index, entry in frame:
+                    batch.arrived(index, entry.num_layers * slice_bytes)
 
-        with peer.transfer(GRANT, "benchmark", lambda: None, urgency) as transfer:
+        with peer.transfer(GRANT, "benchmark", batch.wake, urgency) as transfer:
             for frame in _frames(entries, slice_bytes, frame_bytes):
-                num_bytes = sum(entry.num_layers for entry in frame) * slice_bytes
-                await transfer.write(frame, num_bytes, functools.partial(done, num_bytes))
-            await arrived.wait()
+                num_bytes = sum(entry.num_layers for _, entry in frame) * slice_bytes
+                await transfer.write([entry for _, entry in frame], num_bytes, functools.partial(done, frame))
+            while batch.num_missing:
+                transfer.check()
+                await batch.changed()
 
     async def _read(
-        self, peer: Peer, pairs: Sequence[Pair], block_bytes: int, slice_bytes: int, urgency: Urgency
+        self,
+        batch: _Batch,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        slice_bytes: int,
+        urgency: Urgency,
     ) -> None:
         frame_bytes = peer.frame_bytes(urgency)
         parts = list(_parts(block_bytes, frame_bytes))
+        at_once = 1
         if len(parts) == 1:  # several small blocks in one request
             at_once = max(1, frame_bytes // block_bytes)
-            groups = [pairs[i : i + at_once] for i in range(0, len(pairs), at_once)]
-        else:
-            groups = [[pair] for pair in pairs]
         requests = [
-            self._fetch(peer, group, block_bytes, slice_bytes, begin, length, urgency)
-            for group in groups
+            self._fetch(
+                batch,
+                peer,
+                range(first, min(first + at_once, len(pairs))),
+                pairs,
+                block_bytes,
+                slice_bytes,
+                begin,
+                length,
+                urgency,
+            )
+            for first in range(0, len(pairs), at_once)
             for begin, length in parts
         ]
         if len(requests) == 1:
@@ -137,7 +202,9 @@ class MessengerEngine:
 
     async def _fetch(
         self,
+        batch: _Batch,
         peer: Peer,
+        indices: range,
         pairs: Sequence[Pair],
         block_bytes: int,
         slice_bytes: int,
@@ -145,12 +212,15 @@ class MessengerEngine:
         length: int,
         urgency: Urgency,
     ) -> None:
-        keys = [((remote * block_bytes + begin) // slice_bytes).to_bytes(8, "little") for _, remote in pairs]
-        starts = [WORKING_SET_BYTES + local * block_bytes + begin for local, _ in pairs]
+        asked = [pairs[index] for index in indices]
+        keys = [((remote * block_bytes + begin) // slice_bytes).to_bytes(8, "little") for _, remote in asked]
+        starts = [WORKING_SET_BYTES + local * block_bytes + begin for local, _ in asked]
         views = [self._buffer[start : start + length] for start in starts]
         found = await peer.fetch(keys, views, range(length // slice_bytes), urgency)
         if len(found) < len(keys):
             raise TransferError("a block did not come")
+        for index in indices:
+            batch.arrived(index, length)
 
     def _checksums_of(self, slice_bytes: int) -> bytes:
         if slice_bytes not in self._checksums:
@@ -163,9 +233,9 @@ async def _turns(num_turns: int) -> None:
         await asyncio.sleep(0)
 
 
-async def _all(transfers: "Sequence[asyncio.Task[None]]") -> None:
-    for transfer in transfers:
-        await transfer
+async def _all(transfers: Sequence[tuple[_Batch, int]]) -> None:
+    for batch, index in transfers:
+        await batch.block(index)
 
 
 def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
@@ -174,15 +244,17 @@ def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(frame_bytes, block_bytes - begin)
 
 
-def _frames(entries: Sequence[WriteEntry], slice_bytes: int, most_bytes: int) -> Iterator[list[WriteEntry]]:
-    frame: list[WriteEntry] = []
+def _frames(
+    entries: Sequence[tuple[int, WriteEntry]], slice_bytes: int, most_bytes: int
+) -> Iterator[list[tuple[int, WriteEntry]]]:
+    frame: list[tuple[int, WriteEntry]] = []
     frame_bytes = 0
-    for entry in entries:
+    for index, entry in entries:
         num_bytes = entry.num_layers * slice_bytes
         if frame and frame_bytes + num_bytes > most_bytes:
             yield frame
             frame, frame_bytes = [], 0
-        frame.append(entry)
+        frame.append((index, entry))
         frame_bytes += num_bytes
     yield frame
 

@@ -42,6 +42,7 @@ class MooncakeEngine:
         self._batch = {"write": engine.batch_transfer_sync_write, "read": engine.batch_transfer_sync_read}
         self._start = {"write": engine.batch_transfer_async_write, "read": engine.batch_transfer_async_read}
         self._await = engine.get_batch_transfer_status
+        self._under_way: set[int] = set()
 
     def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
@@ -54,17 +55,21 @@ class MooncakeEngine:
             _expect_0(self._batch[direction](self._session, local, remote, [block_bytes] * len(pairs)))
 
     def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> list[int]:
-        transfers: list[int] = []
-        for pair in pairs:
-            local, remote = self._addresses(direction, [pair], block_bytes)
-            transfers.append(self._start[direction](self._session, local, remote, [block_bytes]))
-        if 0 in transfers:
-            raise RuntimeError("the peer refused a transfer")
-        return transfers
+        if not pairs:
+            return []
+        local, remote = self._addresses(direction, pairs, block_bytes)
+        batch = self._start[direction](self._session, local, remote, [block_bytes] * len(pairs))
+        if batch == 0:
+            raise RuntimeError("the peer refused a batch")
+        self._under_way.add(batch)
+        return [batch] * len(pairs)
 
     def wait(self, transfers: Sequence[int]) -> None:
-        for transfer in transfers:
-            _expect_0(self._await([transfer]))
+        """It tells of a whole batch, once."""
+        for batch in transfers:
+            if batch in self._under_way:
+                self._under_way.remove(batch)
+                _expect_0(self._await([batch]))
 
     def _addresses(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int

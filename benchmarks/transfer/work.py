@@ -42,7 +42,8 @@ class Engine(Protocol):
         """The blocks as one batch: all of them are under way at the same time."""
 
     def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
-        """Starts one bulk transfer for each block, and returns them. At least 64 can be under way."""
+        """Starts a batch of bulk transfers, one for each block, and returns them. At least 64 can be under
+        way."""
 
     def wait(self, transfers: Sequence[Any]) -> None:
         """Until they are through. Once for each that was submitted, in any order."""
@@ -64,7 +65,7 @@ class Transfers:
         return self._workload.time(op, depth, budget_s)
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
-        """Seconds in which CONCURRENT_BYTES move as so many separate transfers, all under way together."""
+        """Seconds in which CONCURRENT_BYTES move as so many separate transfers, submitted together."""
         block_bytes = CONCURRENT_BYTES // num_transfers
         pairs, direction = _scattered(block_bytes), _direction(op)
 
