@@ -28,7 +28,8 @@ from mooncake.errors import GrammarError, OverloadedError, RequestError
 from mooncake.messages import ClusterState
 
 # Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
-_MAX_INLINE_BYTES = 4096
+# Below it a thread is felt more: it and the loop wait for each other's lock.
+_MAX_INLINE_BYTES = 8192
 _MAX_WAITING_GRAMMARS = 16
 
 T = TypeVar("T")
