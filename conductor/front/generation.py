@@ -82,6 +82,7 @@ class Generation:
             for index, request in enumerate(job.requests(link.reply_to))
         }
         self._running: dict[str, _Choice] = {}
+        self._is_closed = False
 
     async def begin(self, receive: Receive) -> None:
         """Submit all choices; what comes for them goes to `receive`. Raises RequestError.
@@ -121,7 +122,10 @@ class Generation:
         return delta
 
     async def aclose(self) -> None:
-        """Nobody wants more of it."""
+        """Nobody wants more of it. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for request_id, choice in self._running.items():
             await self._link.cancel(request_id)
             self._metrics.choice_ended(started=choice.last_s is not None)

@@ -121,6 +121,7 @@ class GenerationResponse(Response):
         self._send = self._scope["extensions"][DIRECT_SEND]
 
     async def _end(self) -> None:
+        await self._generation.aclose()  # who has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:
             await self._send({"type": "http.response.body", "body": self._answers.end(usage)})
@@ -131,6 +132,7 @@ class GenerationResponse(Response):
     async def _send_error(self, error: RequestError) -> None:
         self._has_ended = True
         self._outcome = outcome_of(error)
+        await self._generation.aclose()
         if self._has_started:
             await self._send({"type": "http.response.body", "body": event(error_body(error))})
         else:
