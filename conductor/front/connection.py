@@ -1,15 +1,17 @@
 """HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size.
 
 Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
-request by then; how long a head may be. Does not know: requests. Without it a client that sends a byte now
-and then, or headers without end, would keep a connection, and what it has sent, forever.
+request by then; how long a head may be; that the request being answered hears of the connection's end. Does
+not know: requests. Without it a client that sends a byte now and then, or headers without end, would keep a
+connection, and what it has sent, forever.
 """
 
 import asyncio
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from conductor.front.errors import error_body
 from mooncake.errors import RequestError
@@ -38,6 +40,8 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
             """of the latest one; `cycle` is the one before until the head is whole"""
             self._num_unread_bytes = 0
             """since the last whole head or piece of a body; they are kept until there is more"""
+            self._answered: RequestResponseCycle | None = None
+            """what is being answered, or was last; `cycle` is what has come last"""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -52,6 +56,14 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._unset_deadline()
             super().connection_lost(exc)
+            # uvicorn tells `cycle` alone, which never begins if another one is before it.
+            if self._answered is not None and not self._answered.response_complete:
+                self._answered.disconnected = True
+                self._answered.message_event.set()
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+            self._answered = cycle
+            super()._start_asgi_task(cycle, app)
 
         # -- what the parser has read -----------------------------------------------------------------
 

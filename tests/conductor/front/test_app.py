@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import struct
 import threading
 from typing import Any
 
@@ -374,6 +376,28 @@ def test_hang_up_cancels_the_work(front: Running, stream: bool, num_tokens_befor
     assert set(front.cluster.cancelled) == {request.request_id for request in front.cluster.submitted}
     assert front.metric("mooncake_requests_total", outcome="aborted") == aborted + 1
     assert front.metric("mooncake_requests_running") == 0
+
+
+def test_a_hang_up_behind_a_second_request_cancels_the_first(front: Running) -> None:
+    has_left = asyncio.Event()
+
+    async def in_two_parts(cluster: FakeCluster, request: Request) -> None:
+        await cluster.send_tokens(request, b"a")
+        await has_left.wait()
+        await cluster.send_tokens(request, b"b", 1)
+
+    aborted = front.metric("mooncake_requests_total", outcome="aborted")
+    front.cluster.behaviour = in_two_parts
+    body = json.dumps({"model": MODEL_NAME, "messages": HI, "stream": True}).encode()
+    with raw_request(front.address, "/v1/chat/completions", body) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+        httpx.get(f"{front.url}/health", timeout=DEADLINE_S)  # answered later, so that has been read
+        # So that the server's next write fails: with a request waiting it reads no more, and sees no end.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    front.cluster.loop.call_soon_threadsafe(has_left.set)
+    front.cluster.wait_until(lambda: len(front.cluster.cancelled) == 1)
+    assert front.metric("mooncake_requests_total", outcome="aborted") == aborted + 1
 
 
 def test_metrics(front: Running, client: openai.OpenAI) -> None:
