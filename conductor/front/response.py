@@ -91,29 +91,35 @@ class GenerationResponse(Response):
     async def _send_what_has_come(self) -> None:
         self._is_sending = True
         try:
-            while self._events:
-                delta = await self._generation.gain(self._events.popleft())
-                if delta is None:
-                    continue
-                if not self._is_streamed:
-                    self._parts.setdefault(delta.choice_index, []).append(delta)
-                else:
-                    if not self._has_started:
-                        await self._start()
-                    if events := self._answers.chunks(delta, self._generation.usage):
-                        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-                if delta.finish_reason is not None and self._generation.is_over:
-                    self._has_ended = True
-                    await self._end()
-                    self._outcome = Outcome.FINISHED
-        except RequestError as error:
-            await self._send_error(error)
+            while self._events and not self._has_ended:
+                await self._pass_on(self._events.popleft())
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
+            self._has_ended = True
             self._outcome, self._bug = Outcome.FAILED, error
             assert self._task is not None
             self._task.cancel()  # it waits for the client to hang up
         finally:
             self._is_sending = False
+
+    async def _pass_on(self, event: Event) -> None:
+        try:
+            delta = await self._generation.gain(event)
+        except RequestError as error:
+            await self._send_error(error)
+            return
+        if delta is None:
+            return
+        if not self._is_streamed:
+            self._parts.setdefault(delta.choice_index, []).append(delta)
+        else:
+            if not self._has_started:
+                await self._start()
+            if events := self._answers.chunks(delta, self._generation.usage):
+                await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        if delta.finish_reason is not None and self._generation.is_over:
+            self._has_ended = True
+            await self._end()
+            self._outcome = Outcome.FINISHED
 
     async def _start(self) -> None:
         self._has_started = True

@@ -1,4 +1,5 @@
 import asyncio
+import select
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -40,6 +41,32 @@ def test_messages_arrive_with_their_senders_identity(tmp_path: Path) -> None:
         assert await router.recv() == (WORKER, Cancel("r"))
         await router.send(WORKER, ABORT)
         assert await dealer.recv() == ABORT
+        router.close()
+        dealer.close()
+
+    run(test())
+
+
+def test_a_message_that_a_send_has_come_upon_wakes_whoever_waits_for_it(tmp_path: Path) -> None:
+    """libzmq takes the descriptor's signal back then."""
+
+    async def test() -> None:
+        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+        await dealer.send(Cancel("r"))
+        await router.recv()
+        waiting = asyncio.create_task(dealer.recv())
+        await asyncio.sleep(0)
+        await router.send(WORKER, ABORT)
+        # From here on the event loop does not turn before the signal has come and is gone.
+        assert select.select([dealer._descriptor], [], [], 5.0)[0]
+        for _ in range(1_000_000):
+            await dealer.send(Cancel("r"))
+            if not select.select([dealer._descriptor], [], [], 0)[0]:
+                break
+        else:
+            pytest.fail("sending did not take the signal back")
+        assert await waiting == ABORT
         router.close()
         dealer.close()
 

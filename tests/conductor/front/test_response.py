@@ -58,8 +58,11 @@ class Client:
         self.reads = asyncio.Event()
         self.reads.set()
         self.is_over = asyncio.Event()
+        self.is_broken = False
 
     async def send(self, message: Any) -> None:
+        if self.is_broken:
+            raise RuntimeError("a bug of the server")
         await self.reads.wait()
         if message["type"] == "http.response.body":
             assert not self.is_over.is_set(), "nothing may follow the end"
@@ -157,6 +160,30 @@ def test_a_bug_is_raised_where_the_request_is_served() -> None:
     async def test(served: Served) -> None:
         served.receive(-1)
         with pytest.raises(KeyError, match="a bug"):
+            await served.task
+        assert served.generation.is_closed
+        assert served.num(Outcome.FAILED) == 1
+
+    run(test)
+
+
+def test_nothing_is_sent_after_a_bug() -> None:
+    async def test(served: Served) -> None:
+        served.receive(1)
+        served.receive(-1)
+        served.receive(2)
+        with pytest.raises(KeyError):
+            await served.task
+        assert served.client.bodies == [b"1"]
+
+    run(test)
+
+
+def test_whoever_tells_of_an_error_does_not_get_the_bug_that_it_met() -> None:
+    async def test(served: Served) -> None:
+        served.client.is_broken = True
+        served.generation.receive(Lost("r", GenerationFailedError("gone")))
+        with pytest.raises(RuntimeError, match="a bug of the server"):
             await served.task
         assert served.generation.is_closed
         assert served.num(Outcome.FAILED) == 1
