@@ -8,7 +8,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from mooncake.bus import Dealer, PeerGoneError, Router, peer_identity
+from mooncake.bus import MAX_IN_A_ROW, Dealer, PeerGoneError, Router, peer_identity
 from mooncake.curve import LARGEST_MESSAGE_BYTES, use_key
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
@@ -71,6 +71,35 @@ def test_a_message_that_a_send_has_come_upon_wakes_whoever_waits_for_it(tmp_path
         dealer.close()
 
     run(test())
+
+
+class FullSocket:
+    """Has one more message whenever it is asked."""
+
+    def recv_multipart(self, _: int) -> list[bytes]:
+        return [WORKER, msgspec.msgpack.encode(Cancel("r"))]
+
+
+def test_messages_without_end_leave_others_their_turns(tmp_path: Path) -> None:
+    async def test() -> None:
+        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+        socket = router._socket
+        router._socket = FullSocket()  # type: ignore[assignment]
+        turns = asyncio.create_task(take_turns(3))
+        num_messages = 0
+        while not turns.done() and num_messages < 10 * MAX_IN_A_ROW:
+            await router.recv()
+            num_messages += 1
+        assert turns.done()
+        router._socket = socket
+        router.close()
+
+    run(test())
+
+
+async def take_turns(num: int) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
 
 
 def test_sending_to_an_unknown_or_earlier_peer_is_an_error(tmp_path: Path) -> None:
