@@ -83,19 +83,19 @@ class Board:
         self._board = board  # keeps it mapped
         self._address = address_of(board)
         self._processes: dict[int, int | None] = {}
-        """by seat that is taken: a descriptor of its process, None if that has ended"""
+        """by seat that is taken: a descriptor of its process, None if that has ended or cannot be watched"""
         self._left: set[int] = set()
         """seats whose lane has ended, and which may not have been left yet"""
         self._closing: list[_Closing] = []
         self._looking: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_LOOK_S
         busy = library.close_all(self._address)
-        self.former_copiers = [library.owner_of(self._address, seat) for seat in _seats_of(busy)]
+        owners = [library.owner_of(self._address, seat) for seat in range(NUM_SEATS)]
+        self.former_copiers = [owners[seat] for seat in _seats_of(busy) if owners[seat]]
         """processes that were copying to pages of an earlier life when this one began"""
-        for seat in range(NUM_SEATS):
-            if owner := library.owner_of(self._address, seat):
-                self._processes[seat] = _watch(owner)
-                self.leave(seat)
+        for seat, owner in enumerate(owners):
+            if owner:
+                self._take_over(seat, owner)
 
     @classmethod
     def at(cls, board: memoryview) -> "Board | None":
@@ -120,6 +120,16 @@ class Board:
         self._processes[seat] = process
         self._native.give_seat(self._address, seat, pid)
         return seat
+
+    def _take_over(self, seat: int, owner: int) -> None:
+        """From an earlier life. If nobody can say when the owner ends it is not given again in this one."""
+        try:
+            self._processes[seat] = _watch(owner)
+        except OSError as error:
+            log.warning("seat %d is kept aside: process %d cannot be watched: %s", seat, owner, error)
+            self._processes[seat] = None
+        else:
+            self.leave(seat)
 
     def leave(self, seat: int) -> None:
         """The lane has ended: its seat is free when the process has left it too, or has ended."""

@@ -107,15 +107,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
     return introduction
 
 
-async def welcome(
-    stream: Stream,
-    ours: Identity,
-    introduction: Introduction,
-    segment: Segment | None = None,
-    seat: Seat | None = None,
-    endpoint: EndpointInfo | None = None,
-    scratch: Scratch | None = None,
-) -> None:
+async def check_introduction(stream: Stream, ours: Identity, introduction: Introduction) -> None:
     """Raises MismatchError, which the sender is told, if bytes must not be exchanged."""
     if introduction.identity is not None:
         try:
@@ -123,6 +115,17 @@ async def welcome(
         except MismatchError as error:
             await refuse(stream, str(error))
             raise
+
+
+async def welcome(
+    stream: Stream,
+    ours: Identity,
+    segment: Segment | None = None,
+    seat: Seat | None = None,
+    endpoint: EndpointInfo | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Lets the sender in."""
     fd = None if segment is None else segment.fd
     num_bytes = None if segment is None else segment.num_bytes
     await stream.send([encode_frame(Welcome(ours, num_bytes, seat, endpoint, scratch))], fd=fd)

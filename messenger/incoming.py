@@ -120,6 +120,7 @@ class IncomingLane:
     async def run(self, session: Session) -> str:
         """Serves the connection until it is lost. Returns the reason."""
         self._session = session
+        session.had_seat |= self._seat is not None
         answering = asyncio.create_task(self._answers.run())
         try:
             while True:
@@ -231,7 +232,7 @@ class IncomingLane:
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
         if num_bytes > max(MAX_FRAME_BYTES, self._layout.layer_bytes):
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
-        if write.is_placed and self._seat is None:
+        if write.is_placed and not self._session.had_seat:
             raise TransferError("bytes are said to be in pages that nobody can write")
         placing = Placing(self._door.target, write, heads, layer_bytes)
         try:

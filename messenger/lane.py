@@ -256,7 +256,6 @@ class Lane:
 
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
-        self._is_pumping_soon = False
         self._send_requests()
         if self._control and self._is_running and not self._outbox:
             self._post()
@@ -306,6 +305,7 @@ class Lane:
         if self._shared is not None and self._owner.gives_way():
             asyncio.get_running_loop().call_soon(self._turn)
         else:
+            self._is_pumping_soon = False
             self._pump()
 
     def _begin(self, request: Request) -> Sequence[bytes | memoryview]:

@@ -249,7 +249,6 @@ class Peers:
             endpoint=endpoint.local_info() if endpoint is not None else None,
             takes_seat=is_shm and native() is not None,
         )
-        _check_who(welcome.identity, address)
         layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
         inlet: Inlet = TcpInlet(stream)
         shared = None
@@ -260,7 +259,13 @@ class Peers:
             )
             if seat is not None:
                 shared = SharedPages(mapped.segment, seat, layout, source.buffer)
-        elif card is not None and endpoint is not None:
+        try:
+            _check_who(welcome.identity, address)
+        except TransferError:
+            if shared is not None:
+                shared.leave()
+            raise
+        if card is not None and endpoint is not None:
             if welcome.endpoint is None or welcome.scratch is None:
                 raise TransferError(f"{address.instance} does not answer by RDMA")
             endpoint.connect(welcome.endpoint)

@@ -12,7 +12,7 @@ from typing import cast
 from messenger import handshake
 from messenger.door import Door
 from messenger.frames import Frames
-from messenger.handshake import StrangerError, admit, welcome
+from messenger.handshake import StrangerError, admit, check_introduction, welcome
 from messenger.incoming import IncomingLane
 from messenger.protocol import Introduction, Side
 from messenger.rdma.exposures import Exposures
@@ -73,6 +73,7 @@ class Sessions:
     async def _welcome(self, frames: Frames, introduction: Introduction) -> IncomingLane:
         """Raises TransferError, MismatchError, OSError."""
         stream, door = frames.stream, self._door
+        await check_introduction(stream, door.identity, introduction)
         inlet, exposures = cast(Inlet, TcpInlet(stream)), None
         segment = seat = endpoint = scratch = None
         with contextlib.ExitStack() as on_failure:
@@ -97,7 +98,7 @@ class Sessions:
                 scratch = await card.open_scratch(endpoint)
                 inlet, exposures = InPlace(), Exposures(endpoint, card.memory)
             local_info = endpoint.local_info() if endpoint is not None else None
-            await welcome(stream, door.identity, introduction, segment, seat, local_info, scratch)
+            await welcome(stream, door.identity, segment, seat, local_info, scratch)
             on_failure.pop_all()
         layout = introduction.identity.layout if introduction.identity is not None else None
         return IncomingLane(door, frames, inlet, exposures, layout, seat)

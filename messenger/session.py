@@ -51,6 +51,8 @@ class Session:
     lanes: dict[int, "SessionLane"] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
     """grant of each open transfer"""
+    had_seat: bool = False
+    """a lane of it: what was placed by that one may be said on another, which found none"""
     given_up: dict[int, None] = field(default_factory=dict)
     """the latest transfers that were; writes that have been overtaken by the news do not open them again"""
 

@@ -25,6 +25,7 @@ class SharedPages:
             0 <= seat.pages_offset <= end <= len(segment)
             and 0 <= seat.board_offset <= len(segment) - BOARD_BYTES
             and seat.board_offset % CHECKSUM_BYTES == 0
+            and seat.page_stride >= layout.block_bytes
         )
         library = native()
         if not is_inside or not 0 <= seat.number < NUM_SEATS or library is None:

@@ -167,6 +167,11 @@ class Fabric:
         fields = {name: getattr(self.address, name) for name in MessengerAddress.__struct_fields__}
         return MessengerAddress(**{**fields, **changed})
 
+    @property
+    def seats_taken(self) -> set[int]:
+        """At the receiver's board."""
+        return set(self.receiver_memory.board._processes)
+
     async def peer(self, num_lanes: int = 1) -> Peer:
         """The session, when it has so many lanes."""
         peer = await self.peers.peer(self.address)

@@ -39,6 +39,11 @@ class Memory:
             size = self.layout.block_bytes
             self.landing = Landing(board, self.fd, self._board_offset, 0, size, self.num_pages)
 
+    @property
+    def board(self) -> Board:
+        assert self.landing is not None
+        return self.landing.board
+
     def fill(self, seed: int) -> None:
         self.view[:] = np.random.default_rng(seed).bytes(len(self.view))
 

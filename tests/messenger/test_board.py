@@ -125,10 +125,11 @@ def test_what_fits_no_page_is_left_to_the_receiver(entry: WriteEntry) -> None:
 @pytest.mark.parametrize(
     "seat",
     [
-        Seat(NUM_SEATS, 0, BOARD_BYTES, 1, 1),
-        Seat(0, 1, BOARD_BYTES, 1, 1),
-        Seat(0, 1 << 40, 0, 1, 1),
+        Seat(NUM_SEATS, 0, BOARD_BYTES, PAGE_BYTES, 1),
+        Seat(0, 1, BOARD_BYTES, PAGE_BYTES, 1),
+        Seat(0, 1 << 40, 0, PAGE_BYTES, 1),
         Seat(0, 0, 0, PAGE_BYTES, 1 << 40),
+        Seat(0, 0, BOARD_BYTES, PAGE_BYTES - 1, 1),
     ],
 )
 def test_a_seat_outside_the_segment_is_not_taken(seat: Seat) -> None:
@@ -215,6 +216,45 @@ def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.
         board.shut_down()
 
     asyncio.run(test())
+
+
+def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen[bytes]) -> None:
+    async def test() -> None:
+        segment = Segment()
+        former = segment.board()
+        seat = taken(former, other.pid)
+        segment.is_copying(seat, GRANT)
+        segment.pages(seat).leave()
+        former.shut_down()
+        assert segment.board().former_copiers == []
+
+    asyncio.run(test())
+
+
+def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
+    """Its number may be a thread's by now."""
+
+    async def test(thread_id: int) -> None:
+        segment = Segment()
+        former = segment.board()
+        seat = taken(former, os.getpid())
+        segment.words[2 * seat + 1] = thread_id
+        former.shut_down()
+        board = segment.board()
+        seats = [taken(board, os.getpid()) for _ in range(NUM_SEATS - 1)]
+        assert seat not in seats
+        assert board.take_seat(os.getpid()) is None
+        board.shut_down()
+
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        asyncio.run(test(thread.native_id))
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:

@@ -115,6 +115,7 @@ def test_another_model_is_refused_by_name(
                 await node.peers_with(node.key, **changed).peer(node.address)
             await until(lambda: node.num_served == 0)
             assert node.received.num_strangers == 0
+            assert not node.seats_taken
             await node.assert_works()
 
     run(test())

@@ -519,6 +519,45 @@ def test_what_is_waited_for_is_copied_between_pieces_of_bulk(tmp_path: Path) -> 
     run(test())
 
 
+def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 16, transport="shm") as node:
+            node.pages.grant(1, range(8))
+            node.pages.grant(2, range(8, 12))
+            peer, order, loop = await node.peer(), list[str](), asyncio.get_running_loop()
+            (lane,) = peer.lanes
+            turn = lane._turn
+
+            def counted() -> None:
+                order.append("lane")
+                turn()
+
+            def tick() -> None:
+                order.append("loop")
+                if not (bulk.is_confirmed and urgent.is_confirmed and num_through == 12):
+                    loop.call_soon(tick)
+
+            def through(_: Outcome) -> None:
+                nonlocal num_through
+                num_through += 1
+
+            num_through = 0
+            lane._turn = counted  # type: ignore[method-assign]
+            with (
+                peer.transfer(1, "bulk", lambda: None, Urgency.BULK) as bulk,
+                peer.transfer(2, "urgent", lambda: None) as urgent,
+            ):
+                tick()
+                for page in range(8):
+                    await bulk.write([node.entry(page)], LARGE.block_bytes, through)
+                for page in range(8, 12):
+                    await urgent.write([node.entry(page)], LARGE.block_bytes, through)
+                await until(lambda: bulk.is_confirmed and urgent.is_confirmed and num_through == 12)
+            assert "lane lane" not in " ".join(order)
+
+    run(test())
+
+
 def test_a_lane_gives_way_to_who_was_served_but_not_twice_in_a_row() -> None:
     async def test() -> None:
         peer, gave_way = Peer("receiver", Traffic()), []
@@ -534,11 +573,20 @@ def test_a_lane_gives_way_to_who_was_served_but_not_twice_in_a_row() -> None:
     run(test())
 
 
-def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_seats", [2, 1])
+def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: Path, num_seats: int) -> None:
+    """Also on one that found no seat."""
+
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 4, transport="shm", streams=2) as node:
+            seats = node.receiver_memory.board
+            take_seat = seats.take_seat
+            seats.take_seat = lambda pid: take_seat(pid) if len(node.seats_taken) < num_seats else None  # type: ignore[method-assign]
             grant = node.pages.grant(1, [0, 1])
             peer = await node.peer(2)
+            with_seat = sorted(peer.lanes, key=lambda lane: lane._shared is None)
+            assert [lane._shared is not None for lane in with_seat] == [True, num_seats == 2]
+            peer._queues.set_lanes(with_seat)  # the first one takes it
             outcomes: list[Outcome] = []
             with peer.transfer(1, "told twice", lambda: None) as transfer:
                 for lane in peer.lanes:  # what they say is lost with them
@@ -586,12 +634,22 @@ def test_two_senders_do_not_meet(tmp_path: Path) -> None:
     run(test())
 
 
-def test_an_address_of_an_earlier_life_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_an_address_of_an_earlier_life_is_refused(tmp_path: Path, transport: str) -> None:
     async def test() -> None:
-        async with fabric(tmp_path) as node:
+        async with fabric(tmp_path, transport=transport) as node:
             late = node.address_with(incarnation=2)
             with pytest.raises(TransferError, match="the grant is out of date"):
                 await node.peers.peer(late)
+            await until(lambda: not node.seats_taken)
+            await node.assert_works()
+
+    run(test())
+
+
+def test_an_address_without_a_place_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
             with pytest.raises(TransferError, match="no path"):
                 await node.peers.peer(node.address_with(tcp_endpoints=()))
             await node.assert_works()
