@@ -117,12 +117,13 @@ class DictKeys:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of one connection over loopback."""
+    """Both ends of one connection over loopback, not paced, as the messenger's are within a host."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sock = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
     for end in (sock, other):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return sock, other
 
 
