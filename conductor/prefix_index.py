@@ -18,12 +18,7 @@ from numpy.typing import NDArray
 from conductor.block_table import new_block_table
 from conductor.holders import HolderSets, Shard
 from mooncake.blocks import KEY_BYTES, BlockKey
-from mooncake.kv_events import (
-    KVCleared,
-    KVEvent,
-    KVRemoved,
-    KVStored,
-)
+from mooncake.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.pools import Tier
 
 

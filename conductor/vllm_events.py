@@ -18,12 +18,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.blocks import BlockKey, block_keys
-from mooncake.kv_events import (
-    KVCleared,
-    KVEvent,
-    KVRemoved,
-    KVStored,
-)
+from mooncake.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.native import NativeCodeError, load
 from mooncake.pools import Tier
 

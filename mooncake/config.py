@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ByteSize, Field, ValidationError, model_validator
 
 from mooncake.errors import ConfigError
 from mooncake.sections import (

@@ -8,16 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from mooncake.exposition import Family, labels
-from mooncake.messages import (
-    PREEMPTED_TO,
-    DecodeStats,
-    Heartbeat,
-)
-from mooncake.pools import (
-    PREFILL_SOURCES,
-    PeerStats,
-    PoolStats,
-)
+from mooncake.messages import PREEMPTED_TO, DecodeStats, Heartbeat
+from mooncake.pools import PREFILL_SOURCES, PeerStats, PoolStats
 
 
 class InstanceReport(NamedTuple):

@@ -28,11 +28,7 @@ from mooncake.process_config import (
     WorkerProcess,
 )
 from mooncake.rundir import RunDirectory
-from mooncake.sections import (
-    KVCacheConfig,
-    MessengerConfig,
-    WorkerConfig,
-)
+from mooncake.sections import KVCacheConfig, MessengerConfig, WorkerConfig
 
 GIB = 1 << 30
 LOCK_PATIENCE_S = 3.0

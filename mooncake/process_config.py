@@ -5,12 +5,7 @@ Owns: these models, which travel on stdin. Does not know: how processes are star
 
 from typing import Annotated
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-)
+from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator
 
 from mooncake.config import Config
 from mooncake.keys import ClusterKey

@@ -48,21 +48,8 @@ from mooncake.messages import (
     Tokens,
     ToWorker,
 )
-from mooncake.pools import (
-    Capacity,
-    Grant,
-    MessengerAddress,
-    PeerStats,
-    PoolShard,
-    PoolStats,
-    Tier,
-    TierStats,
-)
-from mooncake.requests import (
-    FinishReason,
-    Ref,
-    Request,
-)
+from mooncake.pools import Capacity, Grant, MessengerAddress, PeerStats, PoolShard, PoolStats, Tier, TierStats
+from mooncake.requests import FinishReason, Ref, Request
 
 INTERRUPTED = 130
 STEP_S = 0.02

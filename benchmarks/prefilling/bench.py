@@ -21,19 +21,10 @@ from kvstore.worker_client import WorkerClient
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
-    Prefill,
-    Prefilled,
-    PrefixSource,
-    WorkFailed,
-)
+from mooncake.messages import Prefill, Prefilled, PrefixSource, WorkFailed
 from mooncake.pools import Grant
 from mooncake.process_config import MessengerProcess
-from mooncake.requests import (
-    Ref,
-    Request,
-    SamplingParams,
-)
+from mooncake.requests import Ref, Request, SamplingParams
 from mooncake.sections import KVCacheConfig, MessengerConfig
 from workers.copies import BlockCopy, Copies, Loaded, Mark, copies_for
 from workers.engine.kvcache import DeviceKVCache

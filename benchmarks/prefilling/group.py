@@ -31,11 +31,7 @@ from mooncake.messages import (
 )
 from mooncake.node import ChildSpec, plan_node
 from mooncake.pools import Grant
-from mooncake.requests import (
-    Ref,
-    Request,
-    SamplingParams,
-)
+from mooncake.requests import Ref, Request, SamplingParams
 from mooncake.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

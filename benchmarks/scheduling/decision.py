@@ -35,16 +35,8 @@ from conductor.overload import Admission
 from conductor.rules import Rules, SLOs
 from conductor.scheduling import Scheduler
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.messages import (
-    PROTOCOL_VERSION,
-    Register,
-    Role,
-)
-from mooncake.pools import (
-    Capacity,
-    MessengerAddress,
-    PoolShard,
-)
+from mooncake.messages import PROTOCOL_VERSION, Register, Role
+from mooncake.pools import Capacity, MessengerAddress, PoolShard
 from mooncake.requests import Request, SamplingParams
 from mooncake.sections import Overload
 

@@ -25,12 +25,7 @@ from benchmarks.store.rounds import print_table, progress
 from conductor.prefix_index import PrefixIndex
 from conductor.vllm_events import VllmEvents
 from mooncake.blocks import KEY_BYTES, BlockKey
-from mooncake.kv_events import (
-    FromKVEvents,
-    KVEvent,
-    KVEvents,
-    KVStored,
-)
+from mooncake.kv_events import FromKVEvents, KVEvent, KVEvents, KVStored
 from mooncake.pools import Tier
 
 NUM_INSTANCES = (16, 100, 1000)

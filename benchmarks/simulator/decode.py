@@ -16,15 +16,7 @@ from benchmarks.simulator.cache import Reservation
 from benchmarks.simulator.decoding import BatchRunner
 from benchmarks.simulator.node import Node
 from benchmarks.simulator.requests import SimulatedRequest
-from mooncake.messages import (
-    Abort,
-    Decode,
-    DecodeStats,
-    Finished,
-    Refused,
-    Reserve,
-    Reserved,
-)
+from mooncake.messages import Abort, Decode, DecodeStats, Finished, Refused, Reserve, Reserved
 from mooncake.pools import Grant, GrantedPage
 from mooncake.requests import FinishReason, Ref
 from workers.tbt import TBTPredictor

@@ -14,11 +14,7 @@ from benchmarks.simulator.network import Network, Port
 from benchmarks.simulator.traffic import Traffic
 from mooncake.blocks import KVLayout
 from mooncake.messages import FromWorker
-from mooncake.pools import (
-    MessengerAddress,
-    PoolShard,
-    PoolStats,
-)
+from mooncake.pools import MessengerAddress, PoolShard, PoolStats
 
 INCARNATION = 1
 

@@ -17,12 +17,7 @@ from benchmarks.simulator.costs import PromptShare
 from benchmarks.simulator.network import Transfer
 from benchmarks.simulator.node import Node
 from benchmarks.simulator.requests import SimulatedRequest
-from mooncake.messages import (
-    Abort,
-    Prefill,
-    Prefilled,
-    PrefixSource,
-)
+from mooncake.messages import Abort, Prefill, Prefilled, PrefixSource
 from mooncake.requests import Ref
 from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt, Share
 

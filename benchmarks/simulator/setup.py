@@ -22,11 +22,7 @@ from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
 from conductor.rules import Limits, Rules
 from mooncake.errors import ConfigError
 from mooncake.profile import load_profile
-from mooncake.sections import (
-    EvictionPolicy,
-    Overload,
-    Scheduling,
-)
+from mooncake.sections import EvictionPolicy, Overload, Scheduling
 
 OnSecond = Callable[[DisaggregatedCluster], None]
 

@@ -17,12 +17,7 @@ from conductor.front.model import ServedModel
 from conductor.front.text import TextStream
 from conductor.front.validation import Job
 from mooncake.errors import OverloadedError
-from mooncake.requests import (
-    FinishReason,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from mooncake.requests import FinishReason, Request, SamplingParams, TokenLogprobs
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -42,11 +42,7 @@ from mooncake.messages import (
     TokenOutput,
     Tokens,
 )
-from mooncake.requests import (
-    FinishReason,
-    Request,
-    TokenLogprobs,
-)
+from mooncake.requests import FinishReason, Request, TokenLogprobs
 
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator

@@ -15,16 +15,8 @@ from mooncake.blocks import KVLayout
 from mooncake.bus import Router
 from mooncake.keys import ClusterKey
 from mooncake.line import Inbox, Line
-from mooncake.messages import (
-    FromFront,
-    Role,
-    ToConductor,
-)
-from mooncake.requests import (
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from mooncake.messages import FromFront, Role, ToConductor
+from mooncake.requests import FinishReason, Request, SamplingParams
 
 DEADLINE_S = 20.0
 FINGERPRINT = "f" * 32

@@ -8,12 +8,7 @@ from conductor.instances import Instance, Instances
 from conductor.prefix_index import PrefixIndex
 from mooncake.blocks import KVLayout
 from mooncake.kv_events import KVRemoved, KVStored
-from mooncake.messages import (
-    Pin,
-    Register,
-    Role,
-    Unpin,
-)
+from mooncake.messages import Pin, Register, Role, Unpin
 from mooncake.pools import Capacity, Tier
 
 KEYS = [bytes(15) + bytes([number]) for number in range(6)]

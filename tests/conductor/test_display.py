@@ -9,29 +9,10 @@ from conductor.history import History
 from conductor.rules import Limits
 from mooncake.bus import peer_identity
 from mooncake.kv_events import KVStored
-from mooncake.messages import (
-    Finished,
-    Heartbeat,
-    KeepContext,
-    Prefilled,
-    Reserved,
-    Role,
-    Submit,
-    ToConductor,
-)
+from mooncake.messages import Finished, Heartbeat, KeepContext, Prefilled, Reserved, Role, Submit, ToConductor
 from mooncake.pools import PeerStats, Tier
 from mooncake.requests import FinishReason
-from tests.conductor.test_policy import (
-    D0,
-    FRONT,
-    GRANT,
-    P0,
-    POOL,
-    new_conductor,
-    ref,
-    registration,
-    request,
-)
+from tests.conductor.test_policy import D0, FRONT, GRANT, P0, POOL, new_conductor, ref, registration, request
 
 OFFSET_S = 1_000_000.0
 

@@ -17,18 +17,8 @@ from kvstore.events import EventLog
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
-    PROTOCOL_VERSION,
-    Leave,
-    Register,
-    Role,
-)
-from mooncake.pools import (
-    Capacity,
-    MessengerAddress,
-    PoolShard,
-    Tier,
-)
+from mooncake.messages import PROTOCOL_VERSION, Leave, Register, Role
+from mooncake.pools import Capacity, MessengerAddress, PoolShard, Tier
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [number.to_bytes(16, "big") for number in range(1, 41)]

@@ -3,12 +3,7 @@
 from conductor.event_stream import EventStream
 from conductor.index_metrics import index_metrics
 from conductor.prefix_index import PrefixIndex
-from mooncake.kv_events import (
-    KVEvents,
-    KVSnapshot,
-    KVStored,
-    ReplayDone,
-)
+from mooncake.kv_events import KVEvents, KVSnapshot, KVStored, ReplayDone
 from mooncake.pools import Tier
 
 

@@ -48,22 +48,8 @@ from mooncake.messages import (
     Unpin,
     WorkFailed,
 )
-from mooncake.pools import (
-    Capacity,
-    Grant,
-    GrantedPage,
-    MessengerAddress,
-    PoolShard,
-    PoolStats,
-    Tier,
-)
-from mooncake.requests import (
-    FinishReason,
-    Ref,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from mooncake.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats, Tier
+from mooncake.requests import FinishReason, Ref, Request, SamplingParams, TokenLogprobs
 from mooncake.sections import Overload
 
 EPOCH = 7

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.prefix_index import PrefixIndex
-from mooncake.kv_events import (
-    KVCleared,
-    KVEvent,
-    KVRemoved,
-    KVStored,
-)
+from mooncake.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.pools import Tier
 
 DRAM, SSD = Tier.DRAM, Tier.SSD

@@ -11,18 +11,8 @@ from conductor.replication import AGAIN_S, FETCH_S, MOST_COPIES, Replication
 from conductor.rules import ReplicationRules
 from mooncake.blocks import KVLayout
 from mooncake.kv_events import KVRemoved, KVStored
-from mooncake.messages import (
-    DropCopies,
-    Register,
-    Replicate,
-    Role,
-)
-from mooncake.pools import (
-    Capacity,
-    MessengerAddress,
-    PoolShard,
-    Tier,
-)
+from mooncake.messages import DropCopies, Register, Replicate, Role
+from mooncake.pools import Capacity, MessengerAddress, PoolShard, Tier
 from tests.conductor.test_heat import keys_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")

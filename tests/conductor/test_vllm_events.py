@@ -9,12 +9,7 @@ import pytest
 from conductor import vllm_events
 from conductor.vllm_events import VllmEvents
 from mooncake.blocks import block_keys, root_key
-from mooncake.kv_events import (
-    KVCleared,
-    KVEvent,
-    KVRemoved,
-    KVStored,
-)
+from mooncake.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.pools import Tier
 
 DRAM, SSD = Tier.DRAM, Tier.SSD

@@ -72,11 +72,7 @@ from mooncake.pools import (
     PoolStats,
     Tier,
 )
-from mooncake.requests import (
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from mooncake.requests import FinishReason, Request, SamplingParams
 from mooncake.sections import Overload, Scheduling
 
 FRONT = b"front#1"

@@ -12,12 +12,7 @@ from mooncake.bus import MAX_IN_A_ROW, Dealer, PeerGoneError, Router, peer_ident
 from mooncake.curve import LARGEST_MESSAGE_BYTES, use_key
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
-    Abort,
-    Cancel,
-    ToConductor,
-    ToWorker,
-)
+from mooncake.messages import Abort, Cancel, ToConductor, ToWorker
 from mooncake.requests import Ref
 
 ABORT = Abort(Ref(1, "r", 2))

@@ -11,22 +11,8 @@ from conductor.rules import Limits
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.instance_metrics import InstanceReport, instance_text
-from mooncake.messages import (
-    PROTOCOL_VERSION,
-    DecodeStats,
-    Heartbeat,
-    Register,
-    Role,
-)
-from mooncake.pools import (
-    Capacity,
-    MessengerAddress,
-    PeerStats,
-    PoolShard,
-    PoolStats,
-    Tier,
-    TierStats,
-)
+from mooncake.messages import PROTOCOL_VERSION, DecodeStats, Heartbeat, Register, Role
+from mooncake.pools import Capacity, MessengerAddress, PeerStats, PoolShard, PoolStats, Tier, TierStats
 
 STATS = PoolStats(
     num_pages=100,

@@ -15,12 +15,7 @@ from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 from mooncake.node import create_segment, plan_node
 from mooncake.process_config import ConductorProcess, WorkerProcess
 from mooncake.rundir import RunDirectory
-from mooncake.sections import (
-    KVCacheConfig,
-    MessengerConfig,
-    SecurityConfig,
-    WorkerConfig,
-)
+from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
 
 SIZE = 4 << 20
 

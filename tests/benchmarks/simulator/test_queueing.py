@@ -16,11 +16,7 @@ from mooncake.blocks import KVLayout
 from mooncake.costs import Costs as Polynomial
 from mooncake.messages import Prefill, Prefilled
 from mooncake.pools import Grant, MessengerAddress
-from mooncake.requests import (
-    Ref,
-    Request,
-    SamplingParams,
-)
+from mooncake.requests import Ref, Request, SamplingParams
 from mooncake.sections import EvictionPolicy
 from workers.prefill_queue import PrefillQueue
 

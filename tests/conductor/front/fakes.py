@@ -46,12 +46,7 @@ from mooncake.messages import (
     TokenOutput,
     Tokens,
 )
-from mooncake.requests import (
-    FinishReason,
-    Ref,
-    Request,
-    TokenLogprobs,
-)
+from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
 EOS = 256
 DEADLINE_S = 5.0

@@ -16,13 +16,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from conductor.front.tool_calls import ToolFormat
-from tests.conductor.front.fakes import (
-    DEADLINE_S,
-    MODEL_NAME,
-    Running,
-    byte_model,
-    running_front,
-)
+from tests.conductor.front.fakes import DEADLINE_S, MODEL_NAME, Running, byte_model, running_front
 
 RULES = re.compile(
     "|".join(

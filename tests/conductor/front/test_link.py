@@ -14,18 +14,8 @@ from conductor.front.link import Event, Link, Lost, Received, Reception
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.line import Inbox, Line
-from mooncake.messages import (
-    ClusterState,
-    Ended,
-    Interrupted,
-    TokenOutput,
-)
-from mooncake.requests import (
-    FinishReason,
-    Ref,
-    Request,
-    SamplingParams,
-)
+from mooncake.messages import ClusterState, Ended, Interrupted, TokenOutput
+from mooncake.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 
 BLOCK_SIZE = 4

@@ -6,11 +6,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from conductor.front.generation import Delta
 from conductor.front.logprobs import LEAST_LOGPROB, of_chat, of_completion
-from mooncake.requests import (
-    FinishReason,
-    Request,
-    TokenLogprobs,
-)
+from mooncake.requests import FinishReason, Request, TokenLogprobs
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, ByteTokenizer, FakeCluster, Running
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
