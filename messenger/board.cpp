@@ -11,12 +11,13 @@ namespace {
 
 constexpr size_t kSeats = 64, kGrants = 128;
 constexpr size_t kStreamedBytes = 512 * 1024;
+constexpr uint64_t kSits = uint64_t{1} << 63;
 
 // All zeros: nobody is there, nothing is open. Grants are kept as their id plus one.
 struct Board {
     struct {
         std::atomic<uint64_t> copied;  // the grant that whoever sits here is copying to
-        std::atomic<uint64_t> owner;   // the process that sits here; written as 0 by itself when it leaves
+        std::atomic<uint64_t> owner;   // the ticket that the seat is given for, with kSits once it is taken; 0: free
     } seats[kSeats];
     std::atomic<uint64_t> grants[kGrants];
 };
@@ -62,12 +63,23 @@ extern "C" int is_copying(const Board* board, size_t seat, uint64_t grant) {
 
 extern "C" uint64_t owner_of(const Board* board, size_t seat) { return board->seats[seat].owner; }
 
-extern "C" void give_seat(Board* board, size_t seat, uint64_t owner) {
+extern "C" void give_seat(Board* board, size_t seat, uint64_t ticket) {
     board->seats[seat].copied = 0;
-    board->seats[seat].owner = owner;
+    board->seats[seat].owner = ticket;
+}
+
+// Whether nobody sits there: nor will anybody with the ticket of then.
+extern "C" int is_vacant(Board* board, size_t seat) {
+    uint64_t owner = board->seats[seat].owner;
+    return owner == 0 || (!(owner & kSits) && board->seats[seat].owner.compare_exchange_strong(owner, 0));
 }
 
 // -- whoever sits at the board --
+
+// Whether the seat is still given for this ticket.
+extern "C" int sit_down(Board* board, size_t seat, uint64_t ticket) {
+    return board->seats[seat].owner.compare_exchange_strong(ticket, ticket | kSits);
+}
 
 extern "C" void leave_seat(Board* board, size_t seat) { board->seats[seat].owner = 0; }
 

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 import os
+import secrets
 import select
 from collections.abc import Callable
 from ctypes import CDLL, c_char_p, c_int, c_size_t, c_uint64, c_void_p
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 BOARD_BYTES = 2048
 NUM_SEATS = 64
+_PID_BITS, _SERIAL_BITS = 32, 31
+_PID_MASK = (1 << _PID_BITS) - 1
 _FIRST_LOOK_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
@@ -46,6 +49,8 @@ def native() -> CDLL | None:
     library.is_copying.argtypes = (c_void_p, c_size_t, c_uint64)
     library.owner_of.argtypes = (c_void_p, c_size_t)
     library.give_seat.argtypes = (c_void_p, c_size_t, c_uint64)
+    library.is_vacant.argtypes = (c_void_p, c_size_t)
+    library.sit_down.argtypes = (c_void_p, c_size_t, c_uint64)
     library.leave_seat.argtypes = (c_void_p, c_size_t)
     library.place.argtypes = (
         c_void_p,
@@ -59,6 +64,7 @@ def native() -> CDLL | None:
         c_char_p,
     )
     library.open_grant.restype = library.is_copying.restype = library.place.restype = c_int
+    library.is_vacant.restype = library.sit_down.restype = c_int
     library.close_grant.restype = library.close_all.restype = library.owner_of.restype = c_uint64
     library.give_seat.restype = library.leave_seat.restype = None
     return library
@@ -90,7 +96,7 @@ class Board:
         self._looking: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_LOOK_S
         busy = library.close_all(self._address)
-        owners = [library.owner_of(self._address, seat) for seat in range(NUM_SEATS)]
+        owners = [self.ticket(seat) & _PID_MASK for seat in range(NUM_SEATS)]
         self.former_copiers = [owners[seat] for seat in _seats_of(busy) if owners[seat]]
         """processes that were copying to pages of an earlier life when this one began"""
         for seat, owner in enumerate(owners):
@@ -118,8 +124,12 @@ class Board:
         if process is None:
             return None
         self._processes[seat] = process
-        self._native.give_seat(self._address, seat, pid)
+        self._native.give_seat(self._address, seat, secrets.randbits(_SERIAL_BITS) << _PID_BITS | pid)
         return seat
+
+    def ticket(self, seat: int) -> int:
+        """With which whoever the seat was given to sits down. Which process that is are its lowest bits."""
+        return int(self._native.owner_of(self._address, seat))
 
     def _take_over(self, seat: int, owner: int) -> None:
         """From an earlier life. If nobody can say when the owner ends it is not given again in this one."""
@@ -132,7 +142,8 @@ class Board:
             self.leave(seat)
 
     def leave(self, seat: int) -> None:
-        """The lane has ended: its seat is free when the process has left it too, or has ended."""
+        """The lane has ended: its seat is free when the process has left it too, has not taken it, or has
+        ended."""
         self._left.add(seat)
         self._look_soon()
 
@@ -179,7 +190,7 @@ class Board:
             else:
                 each.on_quiet()
         for seat in list(self._left):
-            if not self._native.owner_of(self._address, seat) or self._has_ended(seat):
+            if self._native.is_vacant(self._address, seat) or self._has_ended(seat):
                 self._free(seat)
         if self._closing or self._left:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -105,7 +105,8 @@ class Landing:
         number = self.board.take_seat(pid)
         if number is None:
             return None
-        return Seat(number, self.board_offset, self.pages_offset, self.page_stride, self.num_pages)
+        ticket = self.board.ticket(number)
+        return Seat(number, ticket, self.board_offset, self.pages_offset, self.page_stride, self.num_pages)
 
 
 @dataclass(frozen=True, slots=True)

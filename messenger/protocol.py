@@ -101,6 +101,8 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     """
 
     number: int
+    ticket: int
+    """good for one sender, until the receiver has given the lane up"""
     board_offset: int
     pages_offset: int
     page_stride: int

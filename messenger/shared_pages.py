@@ -18,7 +18,7 @@ class SharedPages:
     def __init__(self, segment: memoryview, seat: Seat, layout: KVLayout, source: memoryview) -> None:
         """`segment`: the peer's, writable; `layout`: of its blocks; `source`: what is sent from.
 
-        Raises TransferError for a seat outside of the segment.
+        Raises TransferError for a seat outside of the segment, or one that was given up meanwhile.
         """
         end = seat.pages_offset + seat.num_pages * seat.page_stride
         is_inside = (
@@ -38,6 +38,8 @@ class SharedPages:
         self._board = address_of(segment) + seat.board_offset
         self._target_address = address_of(segment)
         self._source_address = address_of(source)
+        if not library.sit_down(self._board, seat.number, seat.ticket):
+            raise TransferError(f"seat {seat.number} was given up meanwhile")
 
     def place(self, write: Write, layer_bytes: int) -> bool:
         """Places the bytes of all entries, `layer_bytes` of each layer.

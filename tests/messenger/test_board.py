@@ -38,7 +38,10 @@ class Segment:
         return board
 
     def pages(self, number: int) -> SharedPages:
-        seat = Seat(number, len(self.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES)
+        """Of whoever sits down there."""
+        seat = Seat(
+            number, self.words[2 * number + 1], len(self.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES
+        )
         return SharedPages(self.buffer, seat, LARGE, self.source)
 
     def page(self, page: int) -> memoryview:
@@ -125,11 +128,11 @@ def test_what_fits_no_page_is_left_to_the_receiver(entry: WriteEntry) -> None:
 @pytest.mark.parametrize(
     "seat",
     [
-        Seat(NUM_SEATS, 0, BOARD_BYTES, PAGE_BYTES, 1),
-        Seat(0, 1, BOARD_BYTES, PAGE_BYTES, 1),
-        Seat(0, 1 << 40, 0, PAGE_BYTES, 1),
-        Seat(0, 0, 0, PAGE_BYTES, 1 << 40),
-        Seat(0, 0, BOARD_BYTES, PAGE_BYTES - 1, 1),
+        Seat(NUM_SEATS, 1, 0, BOARD_BYTES, PAGE_BYTES, 1),
+        Seat(0, 1, 1, BOARD_BYTES, PAGE_BYTES, 1),
+        Seat(0, 1, 1 << 40, 0, PAGE_BYTES, 1),
+        Seat(0, 1, 0, 0, PAGE_BYTES, 1 << 40),
+        Seat(0, 1, 0, BOARD_BYTES, PAGE_BYTES - 1, 1),
     ],
 )
 def test_a_seat_outside_the_segment_is_not_taken(seat: Seat) -> None:
@@ -145,6 +148,7 @@ def test_a_grant_is_quiet_when_the_copies_to_it_have_ended(other: subprocess.Pop
         idle, copier, busy_elsewhere = (taken(board, other.pid) for _ in range(3))
         assert len({idle, copier, busy_elsewhere}) == 3
         board.open(GRANT)
+        segment.pages(copier)
         segment.is_copying(copier, GRANT)
         segment.is_copying(busy_elsewhere, GRANT + 1)
         assert not board.close(GRANT, quiet.set)
@@ -187,11 +191,32 @@ def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
         seats = [taken(board, other.pid) for _ in range(NUM_SEATS)]
         assert sorted(seats) == list(range(NUM_SEATS))
         assert board.take_seat(other.pid) is None
+        pages = segment.pages(5)
         board.leave(5)
         await looked_at(board)
         assert board.take_seat(other.pid) is None
-        segment.pages(5).leave()
+        pages.leave()
         await until(lambda: board.take_seat(other.pid) == 5)
+        board.shut_down()
+
+    asyncio.run(test())
+
+
+def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_nothing(
+    other: subprocess.Popen[bytes],
+) -> None:
+    """Whoever it was for gave up before he heard of it."""
+
+    async def test() -> None:
+        segment = Segment()
+        board = segment.board()
+        seat = taken(board, other.pid)
+        late = Seat(seat, board.ticket(seat), len(segment.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES)
+        board.leave(seat)
+        await until(lambda: board.take_seat(other.pid) == seat)
+        with pytest.raises(TransferError, match="given up meanwhile"):
+            SharedPages(segment.buffer, late, LARGE, segment.source)
+        segment.pages(seat)
         board.shut_down()
 
     asyncio.run(test())
@@ -203,13 +228,14 @@ def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.
         former = segment.board()
         former.open(GRANT)
         seats = [taken(former, other.pid) for _ in range(2)]
+        pages = [segment.pages(seat) for seat in seats]
         segment.is_copying(seats[1], GRANT)
         former.shut_down()
 
         board = segment.board()
         assert board.former_copiers == [other.pid]
         write = Write(1, GRANT, [segment.entry])
-        assert not segment.pages(seats[0]).place(write, LARGE.layer_bytes)
+        assert not pages[0].place(write, LARGE.layer_bytes)
         assert board.take_seat(os.getpid()) not in seats
         other.kill()
         await until(lambda: board.take_seat(os.getpid()) in seats)
