@@ -87,7 +87,7 @@ class Admission:
         prompt_s = prediction.transfer_s + prediction.prefill_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
             first_token_s = waited_s + self._lateness.factor * queue_s + prompt_s
-            terms, came_s = Terms(request.priority, slos.ttft_s), now_s - waited_s
+            terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
             kept_s = self._turned_away.kept_s(terms, prompt_s, came_s, now_s)
             late_s = first_token_s + kept_s - slos.ttft_s
             if late_s > 0:
@@ -107,7 +107,7 @@ class Admission:
     def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """A request was rejected so."""
         if rejection.reason is Reason.TTFT and rejection.prompt_s <= rejection.slo_s:
-            terms = Terms(request.priority, rejection.slo_s)
+            terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._turned_away.note(terms, rejection.prompt_s, now_s)
 
     def refused(self, decode: Instance, tbt_s: float, now_s: float) -> None:

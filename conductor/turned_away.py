@@ -16,12 +16,14 @@ MEMORY_S = 60.0
 """after which a refusal keeps no room any more"""
 MAX_SHARE = 0.75
 """of a TTFT SLO may be kept: for a prompt that fills it by itself devices would have to run out of work"""
-_NUM_TERMS = 100
+_NUM_TERMS = 1000
 
 
 class Terms(NamedTuple):
-    """Only requests on equal terms wait for each other's room: others have queues of another length."""
+    """Only requests on equal terms wait for each other's room: others have queues of another length, and no
+    tenant keeps room free that another one then lacks."""
 
+    tenant: str
     priority: int
     ttft_slo_s: float
 

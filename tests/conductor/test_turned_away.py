@@ -2,7 +2,7 @@
 
 from conductor.turned_away import MAX_SHARE, MEMORY_S, Terms, TurnedAway
 
-TERMS = Terms(priority=0, ttft_slo_s=10.0)
+TERMS = Terms("", priority=0, ttft_slo_s=10.0)
 
 
 def test_the_longest_of_the_latest_counts() -> None:
@@ -21,6 +21,12 @@ def test_whoever_came_before_the_refusal_keeps_nothing_free() -> None:
     turned_away.note(TERMS, 5.0, 3.0)
     assert turned_away.kept_s(TERMS, 1.0, 2.9, 4.0) == 0.0
     assert turned_away.kept_s(TERMS, 1.0, 3.0, 4.0) == 4.0
+
+
+def test_a_tenant_keeps_no_room_free_that_another_one_lacks() -> None:
+    turned_away = TurnedAway()
+    turned_away.note(TERMS, 5.0, 0.0)
+    assert turned_away.kept_s(TERMS._replace(tenant="another"), 1.0, 1.0, 1.0) == 0.0
 
 
 def test_a_part_of_the_slo_is_never_kept() -> None:
