@@ -23,12 +23,6 @@ def test_whoever_came_before_the_refusal_keeps_nothing_free() -> None:
     assert turned_away.kept_s(TERMS, 1.0, 3.0, 4.0) == 4.0
 
 
-def test_a_tenant_keeps_no_room_free_that_another_one_lacks() -> None:
-    turned_away = TurnedAway()
-    turned_away.note(TERMS, 5.0, 0.0)
-    assert turned_away.kept_s(TERMS._replace(tenant="another"), 1.0, 1.0, 1.0) == 0.0
-
-
 def test_a_part_of_the_slo_is_never_kept() -> None:
     turned_away = TurnedAway()
     turned_away.note(TERMS, 9.9, 0.0)
@@ -40,7 +34,8 @@ def test_other_terms_are_another_queue_and_only_so_many_are_remembered() -> None
     turned_away.note(TERMS, 5.0, 0.0)
     assert turned_away.kept_s(TERMS._replace(priority=1), 1.0, 1.0, 1.0) == 0.0
     assert turned_away.kept_s(TERMS._replace(ttft_slo_s=9.0), 1.0, 1.0, 1.0) == 0.0
-    for priority in range(1, 101):
+    assert turned_away.kept_s(TERMS._replace(tenant="another"), 1.0, 1.0, 1.0) == 0.0
+    for priority in range(1, 1001):
         turned_away.note(TERMS._replace(priority=priority), 5.0, 0.0)
     assert turned_away.kept_s(TERMS, 1.0, 1.0, 1.0) == 0.0
     assert turned_away.kept_s(TERMS._replace(priority=100), 1.0, 1.0, 1.0) == 4.0
