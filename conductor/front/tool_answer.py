@@ -42,8 +42,9 @@ class ToolAnswer:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """`reason` as clients expect it."""
-        if reason is FinishReason.STOP and self._parser.num_calls and not self._tools.is_named:
+        """`reason` as clients expect it. An answer that stopped within a call has none to be made."""
+        has_calls = self._parser.num_calls > 0 and not self._parser.is_within_call
+        if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
             return "tool_calls"
         return reason
 

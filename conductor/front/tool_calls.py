@@ -129,6 +129,11 @@ class ToolCallParser:
         self._space = ""
         return self._take()
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the arguments of the latest call are not whole."""
+        return self._in is _In.CALL and self._is_given
+
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events

@@ -83,6 +83,13 @@ def test_streamed_calls_come_as_they_are_written(running: Running, client: opena
     assert len(calls) > 5
 
 
+def test_an_answer_that_stops_within_a_call_says_so(running: Running, client: openai.OpenAI) -> None:
+    running.cluster.behaviour = says(CALL)
+    for stop, reason in (("Kö", "stop"), ("</tool", "tool_calls")):
+        answer = client.chat.completions.create(model=MODEL_NAME, messages=HI, tools=TOOLS, stop=stop)
+        assert answer.choices[0].finish_reason == reason
+
+
 def test_text_is_an_answer_too_and_none_shows_no_tools(running: Running, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL_NAME, messages=HI, tools=TOOLS, tool_choice="auto")
     assert answer.choices[0].message.content == "Hello!"
