@@ -41,7 +41,8 @@ def native() -> CDLL | None:
     try:
         library = load(Path(__file__).with_suffix(".cpp"))
     except ConfigError as error:
-        log.warning("blocks from this host are copied by who receives them: %s", error)
+        # The error itself, in a record of the log, would keep what the callers have open.
+        log.warning("blocks from this host are copied by who receives them: %s", str(error))
         return None
     library.open_grant.argtypes = (c_void_p, c_uint64)
     library.close_grant.argtypes = (c_void_p, c_uint64)

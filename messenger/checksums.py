@@ -199,7 +199,8 @@ def _native() -> CDLL | None:
     try:
         library = load(Path(__file__).with_suffix(".cpp"))
     except ConfigError as error:
-        log.warning("blocks are copied and checked more slowly: %s", error)
+        # The error itself, in a record of the log, would keep what the callers have open.
+        log.warning("blocks are copied and checked more slowly: %s", str(error))
         return None
     library.hash_layers.argtypes = (c_void_p, c_size_t, c_size_t, c_void_p)
     library.copy_layers.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_int)
