@@ -99,7 +99,6 @@ def test_an_answer_is_not_cut_off_when_the_next_request_is_late(tmp_path: Path, 
     body = json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": True}).encode()
     timeout_s = 2.0  # what is in time here must be so on a machine that stands still for a second
     with running_front(tmp_path, byte_model(), request_timeout_s=timeout_s) as front:
-        front.publish(front.cluster.state)
         front.cluster.behaviour = in_two_parts
         with raw_request(front.address, "/v1/completions", body) as connection:
             assert connection.recv(100)
