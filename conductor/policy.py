@@ -4,17 +4,22 @@ Same state and same input give the same output. No IO, no clock, no torch: the l
 simulator drive the very same object.
 
 Owns: which fronts and instances are there. Does not know: sockets, tokens' text, what becomes of accepted
-requests (`conductor.dispatcher`).
+requests (`conductor.placing`, `conductor.dispatcher`).
 """
 
+from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
 from conductor.contexts import Contexts
 from conductor.dispatcher import Dispatcher
 from conductor.effects import Effect
 from conductor.instances import Instance, Instances
+from conductor.lateness import Lateness
 from conductor.lifecycle import RequestState, TrackedRequest
 from conductor.outcomes import Outcomes
+from conductor.overload import Admission, forecast_of
+from conductor.pairs import Pairs
 from conductor.placement import Placement, Reason, why_too_large
+from conductor.placing import Placing
 from conductor.replication import Replication
 from conductor.rules import Limits, Rules
 from conductor.stage_loads import decode_load, prefill_load
@@ -67,7 +72,17 @@ class Conductor:
         rules = rules or Rules()
         self.view = ClusterView(profiled, rules.kvcache_balancing_threshold)
         self.prefixes = self.view.prefixes
-        self._dispatcher = Dispatcher(self.instances, self.view, limits, rules, self.outcomes)
+        forecast, lateness = forecast_of(rules.overload), Lateness()
+        admission = Admission(self.view, forecast, lateness, rules.overload)
+        self._assignments = Assignments(self.view, forecast, lateness, self.outcomes, rules)
+        may_refuse = admission.has_double_check
+        pairs = Pairs(self.instances, limits, self._assignments, may_refuse=may_refuse)
+        self._placing = Placing(
+            self.instances, self.view, limits, rules, admission, self._assignments, pairs, self.outcomes
+        )
+        self._dispatcher = Dispatcher(
+            self.instances, limits, admission, self._assignments, pairs, self._placing
+        )
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
             Replication(self.view, rules.replication)
@@ -81,7 +96,7 @@ class Conductor:
     @property
     def requests(self) -> dict[str, TrackedRequest]:
         """Accepted requests that have not ended, by id."""
-        return self._dispatcher.requests
+        return self._placing.requests
 
     @property
     def num_running(self) -> int:
@@ -91,11 +106,11 @@ class Conductor:
     @property
     def num_waiting(self) -> int:
         """Of these, those that wait for load to fall."""
-        return self._dispatcher.num_waiting
+        return self._placing.num_waiting
 
     def placement_of(self, request_id: str) -> Placement | None:
         """Where a request is, and what was predicted; None while it waits."""
-        return self._dispatcher.placement_of(request_id)
+        return self._assignments.placement_of(request_id)
 
     def stage_loads(self, now_s: float) -> dict[str, float]:
         """In relation to their SLOs; of stages that have one, and instances."""
@@ -107,7 +122,7 @@ class Conductor:
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         """React to one message."""
-        return self._react(sender, message, now_s) + self._dispatcher.use_room(now_s)
+        return self._react(sender, message, now_s) + self._placing.use_room(now_s)
 
     def _react(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         match message:
@@ -139,7 +154,7 @@ class Conductor:
             effects += self._drop_front(front)
         self.instances.forget_lost(now_s - self.limits.return_grace_s)
         effects += self._drop_instances(self.instances.silent_since(deadline_s), "stopped answering", now_s)
-        effects += self._dispatcher.place_waiting(now_s)
+        effects += self._placing.place_waiting(now_s)
         effects += self._dispatcher.ask_again()
         effects += self._retire()
         effects += self.contexts.tick(now_s)
@@ -160,11 +175,11 @@ class Conductor:
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
         """A send failed: the peer is not connected."""
         if peer in self._fronts:
-            return self._drop_front(peer) + self._dispatcher.use_room(now_s)
+            return self._drop_front(peer) + self._placing.use_room(now_s)
         instance = self.instances.by_identity(peer)
         if instance is None:
             return []
-        return self._drop_instances([instance], "is not connected", now_s) + self._dispatcher.use_room(now_s)
+        return self._drop_instances([instance], "is not connected", now_s) + self._placing.use_room(now_s)
 
     # -- fronts -------------------------------------------------------------------------------------
 
@@ -181,13 +196,13 @@ class Conductor:
         refusal = self._reason_to_reject(sender, submit)
         given_way: list[Effect] = []
         if refusal is not None and refusal[0] is Reason.TOO_MANY:
-            given_way = self._dispatcher.make_place(tracked, now_s)
+            given_way = self._placing.make_place(tracked, now_s)
         if refusal is not None and not given_way:
-            return [self._dispatcher.rejected(sender, request.request_id, *refusal)]
+            return [self._placing.rejected(sender, request.request_id, *refusal)]
         self._fronts[sender] = now_s
         if self.replication is not None:
             self.replication.note(submit.request.block_keys)
-        return given_way + self._dispatcher.submit(tracked, now_s)
+        return given_way + self._placing.submit(tracked, now_s)
 
     def _reason_to_reject(self, front: bytes, submit: Submit) -> tuple[Reason, str] | None:
         request_id = submit.request.request_id
@@ -222,7 +237,7 @@ class Conductor:
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
         # If it lives after all, it must know that nothing more comes.
         reason = "the conductor had lost its connection to this front"
-        return [effect for tracked in orphans for effect in self._dispatcher.fail(tracked, reason)]
+        return [effect for tracked in orphans for effect in self._placing.fail(tracked, reason)]
 
     # -- instances ----------------------------------------------------------------------------------
 
@@ -246,7 +261,7 @@ class Conductor:
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         self.instances.add(instance)
         effects.append(Effect(sender, Registered()))
-        effects += self._dispatcher.place_waiting(now_s)
+        effects += self._placing.place_waiting(now_s)
         return effects + self._tell_fronts()
 
     def _mismatch(self, peer: str, protocol_version: int, fingerprint: str) -> str | None:
@@ -308,14 +323,14 @@ class Conductor:
         if not self.instances.move(instance, state):
             return []
         self.view.close(instance)
-        effects = self._dispatcher.hand_back(instance, now_s)
+        effects = self._placing.hand_back(instance, now_s)
         return effects + self._tell_fronts() + self._retire()
 
     def _serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
         if not self.instances.move(instance, InstanceState.SERVING):
             return []  # it is about to end by itself
         self.view.open(instance)
-        return self._dispatcher.place_waiting(now_s) + self._tell_fronts()
+        return self._placing.place_waiting(now_s) + self._tell_fronts()
 
     def _retire(self) -> list[Effect]:
         """Those that want to end, and have nothing left, may."""
