@@ -163,11 +163,11 @@ class Assignments:
         """It is decoded from now on. `num_cached_tokens` is None for an inlined prompt."""
         assignment = self._assignments[request_id]
         was_computed = num_cached_tokens is not None
-        seconds = self._leave_prefill(request_id, assignment, now_s if was_computed else None)
+        seconds = self._leave_prefill(request_id, assignment, now_s, was_computed=was_computed)
         if num_cached_tokens is not None:
             ttft_s = now_s - assignment.assigned_s
             self._outcomes.first_token(assignment.placement, ttft_s)
-            self._lateness.learn(assignment.placement.prediction, assignment.delay_s, ttft_s)
+            self._lateness.learn(assignment.placement.prediction, assignment.delay_s, ttft_s, now_s)
             if seconds is not None and assignment.placement.source is None:  # else it has waited for a fetch
                 self._view.prefill_ended(
                     assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
@@ -187,7 +187,7 @@ class Assignments:
         if num_output_tokens > 1:
             self._outcomes.decoded(assignment.placement, seconds / (num_output_tokens - 1))
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, now_s: float) -> None:
         """It has ended, or is placed again. Idempotent."""
         assignment = self._assignments.pop(request_id, None)
         if assignment is None:
@@ -196,14 +196,16 @@ class Assignments:
         if assignment.tbt_slo_s is not None:
             self._tbt_slos_s[assignment.tbt_slo_s] -= 1
             self._tbt_slos_s += Counter()  # without those that nobody has
-        self._leave_prefill(request_id, assignment, None)
+        self._leave_prefill(request_id, assignment, now_s, was_computed=False)
         assignment.stay.end()
         if self._view.holds(assignment.decode_slot, assignment.placement.decode):
             has_begun = assignment.decode_began_s is not None
             self._view.loads.end_decode(assignment.decode_slot, assignment.num_tokens, has_begun=has_begun)
             self._view.decode_changed(assignment.decode_slot)
 
-    def _leave_prefill(self, request_id: str, assignment: Assignment, now_s: float | None) -> float | None:
+    def _leave_prefill(
+        self, request_id: str, assignment: Assignment, now_s: float, *, was_computed: bool
+    ) -> float | None:
         """How long it took, if it was computed and that can be told. Nothing once it is decoded."""
         if assignment.decode_began_s is not None:
             return None
@@ -214,4 +216,4 @@ class Assignments:
                 view.transfers.ordered_bytes[assignment.source_slot] -= assignment.fetched_bytes
         if not view.holds(assignment.prefill_slot, placement.prefill):
             return None
-        return view.loads.end_prefill(assignment.prefill_slot, request_id, now_s)
+        return view.loads.end_prefill(assignment.prefill_slot, request_id, now_s, was_computed=was_computed)

@@ -61,10 +61,10 @@ class Dispatcher:
             if tracked.state is RequestState.INTERRUPTED
         ]
 
-    def abort(self, tracked: TrackedRequest) -> list[Effect]:
+    def abort(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Nobody wants it any more."""
-        effects = self._pairs.release(tracked)
-        self._placing.end(tracked, RequestState.ABORTED)
+        effects = self._pairs.release(tracked, now_s)
+        self._placing.end(tracked, RequestState.ABORTED, now_s)
         return effects
 
     # -- instances that lose their work -------------------------------------------------------------
@@ -92,7 +92,7 @@ class Dispatcher:
                 return self._on_prefilled(tracked, message, now_s)
             case Finished() if tracked.state is RequestState.DECODING:
                 self._assignments.end_decode(tracked.request_id, now_s, message.num_output_tokens)
-                self._placing.end(tracked, RequestState.FINISHED)
+                self._placing.end(tracked, RequestState.FINISHED, now_s)
                 return [Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
             case Refused():
                 return self._on_refused(tracked, sender, message, now_s)
@@ -166,8 +166,8 @@ class Dispatcher:
         """Run it again elsewhere: from its beginning, or behind what the front has of the answer."""
         tracked.num_failures += 1
         if not retryable or tracked.num_failures >= self._limits.max_attempts:
-            return self._placing.fail(tracked, reason)
-        effects = self._pairs.release(tracked)
+            return self._placing.fail(tracked, reason, now_s)
+        effects = self._pairs.release(tracked, now_s)
         tracked.refused_by.clear()
         tracked.is_promised = True
         tracked.last_failure, tracked.waiting_since_s = reason, now_s

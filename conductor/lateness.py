@@ -7,24 +7,33 @@ Owns: the latest errors. Does not know: SLOs, who is let in.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from conductor.placement import Prediction
 
 QUANTILE = 0.9
 """of the latest first tokens come in time with this allowance"""
 MOST = 1.5
+MEMORY_S = 60.0
+"""after which an error tells nothing any more"""
 _NUM_RECENT = 64
 _FEWEST = 8
 
 
+class _Seen(NamedTuple):
+    at_s: float
+    ratio: float
+    """of a queue's time to the predicted one"""
+
+
 class Lateness:
-    """`factor`: of a predicted queue, at least 1."""
+    """Of all prefill instances together."""
 
     def __init__(self) -> None:
-        self.factor = 1.0
-        self._latest: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._factor = 1.0
+        self._latest: deque[_Seen] = deque(maxlen=_NUM_RECENT)
 
-    def learn(self, prediction: Prediction, delay_s: float, ttft_s: float) -> None:
+    def learn(self, prediction: Prediction, delay_s: float, ttft_s: float, now_s: float) -> None:
         """A first token came after `ttft_s`; `delay_s`: of what came later and went first.
 
         Only what waited for longer than it was computed tells about queues.
@@ -33,7 +42,19 @@ class Lateness:
         own_s = prediction.transfer_s + prediction.prefill_s
         if queue_s <= own_s:
             return
-        self._latest.append((ttft_s - own_s) / queue_s)
+        self._latest.append(_Seen(now_s, (ttft_s - own_s) / queue_s))
+        self._update()
+
+    def factor(self, now_s: float) -> float:
+        """Of a predicted queue, at least 1."""
+        if self._latest and self._latest[0].at_s < now_s - MEMORY_S:
+            while self._latest and self._latest[0].at_s < now_s - MEMORY_S:
+                self._latest.popleft()
+            self._update()
+        return self._factor
+
+    def _update(self) -> None:
+        self._factor = 1.0
         if len(self._latest) >= _FEWEST:
-            quantile = sorted(self._latest)[int(QUANTILE * (len(self._latest) - 1))]
-            self.factor = min(max(1.0, quantile), MOST)
+            ratios = sorted(seen.ratio for seen in self._latest)
+            self._factor = min(max(1.0, ratios[int(QUANTILE * (len(ratios) - 1))]), MOST)

@@ -152,8 +152,10 @@ class Loads:
             head.is_timed = prefill.is_timed = False
         self._set_head(slot)
 
-    def end_prefill(self, slot: int, request_id: str, now_s: float | None = None) -> float | None:
-        """It has been computed at `now_s`, or (None) is not wanted any more. Idempotent.
+    def end_prefill(
+        self, slot: int, request_id: str, now_s: float, *, was_computed: bool = True
+    ) -> float | None:
+        """It has been computed, or is not wanted any more: the next one begins now. Idempotent.
 
         How long it took, behind those before it; None if that cannot be told.
         """
@@ -162,8 +164,8 @@ class Loads:
         if prefill is None:
             return None
         seconds = None
-        if now_s is not None and prefill.ordered_s is not None:
-            if prefill is prefills.head and prefill.is_timed:
+        if prefill.ordered_s is not None and (was_computed or prefill is prefills.head):
+            if was_computed and prefill is prefills.head and prefill.is_timed:
                 seconds = now_s - max(prefill.ordered_s, prefills.last_ended_s)
             prefills.last_ended_s = now_s
         prefills.ordered.pop(request_id, None)

@@ -86,7 +86,7 @@ class Admission:
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
         prompt_s = prediction.transfer_s + prediction.prefill_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
-            first_token_s = waited_s + self._lateness.factor * queue_s + prompt_s
+            first_token_s = waited_s + self._lateness.factor(now_s) * queue_s + prompt_s
             terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
             kept_s = self._turned_away.kept_s(terms, prompt_s, came_s, now_s)
             late_s = first_token_s + kept_s - slos.ttft_s

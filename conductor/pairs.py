@@ -44,15 +44,15 @@ class Pairs:
         reserve = Reserve(tracked.ref, tracked.request, self.slos(tracked).tbt_s, may_refuse, shares_cores)
         return Effect(placement.decode.identity, reserve)
 
-    def release(self, tracked: TrackedRequest) -> list[Effect]:
+    def release(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Take the request off its instances and tell those that are alive to stop."""
-        effects = [Effect(instance.identity, Abort(tracked.ref)) for instance in self.leave(tracked)]
+        effects = [Effect(instance.identity, Abort(tracked.ref)) for instance in self.leave(tracked, now_s)]
         tracked.prefill = tracked.decode = None
         return effects
 
-    def leave(self, tracked: TrackedRequest) -> list[Instance]:
+    def leave(self, tracked: TrackedRequest, now_s: float) -> list[Instance]:
         """Take the request off its instances: those of them that are alive."""
-        self._assignments.release(tracked.request_id)
+        self._assignments.release(tracked.request_id, now_s)
         names = sorted({name for name in (tracked.prefill, tracked.decode) if name is not None})
         pair = [instance for name in names if (instance := self._instances.get(name)) is not None]
         for instance in pair:

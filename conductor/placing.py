@@ -63,7 +63,7 @@ class Placing:
             return []
         self._outcomes.num_displaced += 1
         message = "it gave way to a request of a higher class, or of a tenant that has less"
-        return self._reject(other, Reason.TOO_MANY, message)
+        return self._reject(other, Reason.TOO_MANY, message, now_s)
 
     def place(self, tracked: TrackedRequest, now_s: float, *, may_displace: bool = True) -> list[Effect]:
         """It gets a pair, waits, or is rejected."""
@@ -82,20 +82,20 @@ class Placing:
                 if self._may_wait(tracked, placement, now_s):
                     tracked.refused_by.clear()
                     return []
-                return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure)
+                return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
-            return self._give_up(tracked, Reason.TOO_LARGE, too_large)
+            return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
         if now_s - tracked.waiting_since_s > self._limits.placement_timeout_s:
             why = f" ({tracked.last_failure})" if tracked.last_failure else ""
             message = f"no pair of instances came back in time{why}"
-            return self._give_up(tracked, Reason.NEVER_PLACED, message)
+            return self._give_up(tracked, Reason.NEVER_PLACED, message, now_s)
         return []
 
     def place_elsewhere(
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
     ) -> list[Effect]:
         """The double check of section 3: `decode` has refused it. Reject it if all others have."""
-        effects = self._pairs.release(tracked)
+        effects = self._pairs.release(tracked, now_s)
         tracked.refused_by.add(decode.name)
         tracked.may_have_begun = False  # its first token would have left after the check
         tracked.last_failure, tracked.waiting_since_s = reason, now_s
@@ -191,7 +191,7 @@ class Placing:
         last = self._displacement.in_order(unpromised, now_s)[-1]
         self._outcomes.num_displaced += last is not newest
         message = f"{most} requests wait for load to fall, the limit is {most}"
-        return self._reject(last, Reason.TOO_MANY_WAIT, message)
+        return self._reject(last, Reason.TOO_MANY_WAIT, message, now_s)
 
     # -- giving way -------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Placing:
 
     def _take_back(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """It has not begun: it waits for another pair."""
-        effects = self._pairs.release(tracked)
+        effects = self._pairs.release(tracked, now_s)
         tracked.waiting_since_s = now_s
         tracked.move_to(RequestState.WAITING)
         return effects
@@ -254,24 +254,24 @@ class Placing:
 
     # -- ends -------------------------------------------------------------------------------------------
 
-    def end(self, tracked: TrackedRequest, state: RequestState) -> None:
+    def end(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> None:
         """Nobody follows it any more."""
         self._room.pop(tracked.request_id, None)
-        self._pairs.leave(tracked)
+        self._pairs.leave(tracked, now_s)
         tracked.move_to(state)
         del self.requests[tracked.request_id]
 
-    def fail(self, tracked: TrackedRequest, reason: str) -> list[Effect]:
+    def fail(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
         """It cannot be finished."""
-        effects = self._pairs.release(tracked)
-        self.end(tracked, RequestState.FAILED)
+        effects = self._pairs.release(tracked, now_s)
+        self.end(tracked, RequestState.FAILED, now_s)
         return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason))]
 
-    def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str) -> list[Effect]:
+    def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
         """Reject it if the client has read nothing; else it has failed."""
         if tracked.may_have_begun:
-            return self.fail(tracked, message)
-        return self._reject(tracked, reason, message)
+            return self.fail(tracked, message, now_s)
+        return self._reject(tracked, reason, message, now_s)
 
     def rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
@@ -283,13 +283,18 @@ class Placing:
         return Effect(front, Rejected(request_id, reason.status, message, retry_after_s))
 
     def _reject(
-        self, tracked: TrackedRequest, reason: Reason, message: str, retry_after_s: float | None = None
+        self,
+        tracked: TrackedRequest,
+        reason: Reason,
+        message: str,
+        now_s: float,
+        retry_after_s: float | None = None,
     ) -> list[Effect]:
-        effects = self._pairs.release(tracked)
-        self.end(tracked, RequestState.FAILED)
+        effects = self._pairs.release(tracked, now_s)
+        self.end(tracked, RequestState.FAILED, now_s)
         return [*effects, self.rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
         """Algorithm 1, line 26: HTTP 429."""
         self._admission.note(tracked.request, rejection, now_s)
-        return self._reject(tracked, rejection.reason, rejection.message, rejection.retry_after_s)
+        return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)

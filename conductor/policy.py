@@ -133,7 +133,7 @@ class Conductor:
             case Continue():
                 return self._on_continue(sender, message, now_s)
             case Cancel():
-                return self._on_cancel(sender, message)
+                return self._on_cancel(sender, message, now_s)
             case Drain():
                 return self._on_drain(sender, message, now_s)
             case KeepContext(context_id, keys, ttl_s):
@@ -151,7 +151,7 @@ class Conductor:
         self._forgive_own_silence(now_s)
         deadline_s = now_s - self.limits.peer_timeout_s
         for front in [identity for identity, seen_s in self._fronts.items() if seen_s < deadline_s]:
-            effects += self._drop_front(front)
+            effects += self._drop_front(front, now_s)
         self.instances.forget_lost(now_s - self.limits.return_grace_s)
         effects += self._drop_instances(self.instances.silent_since(deadline_s), "stopped answering", now_s)
         effects += self._placing.place_waiting(now_s)
@@ -175,7 +175,7 @@ class Conductor:
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
         """A send failed: the peer is not connected."""
         if peer in self._fronts:
-            return self._drop_front(peer) + self._placing.use_room(now_s)
+            return self._drop_front(peer, now_s) + self._placing.use_room(now_s)
         instance = self.instances.by_identity(peer)
         if instance is None:
             return []
@@ -220,11 +220,11 @@ class Conductor:
             return Reason.TOO_MANY, f"{self.num_running} requests are running, the limit is {most}"
         return None
 
-    def _on_cancel(self, sender: bytes, cancel: Cancel) -> list[Effect]:
+    def _on_cancel(self, sender: bytes, cancel: Cancel, now_s: float) -> list[Effect]:
         tracked = self.requests.get(cancel.request_id)
         if tracked is None or tracked.front != sender:
             return []
-        return self._dispatcher.abort(tracked)
+        return self._dispatcher.abort(tracked, now_s)
 
     def _on_continue(self, sender: bytes, answer: Continue, now_s: float) -> list[Effect]:
         tracked = self.requests.get(answer.request.request_id)
@@ -232,12 +232,12 @@ class Conductor:
             return []  # it had been asked twice
         return self._dispatcher.go_on(tracked, answer.request, now_s)
 
-    def _drop_front(self, front: bytes) -> list[Effect]:
+    def _drop_front(self, front: bytes, now_s: float) -> list[Effect]:
         self._fronts.pop(front, None)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
         # If it lives after all, it must know that nothing more comes.
         reason = "the conductor had lost its connection to this front"
-        return [effect for tracked in orphans for effect in self._placing.fail(tracked, reason)]
+        return [effect for tracked in orphans for effect in self._placing.fail(tracked, reason, now_s)]
 
     # -- instances ----------------------------------------------------------------------------------
 

@@ -50,6 +50,17 @@ def test_what_stands_behind_by_its_class_has_not_begun(loads: Loads) -> None:
     order(loads, "second", 100.0, priority=1)
     order(loads, "third", 100.0, due_s=30.0 + AGING_S / 2)
     assert [loads.has_begun(SLOT, name) for name in ("first", "second", "third")] == [True, False, True]
-    loads.end_prefill(SLOT, "third")
+    loads.end_prefill(SLOT, "third", 101.0, was_computed=False)
     assert loads.has_begun(SLOT, "first")
     assert not loads.has_begun(SLOT, "second")
+
+
+def test_what_stands_behind_a_prompt_that_is_not_wanted_any_more_begins_then(loads: Loads) -> None:
+    order(loads, "dropped", 100.0)
+    order(loads, "next", 100.0)
+    order(loads, "never begun", 100.0)
+    assert loads.end_prefill(SLOT, "dropped", 101.5, was_computed=False) is None
+    assert loads.queue_s(102.0)[SLOT] == pytest.approx(3.5), "half a second of the next one is over"
+    assert loads.end_prefill(SLOT, "never begun", 102.5, was_computed=False) is None
+    assert loads.queue_s(102.5)[SLOT] == pytest.approx(1.0)
+    assert loads.end_prefill(SLOT, "next", 103.5) == 2.0
