@@ -195,7 +195,9 @@ async def _compute(front: Front, job: Job) -> None:
     async with aclosing(generation):
         await generation.begin(inbox.put_nowait)
         while not generation.is_over:
-            await generation.gain(await inbox.get())
+            event = await inbox.get()
+            if (gained := generation.gain(event)) is not None and gained.finish_reason is not None:
+                await generation.end(event.request_id, gained.finish_reason)
 
 
 async def _keep(front: Front, cache: ContextCache, ttl_s: int) -> None:

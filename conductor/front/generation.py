@@ -63,7 +63,6 @@ class _Choice:
     ttft_s: float = 0.0
     last_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
 
 class Generation:
@@ -94,10 +93,11 @@ class Generation:
         """Every choice has ended."""
         return not self._running
 
-    async def gain(self, event: Event) -> Delta | None:
+    def gain(self, event: Event) -> Delta | None:
         """What a choice has gained with `event`, the next that was received. Raises RequestError.
 
-        None: the choice had ended by a stop string, and this was on its way.
+        None: the choice had ended by a stop string, and this was on its way. With a finish reason it has
+        ended, and `end` is to follow.
         """
         choice = self._running.get(event.request_id)
         if choice is None:
@@ -106,15 +106,15 @@ class Generation:
             if isinstance(event.error, OverloadedError):
                 self._metrics.choice_rejected(self._now() - self._arrived_s)
             raise event.error
-        delta = self._advance(choice, event)
-        if delta.finish_reason is not None:
-            del self._running[event.request_id]
-            await self._link.cancel(event.request_id)
-            self._metrics.choice_ended(started=True)
-            self._metrics.choice_finished(
-                delta.finish_reason, self._now() - self._arrived_s, choice.ttft_s, choice.gaps_s
-            )
-        return delta
+        return self._advance(choice, event)
+
+    async def end(self, request_id: str, reason: FinishReason) -> None:
+        """A choice has all of its tokens."""
+        choice = self._running.pop(request_id)
+        await self._link.cancel(request_id)
+        self._metrics.choice_ended(started=True)
+        latency_s = self._now() - self._arrived_s
+        self._metrics.choice_finished(reason, latency_s, choice.ttft_s, choice.gaps_s)
 
     async def aclose(self) -> None:
         """Nobody wants more of it. Idempotent."""
@@ -141,39 +141,39 @@ class Generation:
         )
 
     def _advance(self, choice: _Choice, event: Received) -> Delta:
-        token_ids = event.token_ids
+        token_ids, finish_reason = event.token_ids, event.finish_reason
         ended_by_token = (
-            event.finish_reason is FinishReason.STOP
+            finish_reason is FinishReason.STOP
             and bool(token_ids)
             and token_ids[-1] in choice.request.sampling.stop_token_ids
         )
         decoded = choice.text.push(token_ids[:-1] if ended_by_token else token_ids)
-        text, stopped = decoded.text, decoded.stopped
-        num_tokens = decoded.num_tokens if stopped else len(token_ids)
-        if event.finish_reason is not None and not stopped:
+        text = decoded.text
+        if decoded.stopped:
+            token_ids, finish_reason = token_ids[: decoded.num_tokens], FinishReason.STOP
+        elif finish_reason is not None:
             rest = choice.text.flush()
-            text, stopped = text + rest.text, rest.stopped
-        choice.finish_reason = FinishReason.STOP if stopped else event.finish_reason
-        self._count(choice, num_tokens, event.num_cached_tokens)
-        token_ids = token_ids[:num_tokens]
+            text += rest.text
+            finish_reason = FinishReason.STOP if rest.stopped else finish_reason
+        self._count(choice, len(token_ids), event.num_cached_tokens)
         if not event.logprobs:
-            return Delta(choice.index, text, token_ids, choice.finish_reason)
-        logprobs = event.logprobs[:num_tokens]
+            return Delta(choice.index, text, token_ids, finish_reason)
+        logprobs = event.logprobs[: len(token_ids)]
         # The token that ended the choice has no text: it begins where that ends.
         offsets = [*decoded.offsets, choice.text.num_chars][: len(logprobs)]
-        return Delta(choice.index, text, token_ids, choice.finish_reason, logprobs, offsets)
+        return Delta(choice.index, text, token_ids, finish_reason, logprobs, offsets)
 
     def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
-        now_s = self._now()
+        now_s, gap_s = self._now(), None
         if choice.last_s is None:
             # A later attempt finds what the first one computed; the client is told of the first.
             choice.num_cached_tokens = num_cached_tokens
             choice.ttft_s = now_s - self._arrived_s
             self._metrics.choice_started(choice.ttft_s)
-            self._metrics.tokens_received(num_tokens, None)
         else:
-            choice.gaps_s.append(now_s - choice.last_s)
-            self._metrics.tokens_received(num_tokens, choice.gaps_s[-1])
+            gap_s = now_s - choice.last_s
+            choice.gaps_s.append(gap_s)
+        self._metrics.tokens_received(num_tokens, gap_s)
         choice.num_tokens += num_tokens
         choice.last_s = now_s
 

@@ -341,7 +341,7 @@ class Link:
         if output.finish_reason is not None:
             del self._in_flight[request_id]
         if new or output.finish_reason is not None:
-            logprobs = output.logprobs[len(output.token_ids) - len(new) :]
+            logprobs = output.logprobs and output.logprobs[len(output.token_ids) - len(new) :]
             reception.receive(
                 Received(request_id, new, output.num_cached_tokens, output.finish_reason, logprobs)
             )

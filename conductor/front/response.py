@@ -92,7 +92,23 @@ class GenerationResponse(Response):
         self._is_sending = True
         try:
             while self._events and not self._has_ended:
-                await self._pass_on(self._events.popleft())
+                event = self._events.popleft()
+                try:
+                    delta = self._generation.gain(event)
+                except RequestError as error:
+                    await self._send_error(error)
+                    break
+                if delta is not None:
+                    if self._is_streamed and not self._has_started:
+                        await self._start()
+                    chunks = self._chunks_of(delta)
+                    if delta.finish_reason is not None:
+                        await self._generation.end(event.request_id, delta.finish_reason)
+                    if delta.finish_reason is not None and self._generation.is_over:
+                        await self._end(chunks)
+                        self._outcome = Outcome.FINISHED
+                    elif chunks:
+                        await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
             self._has_ended = True
             self._outcome, self._bug = Outcome.FAILED, error
@@ -101,36 +117,25 @@ class GenerationResponse(Response):
         finally:
             self._is_sending = False
 
-    async def _pass_on(self, event: Event) -> None:
-        try:
-            delta = await self._generation.gain(event)
-        except RequestError as error:
-            await self._send_error(error)
-            return
-        if delta is None:
-            return
-        if not self._is_streamed:
-            self._parts.setdefault(delta.choice_index, []).append(delta)
-        else:
-            if not self._has_started:
-                await self._start()
-            if events := self._answers.chunks(delta, self._generation.usage):
-                await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        if delta.finish_reason is not None and self._generation.is_over:
-            self._has_ended = True
-            await self._end()
-            self._outcome = Outcome.FINISHED
+    def _chunks_of(self, delta: Delta) -> bytes:
+        """Those of a stream; any other answer is sent as a whole."""
+        if self._is_streamed:
+            return self._answers.chunks(delta, self._generation.usage)
+        self._parts.setdefault(delta.choice_index, []).append(delta)
+        return b""
 
     async def _start(self) -> None:
         self._has_started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         self._send = self._scope["extensions"][DIRECT_SEND]
 
-    async def _end(self) -> None:
+    async def _end(self, chunks: bytes) -> None:
+        """`chunks`: the last ones of a stream."""
+        self._has_ended = True
         await self._generation.aclose()  # who has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:
-            await self._send({"type": "http.response.body", "body": self._answers.end(usage)})
+            await self._send({"type": "http.response.body", "body": chunks + self._answers.end(usage)})
             return
         whole = [joined(self._parts[index]) for index in range(len(self._parts))]
         await self._respond(Response(self._answers.whole(whole, usage), media_type="application/json"))

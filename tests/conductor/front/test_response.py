@@ -26,12 +26,14 @@ class FakeGeneration:
     async def begin(self, receive: Receive) -> None:
         self.receive = receive
 
-    async def gain(self, event: Event) -> Delta:
+    def gain(self, event: Event) -> Delta:
         self.num_gained += 1
         if isinstance(event, Lost):
             raise event.error
-        self.is_over = event.finish_reason is not None
         return Delta(0, str(event.token_ids[0]), event.token_ids, event.finish_reason)
+
+    async def end(self, request_id: str, reason: FinishReason) -> None:
+        self.is_over = True
 
     def usage(self) -> None:
         pass
@@ -106,7 +108,7 @@ def test_what_is_received_has_been_sent_when_the_call_returns() -> None:
             served.receive(token_id)
             assert served.client.bodies[-1] == b"%d" % token_id
         served.receive(3, FinishReason.LENGTH)
-        assert served.client.bodies == [b"1", b"2", b"3", b"end"]
+        assert served.client.bodies == [b"1", b"2", b"3end"]
         await served.task
         assert served.generation.is_closed
         assert served.num(Outcome.FINISHED) == 1
@@ -124,7 +126,7 @@ def test_what_a_slow_client_has_no_room_for_waits_as_it_came() -> None:
         assert (served.client.bodies, served.generation.num_gained) == ([b"1"], 2)
         served.client.reads.set()
         await served.task
-        assert served.client.bodies == [*(b"%d" % token_id for token_id in range(1, 100)), b"end"]
+        assert served.client.bodies == [*(b"%d" % token_id for token_id in range(1, 99)), b"99end"]
 
     run(test)
 
