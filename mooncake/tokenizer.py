@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from mooncake.byte_level import ByteLevelDetokenizer, pieces_of
 from mooncake.checkpoint import Checkpoint
+from mooncake.encoder import Encoder
 from mooncake.errors import ModelError, RequestError
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import build_tokenizer
@@ -57,6 +58,7 @@ class Tokenizer:
         "_backend",
         "_byte_level_pieces",
         "_bytes_of_piece",
+        "_encoder",
         "_wrapped",
         "eos_token_ids",
         "max_token_chars",
@@ -70,6 +72,7 @@ class Tokenizer:
         # A tokenizer.json may carry its training set-up; a prompt must never be cut or filled up silently.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._encoder = Encoder(self._backend)
         self.eos_token_ids: tuple[int, ...] = eos_token_ids
         # One more than the largest id: some vocabularies have holes, so their count is too small.
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
@@ -108,10 +111,7 @@ class Tokenizer:
             raise RequestError(
                 f"text is no valid Unicode: {error.reason} at character {error.start}"
             ) from error
-        # As a batch of one: only batches let other threads run meanwhile.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return self._encoder.encode(text, add_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What this token stands for: a part of a character's UTF-8 too. Nothing outside the vocabulary."""

@@ -1,0 +1,179 @@
+"""Text to token ids: by fastokens where it gives the ids that `tokenizers` gives, else by `tokenizers`.
+
+fastokens takes a fifth of the time. It refuses most of what it does not know of a tokenizer.json, but not
+all; so both are compared on texts of all kinds before it is trusted with a tokenizer.
+
+Owns: which library encodes, and what they are compared on. Does not know: templates, decoding, requests.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+import reprlib
+from collections.abc import Iterable, Iterator
+
+import fastokens
+from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+# The libraries' regexes differ in these: U+180E is white space to one of them, and a long s (or the kelvin
+# sign) is an s (or a k) in another case.
+_DISPUTED = re.compile("[\u180e\u017f\u212a]")
+_CODE_POINTS = (*range(0x100), *range(0x100, 0xD800, 151), *range(0xE000, 0x32000, 151), 0xE0041, 0x10FFFF)
+# What regexes of pre-tokenizers name, and what they have been wrong about.
+_PIECES = (
+    *(
+        "the",
+        " a",
+        "Z",
+        "é",
+        "e\u0301",
+        "ǅ",
+        "日本",
+        "ア",
+        "한",
+        "א",
+        "हि",
+        "ไทย",
+        "ﬁ",
+        "1",
+        "23",
+        "٣",
+        "½",
+        "Ⅷ",
+        "𝟙",
+    ),
+    *(
+        " ",
+        "  ",
+        "     ",
+        "\t",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\x0b",
+        "\x1c",
+        "\x85",
+        "\u00a0",
+        "\u2003",
+        "\u2028",
+        "\u3000",
+    ),
+    *("\x00", "\x7f", "\u00ad", "\u200b", "\u200d", "\ufeff", "\ufffd", "\ue000"),
+    *("'s", "'LL", "’re", "__", "-", "!", "...", "—", "€", "+=", "/", "\u2581", "Ġ", "<|", "|>"),
+    *("🎉", "👩\u200d👩\u200d👧", "🇩🇪", "1\ufe0f\u20e3"),
+)
+_NUM_MIXED_TEXTS = 64
+_MIXED_TOGETHER = 64
+_END = "</w>"
+
+log = logging.getLogger(__name__)
+
+
+class Encoder:
+    """Of a tokenizer that does not change any more. Safe to use from several threads at once."""
+
+    __slots__ = ("_backend", "_quick")
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._quick = _trusted(backend)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether fastokens encodes."""
+        return self._quick is not None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of `Backend.encode`. `text` is valid Unicode."""
+        if self._quick is not None and (text.isascii() or _DISPUTED.search(text) is None):
+            try:
+                return _quickly(self._quick, text, add_special_tokens)
+            except ValueError as error:  # its regexes give up where matching takes very long
+                log.info("fastokens gave up on a text of %d characters: %s", len(text), error)
+        return _surely(self._backend, text, add_special_tokens)
+
+
+def _quickly(quick: fastokens.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = quick.encode(text, add_special_tokens).ids
+    return ids
+
+
+def _surely(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    # As a batch of one: only batches let other threads run meanwhile.
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
+    """fastokens' form of the tokenizer, if there is one that gives the same ids."""
+    # Read with the first long text: other cores are not for one prompt, workers compute on them.
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
+    try:
+        fields = json.loads(backend.to_str())
+        quick = fastokens.Tokenizer.from_json_str(json.dumps(fields))
+        splitting = json.dumps(_showing_ends(fields))
+        _compare(Backend.from_str(splitting), fastokens.Tokenizer.from_json_str(splitting), _characters())
+        _compare(backend, quick, _mixed(backend))
+    except ValueError as error:
+        log.warning("texts are encoded by tokenizers, which takes longer than fastokens: %s", error)
+        return None
+    return quick
+
+
+def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str]) -> None:
+    """Raises ValueError with what differs, if something does."""
+    for text in texts:
+        if _quickly(quick, text, True) != _surely(backend, text, True) and _DISPUTED.search(text) is None:
+            raise ValueError(f"it gives other ids for {reprlib.repr(text)}")
+
+
+def _showing_ends(fields: dict[str, object]) -> dict[str, object]:
+    """A tokenizer that splits texts as the one of `fields` (a tokenizer.json), and whose tokens are bytes: a
+    piece's last byte is another token, so the ids show every split. Merges would hide most of them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(byte + _END for byte in alphabet)]
+    model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(tokens)}, "merges": []}
+    return {
+        **fields,
+        "model": {**model, "end_of_word_suffix": _END},
+        "added_tokens": [],
+        "post_processor": None,
+    }
+
+
+def _characters() -> Iterator[str]:
+    """Characters from all over Unicode, each beside letters, digits, white space and others."""
+    for character in map(chr, _CODE_POINTS):
+        yield f"a{character}b  {character} 1{character}'{character}{character}! {character}x\n{character}"
+
+
+def _mixed(backend: Backend) -> Iterator[str]:
+    """Pieces and added tokens beside others, and what the vocabulary consists of."""
+    added = list(backend.get_added_tokens_decoder().values())
+    pieces = [*_PIECES, *(token.content for token in added)]
+    for piece in pieces:
+        yield f"{piece} {piece}a{piece}1{piece}{piece}\n {piece}!  {piece}"
+    yield from _overlaps(added)
+    drawn = random.Random(0)
+    for _ in range(_NUM_MIXED_TEXTS):
+        yield "".join(drawn.choices(pieces, k=_MIXED_TOGETHER))
+        yield backend.decode(drawn.choices(range(backend.get_vocab_size()), k=_MIXED_TOGETHER))
+
+
+def _overlaps(added: list[AddedToken]) -> Iterator[str]:
+    """Texts in which one added token begins within another: which one is found depends on what is looked for
+    first, and normalized ones come later."""
+    begun = {
+        (token.content[:size], token.normalized): token.content
+        for token in added
+        for size in range(1, len(token.content))
+    }
+    for token in added:
+        for size in range(1, len(token.content)):
+            other = begun.get((token.content[-size:], not token.normalized))
+            if other is not None:
+                yield token.content + other[size:]
