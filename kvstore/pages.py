@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import xxhash
 
+from messenger.catalogue import PLACES
 from messenger.checksums import CHECKSUM_BYTES
 from mooncake.blocks import KEY_BYTES, BlockKey
 
@@ -90,6 +91,7 @@ def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, .
         ("key", np.dtype(f"V{KEY_BYTES}"), ()),
         ("seal", np.dtype("<u8"), ()),
         ("checksums", np.dtype("<u8"), (num_layers,)),
+        ("places", np.dtype("<u4"), (PLACES,)),  # of all pages together: see messenger.catalogue
     ]
 
 
@@ -104,6 +106,15 @@ def table_bytes(num_pages: int, num_layers: int) -> int:
     return sum(_aligned(num_pages * dtype.itemsize * math.prod(shape)) for _, dtype, shape in fields)
 
 
+def field_offsets(num_pages: int, num_layers: int) -> dict[str, int]:
+    """Where each array begins in a table."""
+    offsets, end = {}, 0
+    for name, dtype, shape in table_fields(num_layers):
+        offsets[name] = end
+        end += _aligned(num_pages * dtype.itemsize * math.prod(shape))
+    return offsets
+
+
 class PageTable:
     """A view of a table in memory, changed only along `TRANSITIONS`.
 
@@ -115,10 +126,10 @@ class PageTable:
         self.num_pages = num_pages
         self.num_layers = num_layers
         arrays: dict[str, Array] = {}
-        offset = 0
+        offsets = field_offsets(num_pages, num_layers)
         for name, dtype, shape in table_fields(num_layers):
-            arrays[name] = np.frombuffer(buffer, dtype, count=num_pages * math.prod(shape), offset=offset)
-            offset += _aligned(arrays[name].nbytes)
+            count = num_pages * math.prod(shape)
+            arrays[name] = np.frombuffer(buffer, dtype, count=count, offset=offsets[name])
         self._arrays = arrays
         self.states, self.state_of = arrays["state"], arrays["state"].data
         self.num_uses, self.num_uses_of = arrays["num_uses"], arrays["num_uses"].data

@@ -64,6 +64,7 @@ class LowerTier(Protocol):
 class Pool:
     """State machine over a page table; adopts what is already in it.
 
+    `on_sealed` hears of pages whose blocks can be found from now on, those that are adopted too.
     `on_space` is called whenever a page becomes free or idle, `on_pressure` when fewer pages are free than
     `low_watermark`, or too few for somebody.
     """
@@ -76,11 +77,12 @@ class Pool:
         events: EventLog | None = None,
         lower: LowerTier | None = None,
         low_watermark: int = 0,
+        on_sealed: Callable[[Sequence[int]], None] = lambda pages: None,
         on_space: Callable[[], None] = lambda: None,
         on_pressure: Callable[[], None] = lambda: None,
     ) -> None:
         self.table = table
-        self.shelf = Shelf(table, policy, self._removed)
+        self.shelf = Shelf(table, policy, self._removed, on_sealed)
         self.counters = PoolCounters()
         self.space_epoch = 0
         """number of times that a page became free or evictable"""

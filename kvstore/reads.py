@@ -45,6 +45,14 @@ class Reads:
         _check(keys)
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
+    def was_read(self, keys: Sequence[BlockKey]) -> int:
+        """As `ReadSource.was_read`."""
+        _check(keys)
+        there = [key for key in keys if self._pool.find(key) is not None]
+        lease = self._pool.lease(NOBODY, there, self._now_s())
+        self._pool.end_lease(lease.lease_id)
+        return len(there)
+
     def _lease(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:

@@ -19,16 +19,18 @@ import struct
 import msgspec
 import numpy as np
 
-from kvstore.pages import PageTable, record_bytes, table_bytes
+from kvstore.pages import PageTable, field_offsets, record_bytes, table_bytes
 from messenger.board import BOARD_BYTES, Board
+from messenger.catalogue import Catalogue
 from messenger.checksums import layer_checksums
 from messenger.door import Landing
+from messenger.protocol import Shelves
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 
 MAGIC = b"MCKVSEG\0"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ALIGNMENT = 4096
 _BOARD_OFFSET = ALIGNMENT - BOARD_BYTES
 
@@ -158,7 +160,34 @@ class Segment:
         if board is None:
             return None
         header = self.header
-        return Landing(board, fd, _BOARD_OFFSET, header.pages_offset, header.page_stride, header.num_pages)
+        return Landing(
+            board,
+            fd,
+            _BOARD_OFFSET,
+            header.pages_offset,
+            header.page_stride,
+            header.num_pages,
+            self._shelves(),
+        )
+
+    def catalogue(self) -> Catalogue | None:
+        """By which those find sealed blocks; None where nothing can be compiled."""
+        return Catalogue.at(self.buffer, self._shelves(), self.layout)
+
+    def _shelves(self) -> Shelves:
+        header = self.header
+        fields = field_offsets(header.num_pages, header.layout.num_layers)
+        table_offset = header.table_offset
+        return Shelves(
+            states_offset=table_offset + fields["state"],
+            generations_offset=table_offset + fields["generation"],
+            keys_offset=table_offset + fields["key"],
+            checksums_offset=table_offset + fields["checksums"],
+            places_offset=table_offset + fields["places"],
+            pages_offset=header.pages_offset,
+            page_stride=header.page_stride,
+            num_pages=header.num_pages,
+        )
 
     def page_table(self) -> PageTable:
         return self.header.page_table(self.buffer)

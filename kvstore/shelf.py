@@ -28,21 +28,27 @@ _VICTIMS_SHARE = 64  # 1/64 of the pages is chosen at a time
 class Shelf:
     """Adopts the sealed pages that are already in `table`.
 
-    `on_removed` hears of every block that leaves the index.
+    `on_removed` hears of every block that leaves the index, `on_sealed` of the pages of those that come.
     """
 
     def __init__(
-        self, table: PageTable, policy: EvictionPolicy, on_removed: Callable[[BlockKey], None]
+        self,
+        table: PageTable,
+        policy: EvictionPolicy,
+        on_removed: Callable[[BlockKey], None],
+        on_sealed: Callable[[Sequence[int]], None] = lambda pages: None,
     ) -> None:
         self.table = table
         self.policy = policy
         self._on_removed = on_removed
+        self._on_sealed = on_sealed
         adopted = table.adopt()
         self.adopted_writers: dict[int, Writer] = adopted.quarantined
         """QUARANTINED pages of a former life, which these may still be writing"""
         keys = table.keys(np.asarray(adopted.sealed, np.int64))
         self.index: dict[BlockKey, int] = dict(zip(keys, adopted.sealed, strict=True))
         """page of every block that can be found"""
+        on_sealed(adopted.sealed)
         free = np.flatnonzero(table.states == FREE)[::-1].astype(np.int32)
         self._free = array("i", free.tobytes())
         self.num_users: Array = np.zeros(table.num_pages, np.int32)
@@ -117,6 +123,7 @@ class Shelf:
         assert self.num_users_of[page] > 0
         self.table.seal(page, key, self._next_use(), position, num_uses)
         self.index[key] = page
+        self._on_sealed([page])
 
     def seal_all(self, pages: Sequence[int], keys: Sequence[BlockKey], positions: Sequence[int]) -> None:
         """As `seal`, one after the other; quicker for many."""
@@ -124,6 +131,7 @@ class Shelf:
         self.table.seal_all(pages, keys, self._last_use + 1, positions)
         self._last_use += len(pages)
         self.index.update(zip(keys, pages, strict=True))
+        self._on_sealed(pages)
         assert len(self.index) == num_blocks
         assert self.num_users[pages].all()
 

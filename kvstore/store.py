@@ -205,12 +205,14 @@ def open_store(
     copiers = [Writer(pid, 0) for pid in landing.board.former_copiers] if landing is not None else []
     for copier in copiers[:1]:
         table.assign(copier)
+    catalogue = segment.catalogue()
     pool = Pool(
         table,
         policy=kvcache.eviction,
         events=events,
         lower=ssd,
         low_watermark=int(kvcache.low_watermark * segment.num_pages),
+        on_sealed=catalogue.note if catalogue is not None else lambda pages: None,
         on_space=space.set,
         on_pressure=lambda: mover.wake(),
     )

@@ -54,6 +54,9 @@ class Answers:
 
     def fetch(self, fetch: Fetch) -> None:
         """Answers it, now or after those before it: their answers have no other name."""
+        if fetch.is_read:
+            self._was_read(fetch)
+            return
         if self._num_queued + len(self._read) >= MOST_FETCHES:
             raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
         if not self._num_queued and self._exposures is None:
@@ -68,6 +71,19 @@ class Answers:
                 return
         self._num_queued += 1
         self._fetches.put_nowait(self._answer(fetch))
+
+    def _was_read(self, fetch: Fetch) -> None:
+        """By the sender, who has our segment mapped."""
+        if self._transport is not Transport.SHM:
+            raise TransferError("blocks are said to be read where nobody can see them")
+        layers, heads = self._check_fetch(fetch)
+        if heads is not None:
+            raise TransferError("some heads are said to be read, which have no checksum")
+        try:
+            num_blocks = self._reads.was_read(fetch.keys)
+        except MooncakeError as error:
+            raise TransferError(str(error)) from error
+        self._traffic.sent_bytes[self._transport] += num_blocks * len(layers) * self._layout.layer_bytes
 
     async def run(self) -> None:
         """Answers what could not be answered at once."""

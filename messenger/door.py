@@ -9,7 +9,7 @@ from typing import Protocol
 
 from messenger.board import Board
 from messenger.identity import Identity
-from messenger.protocol import Seat, WriteEntry
+from messenger.protocol import Seat, Shelves, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment, Traffic
@@ -87,10 +87,15 @@ class ReadSource(Protocol):
     ) -> tuple[list[Readable], Callable[[], None]] | None:
         """The same, or None if that would take a while. Raises MooncakeError."""
 
+    def was_read(self, keys: Sequence[bytes]) -> int:
+        """Somebody of this host has read these blocks where they are. How many of them are there still.
+        Raises MooncakeError."""
+
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where those of this host may write granted pages themselves: our segment, with a board in it."""
+    """Where those of this host may write granted pages and read sealed ones themselves: our segment, with a
+    board in it."""
 
     board: Board
     fd: int
@@ -99,6 +104,8 @@ class Landing:
     pages_offset: int
     page_stride: int
     num_pages: int
+    shelves: Shelves | None = None
+    """where sealed blocks can be found, if they can"""
 
     def take_seat(self, pid: int) -> Seat | None:
         """For a lane of that process; None if there is none left."""

@@ -15,6 +15,7 @@ from messenger.protocol import (
     Message,
     Refused,
     Seat,
+    Shelves,
     Welcome,
     check_identity,
     check_version,
@@ -122,13 +123,14 @@ async def welcome(
     ours: Identity,
     segment: Segment | None = None,
     seat: Seat | None = None,
+    shelves: Shelves | None = None,
     endpoint: EndpointInfo | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Lets the sender in."""
     fd = None if segment is None else segment.fd
     num_bytes = None if segment is None else segment.num_bytes
-    await stream.send([encode_frame(Welcome(ours, num_bytes, seat, endpoint, scratch))], fd=fd)
+    await stream.send([encode_frame(Welcome(ours, num_bytes, seat, shelves, endpoint, scratch))], fd=fd)
 
 
 async def refuse(stream: Stream, reason: str) -> None:

@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
+from messenger.catalogue import Catalogue
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
 from messenger.outbox import Outbox
@@ -96,6 +97,7 @@ class Lane:
         answer_timeout_s: float,
         endpoint: Endpoint | None = None,
         shared: SharedPages | None = None,
+        catalogue: Catalogue | None = None,
     ) -> None:
         self.number = number
         self.path = path
@@ -118,13 +120,18 @@ class Lane:
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
         self._shared = shared
         """what is written by ourselves"""
+        self._catalogue = catalogue
+        """what is read by ourselves"""
+        self._copies = shared is not None or catalogue is not None
         self._outbox = Outbox(self._stream, self._pump)
         self._patience = Patience()
         self._left: Frame | None = None
         """that has come, and takes a while"""
         self._is_pumping_soon = False
+        self._is_control_due = False
+        """else it waits for a request to go with"""
         self._later: asyncio.TimerHandle | None = None
-        """sends what can wait a moment"""
+        """when it is due"""
         self._given_up: str | None = None
         self._is_running = True
         self.remedy: Remedy | None = None
@@ -166,7 +173,7 @@ class Lane:
     def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
         """There may be something to send. What this side copies, and nobody waits for, gets turns of its own:
         others may come between."""
-        if self._shared is not None and urgency is Urgency.BULK:
+        if self._copies and urgency is Urgency.BULK:
             self._pump_soon()
         else:
             self._pump()
@@ -195,11 +202,11 @@ class Lane:
         self._control.append(message)
         if isinstance(message, Close):
             self._outstanding.closed(message)
-        loop = asyncio.get_running_loop()
         if within_s and self._is_running:
             if self._later is None:
-                self._later = loop.call_later(within_s, self._pump)
+                self._later = asyncio.get_running_loop().call_later(within_s, self._send_control)
         else:
+            self._is_control_due = True
             self._pump_soon()
 
     async def run(self) -> str:
@@ -257,8 +264,14 @@ class Lane:
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
         self._send_requests()
-        if self._control and self._is_running and not self._outbox:
+        if self._is_control_due and self._is_running and not self._outbox:
             self._post()
+
+    def _send_control(self) -> None:
+        """What has waited long enough."""
+        self._later = None
+        self._is_control_due = bool(self._control)
+        self._pump()
 
     def _send_requests(self) -> None:
         """What has no answer goes with them, but not alone."""
@@ -271,9 +284,10 @@ class Lane:
                 num_bytes += sum(map(len, pieces))
                 if not request.moving_bytes:
                     num_bytes += self._copied_share(request)
-            if not begun:
+            if begun:
+                self._post(*begun)
+            if not num_bytes:
                 return
-            self._post(*begun)
             if num_bytes >= _SENT_BYTES:
                 self._pump_soon()  # others first
                 return
@@ -283,11 +297,12 @@ class Lane:
         before others are copied."""
         if request.urgency is Urgency.LATENCY:
             return _SENT_BYTES
-        return request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK)
+        return max(1, request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK))
 
     def _post(self, *begun: bytes | memoryview) -> None:
         control = [encode_frame(message) for message in self._control]
         self._control.clear()
+        self._is_control_due = False
         if self._later is not None:
             self._later.cancel()
             self._later = None
@@ -302,7 +317,7 @@ class Lane:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        if self._shared is not None and self._owner.gives_way():
+        if self._copies and self._owner.gives_way():
             asyncio.get_running_loop().call_soon(self._turn)
         else:
             self._is_pumping_soon = False
@@ -312,6 +327,11 @@ class Lane:
         """What is to be sent now for `request`, which is outstanding from now on."""
         if isinstance(request, WriteRequest) and self._shared is not None and not request.is_placed:
             return self._place(request, self._shared)
+        if isinstance(request, FetchRequest) and self._catalogue is not None:
+            checksums = self._catalogue.read(request.fetch, request.views)
+            if checksums is not None:
+                self._read(request, checksums)
+                return []
         self._outstanding.begin(request)
         if isinstance(request, WriteRequest) and self._remote is not None:
             self._remote.begin(request)
@@ -337,6 +357,13 @@ class Lane:
             self._owner.moved(self, request.num_bytes, received=False)
             request.done(Outcome.PLACED, "")
         return [frame]
+
+    def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
+        """The blocks are there. Their holder is told in time: they have been of use."""
+        request.is_read = True
+        self.post(msgspec.structs.replace(request.fetch, is_read=True), within_s=NOT_URGENT_S)
+        self._owner.moved(self, request.num_bytes, received=True)
+        request.done(checksums, None)
 
     def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
         if self._remote is not None:

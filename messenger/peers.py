@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from messenger import handshake
 from messenger.board import native
+from messenger.catalogue import Catalogue
 from messenger.frames import Frames
 from messenger.handshake import introduce
 from messenger.identity import Identity
@@ -251,12 +252,14 @@ class Peers:
         )
         layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
         inlet: Inlet = TcpInlet(stream)
-        shared = None
+        shared = catalogue = None
         if is_shm:
             seat = welcome.seat
             mapped = inlet = ShmInlet(
                 stream, stream.take_fd(), welcome.segment_bytes, is_writable=seat is not None
             )
+            if welcome.shelves is not None:
+                catalogue = Catalogue.at(mapped.segment, welcome.shelves, layout)
             if seat is not None:
                 shared = SharedPages(mapped.segment, seat, layout, source.buffer)
         try:
@@ -271,7 +274,9 @@ class Peers:
             endpoint.connect(welcome.endpoint)
             await card.write_scratch(endpoint, welcome.scratch)
             inlet = RemoteReads(endpoint, card.memory)
-        return Lane(number, path, frames, inlet, source.buffer, layout, peer, timeout_s, endpoint, shared)
+        return Lane(
+            number, path, frames, inlet, source.buffer, layout, peer, timeout_s, endpoint, shared, catalogue
+        )
 
 
 def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:

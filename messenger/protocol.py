@@ -18,6 +18,7 @@ they are one *session*, and a transfer may use all of them.
     FetchDone                      ->                     the oldest Found has been read: let go of it
     Abandon(lane)                  ->                     forget that lane: what was on it comes again here
     Write(..., is_placed)          ->                     over shared memory, the bytes are in their pages
+    Fetch(..., is_read)            ->                     over shared memory, they have been read: no answer
     Expose(transfer, grant)        ->                     over RDMA: open its pages to this queue pair
                                    <-     Exposed         where they are; closed again with the transfer
     Probe                          ->                     bytes for nobody, to measure a path
@@ -109,12 +110,29 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     num_pages: int
 
 
+class Shelves(msgspec.Struct, frozen=True, array_like=True):
+    """Where the sender finds sealed blocks in the receiver's segment itself: see `messenger.catalogue`.
+
+    Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `Seat`.
+    """
+
+    states_offset: int
+    generations_offset: int
+    keys_offset: int
+    checksums_offset: int
+    places_offset: int
+    pages_offset: int
+    page_stride: int
+    num_pages: int
+
+
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Who the receiver is. `segment_bytes` is set when its segment comes along, writable with a `seat`."""
 
     identity: Identity
     segment_bytes: int | None = None
     seat: Seat | None = None
+    shelves: Shelves | None = None
     endpoint: EndpointInfo | None = None
     scratch: Scratch | None = None
     """where the sender can see whether its queue pair carries anything"""
@@ -184,12 +202,14 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
     """Send layers `[layer_begin, layer_end)` of the model of those of these blocks that are there.
 
     `heads` as in `Write`: a part that is not all of the holder's heads can be had of one layer at a time.
+    `is_read`: the sender has found all of them and read them where they are; nobody waits for an answer.
     """
 
     keys: list[bytes]
     layer_begin: int
     layer_end: int
     heads: tuple[int, int] | None = None
+    is_read: bool = False
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):

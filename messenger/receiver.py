@@ -75,12 +75,14 @@ class Sessions:
         stream, door = frames.stream, self._door
         await check_introduction(stream, door.identity, introduction)
         inlet, exposures = cast(Inlet, TcpInlet(stream)), None
-        segment = seat = endpoint = scratch = None
+        segment = seat = shelves = endpoint = scratch = None
         with contextlib.ExitStack() as on_failure:
             if introduction.segment_bytes is not None:
                 inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
                 segment = handshake.Segment(len(door.source.buffer), door.source.read_only_fd)
                 landing = door.landing
+                if landing is not None:
+                    shelves = landing.shelves
                 if landing is not None and introduction.takes_seat:
                     seat = landing.take_seat(stream.peer_pid)
                     if seat is not None:
@@ -98,7 +100,7 @@ class Sessions:
                 scratch = await card.open_scratch(endpoint)
                 inlet, exposures = InPlace(), Exposures(endpoint, card.memory)
             local_info = endpoint.local_info() if endpoint is not None else None
-            await welcome(stream, door.identity, segment, seat, local_info, scratch)
+            await welcome(stream, door.identity, segment, seat, shelves, local_info, scratch)
             on_failure.pop_all()
         layout = introduction.identity.layout if introduction.identity is not None else None
         return IncomingLane(door, frames, inlet, exposures, layout, seat)

@@ -78,6 +78,8 @@ class FetchRequest:
     done: Callable[[dict[int, bytes], str | None], None]
     num_lanes_lost: int = 0
     """under it"""
+    is_read: bool = False
+    """it is done: this side has copied the blocks"""
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +87,7 @@ class FetchRequest:
 
     @property
     def moving_bytes(self) -> int:
-        return self.num_bytes
+        return 0 if self.is_read else self.num_bytes
 
     def lost(self, reason: str) -> None:
         self.done({}, reason)

@@ -1,10 +1,10 @@
 """The ways bytes can take between two messengers: shared memory on one host, RDMA or TCP between hosts.
 
 Over `shm` each side passes a descriptor of its segment once. Whoever asks copies: a writer into pages that
-are granted to it (see messenger.board), a reader out of blocks that have been found; where a writer cannot,
-the receiver copies out of its segment. Over `tcp` the payload follows the frame
-and is received straight into the page. Over `rdma` they go from memory to memory, beside the connection on
-which the frames travel: see messenger.rdma.
+are granted to it (see messenger.board), a reader out of blocks that it finds (see messenger.catalogue) or
+that have been found for it; where a writer cannot, the receiver copies out of its segment. Over `tcp` the
+payload follows the frame and is received straight into the page. Over `rdma` they go from memory to memory,
+beside the connection on which the frames travel: see messenger.rdma.
 
 Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
 """

@@ -17,7 +17,15 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.store.workload import WORKING_SET_BYTES, Memory
-from benchmarks.transfer.ours_driver import GRANT, INSTANCE, SLICE_BYTES, identity, shared_memory
+from benchmarks.transfer.ours_driver import (
+    GRANT,
+    INSTANCE,
+    PAGE_BYTES,
+    identity,
+    key,
+    shared_memory,
+    slice_bytes_of,
+)
 from benchmarks.transfer.work import Direction, Engine, Pair
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums, prepare
 from messenger.identity import host_id
@@ -122,10 +130,10 @@ class MessengerEngine:
         *,
         is_latency: bool,
     ) -> None:
-        slice_bytes = max(size for size in SLICE_BYTES if size <= block_bytes)
+        page_bytes = max(size for size in PAGE_BYTES if size <= block_bytes)
         urgency = Urgency.LATENCY if is_latency else Urgency.BULK
         move = self._write if direction == "write" else self._read
-        await move(batch, self._peers[slice_bytes], pairs, block_bytes, slice_bytes, urgency)
+        await move(batch, self._peers[page_bytes], pairs, block_bytes, page_bytes, urgency)
 
     async def _write(
         self,
@@ -133,18 +141,18 @@ class MessengerEngine:
         peer: Peer,
         pairs: Sequence[Pair],
         block_bytes: int,
-        slice_bytes: int,
+        page_bytes: int,
         urgency: Urgency,
     ) -> None:
-        checksums, frame_bytes = self._checksums_of(slice_bytes), peer.frame_bytes(urgency)
+        slice_bytes, frame_bytes = slice_bytes_of(page_bytes), peer.frame_bytes(urgency)
+        checksums = self._checksums_of(slice_bytes)
         entries = []
         for index, (local, remote) in enumerate(pairs):
-            for begin, length in _parts(block_bytes, frame_bytes):
+            for begin, length in _parts(block_bytes, min(frame_bytes, page_bytes)):
                 first = (local * block_bytes + begin) // slice_bytes
-                target = (remote * block_bytes + begin) // slice_bytes
-                num_slices = length // slice_bytes
-                own = checksums[first * CHECKSUM_BYTES : (first + num_slices) * CHECKSUM_BYTES]
-                entry = WriteEntry(0, 0, target, target + num_slices, own, first * slice_bytes)
+                own = checksums[first * CHECKSUM_BYTES : (first + length // slice_bytes) * CHECKSUM_BYTES]
+                page, layers = _target(remote * block_bytes + begin, length, page_bytes)
+                entry = WriteEntry(page, 0, layers.start, layers.stop, own, first * slice_bytes)
                 entries.append((index, entry))
 
         def done(frame: Sequence[tuple[int, WriteEntry]], outcome: Outcome) -> None:
@@ -166,28 +174,21 @@ class MessengerEngine:
         peer: Peer,
         pairs: Sequence[Pair],
         block_bytes: int,
-        slice_bytes: int,
+        page_bytes: int,
         urgency: Urgency,
     ) -> None:
         frame_bytes = peer.frame_bytes(urgency)
-        parts = list(_parts(block_bytes, frame_bytes))
-        at_once = 1
-        if len(parts) == 1:  # several small blocks in one request
-            at_once = max(1, frame_bytes // block_bytes)
+        part_bytes = min(frame_bytes, page_bytes)
+        parts = [
+            (index, begin) for index in range(len(pairs)) for begin, _ in _parts(block_bytes, part_bytes)
+        ]
+        # Several pages in one request, or some layers of one.
+        at_once = frame_bytes // page_bytes or 1
         requests = [
             self._fetch(
-                batch,
-                peer,
-                range(first, min(first + at_once, len(pairs))),
-                pairs,
-                block_bytes,
-                slice_bytes,
-                begin,
-                length,
-                urgency,
+                batch, peer, parts[n : n + at_once], pairs, block_bytes, page_bytes, part_bytes, urgency
             )
-            for first in range(0, len(pairs), at_once)
-            for begin, length in parts
+            for n in range(0, len(parts), at_once)
         ]
         if len(requests) == 1:
             await requests[0]
@@ -204,23 +205,26 @@ class MessengerEngine:
         self,
         batch: _Batch,
         peer: Peer,
-        indices: range,
+        parts: Sequence[tuple[int, int]],
         pairs: Sequence[Pair],
         block_bytes: int,
-        slice_bytes: int,
-        begin: int,
-        length: int,
+        page_bytes: int,
+        part_bytes: int,
         urgency: Urgency,
     ) -> None:
-        asked = [pairs[index] for index in indices]
-        keys = [((remote * block_bytes + begin) // slice_bytes).to_bytes(8, "little") for _, remote in asked]
-        starts = [WORKING_SET_BYTES + local * block_bytes + begin for local, _ in asked]
-        views = [self._buffer[start : start + length] for start in starts]
-        found = await peer.fetch(keys, views, range(length // slice_bytes), urgency)
+        """`parts` of blocks: number of the block in `pairs`, where the part begins in it."""
+        keys, views, layers = [], [], range(0)
+        for index, begin in parts:
+            local, remote = pairs[index]
+            page, layers = _target(remote * block_bytes + begin, part_bytes, page_bytes)
+            keys.append(key(page))
+            start = WORKING_SET_BYTES + local * block_bytes + begin
+            views.append(self._buffer[start : start + part_bytes])
+        found = await peer.fetch(keys, views, layers, urgency)
         if len(found) < len(keys):
             raise TransferError("a block did not come")
-        for index in indices:
-            batch.arrived(index, length)
+        for index, _ in parts:
+            batch.arrived(index, part_bytes)
 
     def _checksums_of(self, slice_bytes: int) -> bytes:
         if slice_bytes not in self._checksums:
@@ -244,6 +248,13 @@ def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(frame_bytes, block_bytes - begin)
 
 
+def _target(begin: int, num_bytes: int, page_bytes: int) -> tuple[int, range]:
+    """Page and layers of these bytes of the remote memory."""
+    page, skipped_bytes = divmod(begin, page_bytes)
+    slice_bytes = slice_bytes_of(page_bytes)
+    return page, range(skipped_bytes // slice_bytes, (skipped_bytes + num_bytes) // slice_bytes)
+
+
 def _frames(
     entries: Sequence[tuple[int, WriteEntry]], slice_bytes: int, most_bytes: int
 ) -> Iterator[list[tuple[int, WriteEntry]]]:
@@ -262,10 +273,10 @@ def _frames(
 @contextlib.contextmanager
 def _start(transport: Transport) -> Iterator[MessengerEngine]:
     prepare()
-    key = ClusterKey.generate()
+    cluster_key = ClusterKey.generate()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        command = [sys.executable, "-m", "benchmarks.transfer.ours_driver", folder, key.to_text()]
+        command = [sys.executable, "-m", "benchmarks.transfer.ours_driver", folder, cluster_key.to_text()]
         target = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         stack.callback(target.wait)
         stack.callback(target.kill)
@@ -280,20 +291,20 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
         async def connect() -> None:
             async with asyncio.TaskGroup() as tasks:
                 peers = {}
-                for slice_bytes in SLICE_BYTES:
-                    unix_path, port = places[str(slice_bytes)]
+                for page_bytes in PAGE_BYTES:
+                    unix_path, port = places[str(page_bytes)]
                     address = MessengerAddress(INSTANCE, 1, host_id(), unix_path, (("127.0.0.1", port),))
                     connections = Peers(
                         tasks,
                         source,
                         Traffic(),
-                        identity=identity("source", slice_bytes),
-                        key=key,
+                        identity=identity("source", page_bytes),
+                        key=cluster_key,
                         tls=None,
                         settings=MessengerConfig(transport=transport),
                         cards=Cards([]),
                     )
-                    peers[slice_bytes] = await connections.peer(address)
+                    peers[page_bytes] = await connections.peer(address)
                 opened.set_result(peers)
                 await asyncio.Event().wait()
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfer.ours_driver FOLDER KEY      (says where it listens, ends with its stdin)
 
-What a pool's page table does is done by the simplest thing that keeps its promises: every range may be
-written at any time, and is found with the checksums that came with it.
+What a pool's page table does is done by the simplest thing that keeps its promises: every page may be
+written at any time, and its block is found with the checksums that came with it.
 
 Owns: that memory. Does not know: what is measured.
 """
@@ -14,20 +14,22 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from benchmarks.store.workload import WORKING_SET_BYTES
 from messenger.board import BOARD_BYTES, Board
+from messenger.catalogue import PLACES, Catalogue
 from messenger.checksums import CHECKSUM_BYTES, prepare
 from messenger.door import Door, Landing, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
 from messenger.listening import listening_loop
-from messenger.protocol import WriteEntry
+from messenger.protocol import Shelves, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.receiver import Sessions
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic
-from mooncake.blocks import KVLayout
+from mooncake.blocks import KEY_BYTES, KVLayout
 from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 from mooncake.sections import MessengerConfig
@@ -35,46 +37,76 @@ from mooncake.sections import MessengerConfig
 INSTANCE = "target"
 GRANT = 1
 """of all of the memory, for ever"""
-SLICE_BYTES = (4 << 10, 64 << 10, 256 << 10)
-"""checksums are of so much; the largest that fits a block is used"""
+PAGE_BYTES = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
+"""the largest that fits a block is used; a larger block is several pages"""
+_LARGEST_SLICE_BYTES = 256 << 10
+_TABLES_BYTES = 4 * HUGE_PAGE_BYTES
+_SEALED = 2
+"""the state of all pages"""
 
 
-def identity(instance: str, slice_bytes: int) -> Identity:
-    """The whole memory as one page whose layers are slices."""
+def slice_bytes_of(page_bytes: int) -> int:
+    """What checksums are of."""
+    return min(page_bytes, _LARGEST_SLICE_BYTES)
+
+
+def key(page: int) -> bytes:
+    """Of the block that is always in this page."""
+    return page.to_bytes(KEY_BYTES, "little")
+
+
+def identity(instance: str, page_bytes: int) -> Identity:
+    """Pages of that size, whose layers are slices."""
+    slice_bytes = slice_bytes_of(page_bytes)
     layout = KVLayout(
-        num_layers=WORKING_SET_BYTES // slice_bytes,
+        num_layers=page_bytes // slice_bytes,
         num_kv_heads=1,
         head_dim=16,
         block_size=slice_bytes // 64,
         dtype="bfloat16",
     )
-    assert layout.layer_bytes == slice_bytes
+    assert layout.block_bytes == page_bytes
     return Identity(instance, 1, host_id(), "benchmark", layout)
 
 
-class Slices:
-    """`WriteTarget` and `ReadSource` over the memory."""
+class Pages:
+    """`WriteTarget` and `ReadSource` over the memory, cut into pages of one size."""
 
-    def __init__(self, memory: memoryview, slice_bytes: int) -> None:
-        self._memory = memory
-        self._slice_bytes = slice_bytes
-        self._checksums = bytearray(len(memory) // slice_bytes * CHECKSUM_BYTES)
+    def __init__(self, segment: memoryview, page_bytes: int, table_offset: int) -> None:
+        """What says where each block is lies in `segment[table_offset : self.table_end]`."""
+        layout = identity(INSTANCE, page_bytes).layout
+        self.num_pages = num_pages = WORKING_SET_BYTES // page_bytes
+        self._num_layers = layout.num_layers
+        sizes = (1, 4, KEY_BYTES, self._num_layers * CHECKSUM_BYTES, 4 * PLACES)
+        offsets = [*accumulate((-(-size * num_pages // 8) * 8 for size in sizes), initial=table_offset)]
+        states, _, keys, checksums, places, self.table_end = offsets
+        self.shelves = Shelves(*offsets[:-1], 0, page_bytes, num_pages)
+        segment[states : states + num_pages] = bytes([_SEALED]) * num_pages
+        segment[keys : keys + KEY_BYTES * num_pages] = b"".join(map(key, range(num_pages)))
+        catalogue = Catalogue.at(segment, self.shelves, layout)
+        if catalogue is not None:
+            catalogue.note(range(num_pages))
+        self._checksums = segment[checksums:places]
+        self._memory = segment[:WORKING_SET_BYTES]
+        self._page_bytes = page_bytes
+        self._slice_bytes = layout.layer_bytes
 
     def open(self, grant_id: int, writer: Writer) -> None:
         """Everybody may write."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview:
-        end = entry.layer_end * self._slice_bytes
-        if not 0 <= entry.layer_begin < entry.layer_end or end > len(self._memory):
+        layers = range(entry.layer_begin, entry.layer_end)
+        if not (0 <= entry.page < self.num_pages and 0 <= layers.start < layers.stop <= self._num_layers):
             raise WriteRefused("outside the memory")
-        return self._memory[entry.layer_begin * self._slice_bytes : end]
+        begin = self._offset(entry.page, layers)
+        return self._memory[begin : begin + len(layers) * self._slice_bytes]
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
-        return [(0, Range(0, len(self._memory)))], lambda: None
+        size = self._page_bytes
+        return [(page, Range(page * size, size)) for page in range(self.num_pages)], lambda: None
 
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
-        begin = entry.layer_begin * CHECKSUM_BYTES
-        self._checksums[begin : begin + len(entry.checksums)] = entry.checksums
+        self._checksums[self._places(entry.page, range(entry.layer_begin, entry.layer_end))] = entry.checksums
         return False
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
@@ -91,14 +123,23 @@ class Slices:
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """A key is the number of a slice."""
         blocks = []
-        for index, key in enumerate(keys):
-            first = int.from_bytes(key, "little") + layers.start
-            begin, end = first * self._slice_bytes, (first + len(layers)) * self._slice_bytes
-            checksums = self._checksums[first * CHECKSUM_BYTES : (first + len(layers)) * CHECKSUM_BYTES]
-            blocks.append(Readable(index, self._memory[begin:end], begin, bytes(checksums)))
+        for index, page in enumerate(int.from_bytes(each, "little") for each in keys):
+            begin = self._offset(page, layers)
+            view = self._memory[begin : begin + len(layers) * self._slice_bytes]
+            blocks.append(Readable(index, view, begin, bytes(self._checksums[self._places(page, layers)])))
         return blocks, lambda: None
+
+    def was_read(self, keys: Sequence[bytes]) -> int:
+        return len(keys)
+
+    def _offset(self, page: int, layers: range) -> int:
+        return page * self._page_bytes + layers.start * self._slice_bytes
+
+    def _places(self, page: int, layers: range) -> slice:
+        """Of their checksums."""
+        first = page * self._num_layers + layers.start
+        return slice(first * CHECKSUM_BYTES, (first + len(layers)) * CHECKSUM_BYTES)
 
 
 def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
@@ -116,23 +157,28 @@ async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.Ta
         tasks.create_task(sessions.serve(Stream(sock)))
 
 
-async def _serve(folder: str, key: ClusterKey) -> None:
+async def _serve(folder: str, cluster_key: ClusterKey) -> None:
     prepare()
-    fd, segment = shared_memory(WORKING_SET_BYTES + HUGE_PAGE_BYTES)
-    memory, board = segment[:WORKING_SET_BYTES], Board.at(segment[-BOARD_BYTES:])
-    source, landing = SourceSegment.of(fd, segment), None
+    fd, segment = shared_memory(WORKING_SET_BYTES + _TABLES_BYTES)
+    board, source = Board.at(segment[-BOARD_BYTES:]), SourceSegment.of(fd, segment)
     if board is not None:
         board.open(GRANT)
-        landing = Landing(board, fd, len(segment) - BOARD_BYTES, 0, WORKING_SET_BYTES, 1)
+    table_offset = WORKING_SET_BYTES
     places: dict[int, tuple[str, int]] = {}
     async with asyncio.TaskGroup() as tasks:
-        for slice_bytes in SLICE_BYTES:
-            slices = Slices(memory, slice_bytes)
+        for page_bytes in PAGE_BYTES:
+            pages, landing = Pages(segment, page_bytes, table_offset), None
+            table_offset = pages.table_end
+            assert table_offset <= len(segment) - BOARD_BYTES
+            if board is not None:
+                landing = Landing(
+                    board, fd, len(segment) - BOARD_BYTES, 0, page_bytes, pages.num_pages, pages.shelves
+                )
             door = Door(
-                identity(INSTANCE, slice_bytes),
-                key,
-                slices,
-                slices,
+                identity(INSTANCE, page_bytes),
+                cluster_key,
+                pages,
+                pages,
                 source,
                 Traffic(),
                 MessengerConfig(),
@@ -141,13 +187,13 @@ async def _serve(folder: str, key: ClusterKey) -> None:
             )
             sessions = Sessions(door)
             by_memory, by_network = socket.socket(socket.AF_UNIX), socket.socket()
-            by_memory.bind(f"{folder}/{slice_bytes}.sock")
+            by_memory.bind(f"{folder}/{page_bytes}.sock")
             by_network.bind(("127.0.0.1", 0))
             for listener in (by_memory, by_network):
                 listener.listen()
                 listener.setblocking(False)
                 tasks.create_task(_accept(listener, sessions, tasks))
-            places[slice_bytes] = (by_memory.getsockname(), by_network.getsockname()[1])
+            places[page_bytes] = (by_memory.getsockname(), by_network.getsockname()[1])
         print(json.dumps(places), flush=True)
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()

@@ -89,7 +89,9 @@ class Member:
         os.truncate(self._fd, _NUM_PAGES * (layout.block_bytes + 8192) + 32768)
         self.segment = Segment.format(self._fd, FINGERPRINT, layout)
         self.source = SourceSegment.of(self._fd, self.segment.buffer)
-        self.pool = Pool(self.segment.page_table())
+        catalogue = self.segment.catalogue()
+        on_sealed = catalogue.note if catalogue is not None else lambda pages: None
+        self.pool = Pool(self.segment.page_table(), on_sealed=on_sealed)
         self.cards = cards
         unix_path = str(folder / f"{name}.sock")
         Path(unix_path).unlink(missing_ok=True)

@@ -129,11 +129,7 @@ def test_fields_of_the_table_are_aligned_and_disjoint(num_pages: int) -> None:
     buffer = bytearray(table_bytes(num_pages, LAYOUT.num_layers))
     start = np.frombuffer(buffer, np.uint8).ctypes.data
     table = PageTable(buffer, num_pages, LAYOUT.num_layers)
-    views = [
-        np.frombuffer(v, np.uint8) for v in vars(table).values() if isinstance(v, np.ndarray | memoryview)
-    ]
-    by_start = {view.ctypes.data: view for view in views}  # some fields can be seen in two ways
-    fields = [by_start[address] for address in sorted(by_start)]
+    fields = sorted(table._arrays.values(), key=lambda field: field.ctypes.data)
     assert sum(field.nbytes for field in fields) == num_pages * record_bytes(LAYOUT.num_layers)
     assert all((field.ctypes.data - start) % 64 == 0 for field in fields)
     ends = [field.ctypes.data + field.nbytes for field in fields]

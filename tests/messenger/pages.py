@@ -5,17 +5,22 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
 from messenger.board import BOARD_BYTES, Board
+from messenger.catalogue import PLACES, Catalogue
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.door import Landing, Readable, Writer, WriteRefused
-from messenger.protocol import WriteEntry
+from messenger.protocol import Shelves, WriteEntry
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment
-from mooncake.blocks import KVLayout
+from mooncake.blocks import KEY_BYTES, KVLayout
 from mooncake.errors import MooncakeError
+
+_SEALED = 2
+"""the state of a page whose block can be found"""
 
 
 class Memory:
@@ -26,18 +31,39 @@ class Memory:
         self.num_pages = num_pages
         self.fd = os.memfd_create("fabric")
         self._board_offset = -(-layout.block_bytes * num_pages // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.truncate(self.fd, self._board_offset + BOARD_BYTES)
-        self.mapping = mmap.mmap(self.fd, self._board_offset + BOARD_BYTES)
+        sizes = (8, 8, KEY_BYTES, CHECKSUM_BYTES * layout.num_layers, 4 * PLACES)
+        offsets = [
+            *accumulate((size * num_pages for size in sizes), initial=self._board_offset + BOARD_BYTES)
+        ]
+        self._shelves = Shelves(*offsets[:-1], 0, layout.block_bytes, num_pages)
+        os.truncate(self.fd, offsets[-1])
+        self.mapping = mmap.mmap(self.fd, offsets[-1])
         self.view = memoryview(self.mapping)[: layout.block_bytes * num_pages]
         self.source = SourceSegment.of(self.fd, memoryview(self.mapping))
         self.landing: Landing | None = None
 
     def land(self) -> None:
         """Others may write to it themselves, where they can."""
-        board = Board.at(self.source.buffer[self._board_offset :])
+        board = Board.at(self.source.buffer[self._board_offset : self._board_offset + BOARD_BYTES])
         if board is not None:
-            size = self.layout.block_bytes
-            self.landing = Landing(board, self.fd, self._board_offset, 0, size, self.num_pages)
+            size, shelves = self.layout.block_bytes, self._shelves
+            self.landing = Landing(board, self.fd, self._board_offset, 0, size, self.num_pages, shelves)
+
+    def shelve(self, key: bytes, page: int) -> None:
+        """Those of this host find this block in `page` from now on, until it is `unshelved`."""
+        shelves, checksums = self._shelves, self.checksums(page, range(self.layout.num_layers))
+        checksums_offset = shelves.checksums_offset + page * len(checksums)
+        self.mapping[checksums_offset : checksums_offset + len(checksums)] = checksums
+        key_offset = shelves.keys_offset + page * KEY_BYTES
+        self.mapping[key_offset : key_offset + KEY_BYTES] = key
+        self.mapping[shelves.states_offset + page] = _SEALED
+        catalogue = Catalogue.at(self.source.buffer, shelves, self.layout)
+        assert catalogue is not None
+        catalogue.note([page])
+
+    def unshelve(self, page: int) -> None:
+        self.mapping[self._shelves.generations_offset + 4 * page] += 1
+        self.mapping[self._shelves.states_offset + page] = 0
 
     @property
     def board(self) -> Board:
@@ -91,6 +117,10 @@ class Pages:
         """page of each key that can be read"""
         self.violations: list[str] = []
         self.num_leases = 0
+        self.num_asked = 0
+        """leases that there have been"""
+        self.num_read = 0
+        """blocks that others say they have read themselves"""
         self.num_begun = 0
         self.num_exposed = 0
         """grants whose pages are open to somebody's device; after that nothing lands there any more"""
@@ -245,12 +275,17 @@ class Pages:
         assert heads is None
         return self._lease(keys, layers) if self.may_read.is_set() else None
 
+    def was_read(self, keys: Sequence[bytes]) -> int:
+        self.num_read += len(keys)
+        return len(keys)
+
     def _lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
         if self.read_failure is not None:
             raise self.read_failure
         found = [(index, self.blocks[key]) for index, key in enumerate(keys) if key in self.blocks]
         is_leased = True
         self.num_leases += 1
+        self.num_asked += 1
 
         def end_lease() -> None:
             nonlocal is_leased

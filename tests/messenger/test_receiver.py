@@ -67,6 +67,7 @@ RULES_BROKEN: dict[str, Callable[[Fabric], list[Said]]] = {
     "a greeting": lambda node: [(Hello(2, b"n" * 32), b"")],
     "an answer": lambda node: [(WriteAck(), b"")],
     "payload where none belongs": lambda node: [(Close(1, None), b"123")],
+    "read by itself by who sees nothing": lambda node: [(Fetch([key(1)], 0, 1, is_read=True), b"")],
     "too many fetches": lambda node: [(Fetch([key(1)], 0, 1), b"")] * (MOST_FETCHES + 1),
 }
 

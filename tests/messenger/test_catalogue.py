@@ -1,0 +1,71 @@
+"""Blocks of another process's segment, found and read without asking."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from messenger.requests import Urgency
+from tests.messenger.fabric import LARGE, Fabric, fabric, key, run, until
+
+SHM = {"transport": "shm", "streams": 1}
+
+
+def publish(node: Fabric, pages: Sequence[int]) -> None:
+    """Fills pages of the receiver, which those of its host find."""
+    node.publish(pages)
+    for page in pages:
+        node.receiver_memory.shelve(key(page), page)
+
+
+def assert_read(node: Fabric, pages: Sequence[int]) -> None:
+    for page in pages:
+        assert node.sender_memory.page(page) == node.receiver_memory.page(page)
+
+
+def test_what_is_found_is_read_without_asking(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, **SHM) as node:
+            publish(node, range(4))
+            assert await node.fetch(range(4)) == [0, 1, 2, 3]
+            assert_read(node, range(4))
+            peer = await node.peer()
+            layers, views = range(1, 3), [node.sender_memory.layers(page, range(2)) for page in (9, 8)]
+            found = await peer.fetch([key(3), key(0)], views, layers, Urgency.BULK)
+            assert found == {
+                index: node.receiver_memory.checksums(page, layers) for index, page in enumerate((3, 0))
+            }
+            assert views[0] == node.receiver_memory.layers(3, layers)
+            await until(lambda: node.pages.num_read == 6)
+            assert node.pages.num_asked == 0
+            num_bytes = 4 * LARGE.block_bytes + 4 * LARGE.layer_bytes
+            assert sum(node.received.sent_bytes.values()) == num_bytes
+            assert sum(node.sent.received_bytes.values()) == num_bytes
+            assert peer.is_idle
+
+    run(test())
+
+
+@pytest.mark.parametrize("what", ["absent", "damaged", "of another generation", "outside"])
+def test_what_is_not_found_intact_is_asked_for(tmp_path: Path, what: str) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, **SHM) as node:
+            publish(node, range(3))
+            memory = node.receiver_memory
+            match what:
+                case "absent":
+                    node.publish([3])
+                case "damaged":  # what it says of its bytes is
+                    publish(node, [3])
+                    memory.page(3)[-1] ^= 1
+                case "of another generation":
+                    publish(node, [3])
+                    memory.unshelve(3)
+                case _:
+                    publish(node, [3])
+                    memory.shelve(key(77), 3)
+            assert await node.fetch(range(4)) == [0, 1, 2, 3]
+            assert_read(node, range(4))
+            assert node.pages.num_asked == 1
+
+    run(test())
