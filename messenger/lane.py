@@ -60,6 +60,10 @@ class Owner(Protocol):
 
     name: str
 
+    @property
+    def has_more(self) -> bool:
+        """Whether some request waits."""
+
     def next_request(self, lane: "Lane") -> Request | None:
         """What `lane` should send now, if there is something for it."""
 
@@ -289,7 +293,8 @@ class Lane:
             if not num_bytes:
                 return
             if num_bytes >= _SENT_BYTES:
-                self._pump_soon()  # others first
+                if self._owner.has_more:
+                    self._pump_soon()  # others first
                 return
 
     def _copied_share(self, request: Request) -> int:

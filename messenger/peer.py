@@ -330,6 +330,10 @@ class Peer:
 
     # -- what lanes say (lane.Owner) --------------------------------------------------------------
 
+    @property
+    def has_more(self) -> bool:
+        return self._queues.has_any
+
     def next_request(self, lane: Lane) -> Request | None:
         while (request := self._queues.take(lane, self._now_s())) is not None:
             if not isinstance(request, WriteRequest):

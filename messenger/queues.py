@@ -70,6 +70,11 @@ class Queues(Generic[Lane]):
         return self._has_rdma
 
     @property
+    def has_any(self) -> bool:
+        """Whether some request waits."""
+        return any(self._queues.values())
+
+    @property
     def has_bulk(self) -> bool:
         """Whether some waits."""
         return bool(self._queues[Urgency.BULK])

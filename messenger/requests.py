@@ -5,7 +5,7 @@ Owns: what a request is, and how it ends. Does not know: lanes, sockets.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 
 from messenger.protocol import Fetch, Write
 
@@ -21,8 +21,8 @@ class Outcome(Enum):
     """refused for another reason, lost with the last lane, or never sent"""
 
 
-class Urgency(Enum):
-    """Class of a transfer: latency goes before bulk."""
+class Urgency(IntEnum):
+    """Class of a transfer: latency goes before bulk. An integer, as it is looked up for every request."""
 
     LATENCY = auto()
     """somebody waits for it"""

@@ -510,7 +510,8 @@ def test_what_is_waited_for_is_copied_between_pieces_of_bulk(tmp_path: Path) -> 
             ):
                 for page in range(1, 9):
                     await bulk.write([node.entry(page)], LARGE.block_bytes, lambda _: order.append("bulk"))
-                await asyncio.sleep(0)
+                while not order:
+                    await asyncio.sleep(0)
                 await urgent.write([node.entry(9)], LARGE.block_bytes, lambda _: order.append("urgent"))
                 await until(lambda: bulk.is_confirmed and urgent.is_confirmed and len(order) == 9)
             assert order == ["bulk", "urgent", *["bulk"] * 7]
