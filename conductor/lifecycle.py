@@ -27,7 +27,8 @@ class RequestState(Enum):
     FAILED = auto()
 
 
-_ENDS = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
+_CUT_SHORT = frozenset({RequestState.ABORTED, RequestState.FAILED})
+_ENDS = _CUT_SHORT | {RequestState.FINISHED}
 NOT_PLACED = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})
 RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
@@ -86,6 +87,6 @@ class TrackedRequest:
     def move_to(self, state: RequestState) -> None:
         """Change state along the table above."""
         allowed = _NEXT.get(self.state, frozenset())
-        is_end = state in _ENDS - {RequestState.FINISHED} and self.state not in _ENDS
+        is_end = state in _CUT_SHORT and self.state not in _ENDS
         assert state in allowed or is_end, f"{self.request.request_id}: {self.state.name} -> {state.name}"
         self.state = state

@@ -22,15 +22,15 @@ class Lifetimes:
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
-        self._lasted: Floats = np.zeros(0)
-        """how many of them lasted as long, by age"""
+        self._lasted: Floats | None = None
+        """how many of them lasted as long, by age; None: it is to be counted anew"""
         self._shares: dict[int, Floats] = {}
         """since the last one was learned"""
 
     def learn(self, seconds: float) -> None:
         """One has ended."""
         self._latest.append(int(seconds / BUCKET_S))
-        self._lasted = np.bincount(self._latest)[::-1].cumsum()[::-1].astype(np.float64)
+        self._lasted = None
         self._shares.clear()
 
     def shares_left(self, later_s: float) -> Floats:
@@ -45,6 +45,8 @@ class Lifetimes:
     def _left(self, num_later: int) -> Floats:
         if not self._latest:
             return np.ones(1)
+        if self._lasted is None:
+            self._lasted = np.bincount(self._latest)[::-1].cumsum()[::-1].astype(np.float64)
         lasted = self._lasted
         num_ages = max(0, len(lasted) - num_later)
         shares = np.zeros(len(lasted) + 1)

@@ -45,6 +45,8 @@ from mooncake.sections import ConductorConfig
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
 """those of other processes are numbered at random"""
+_NUM_NEW_OBJECTS = 20_000
+"""that outlive each other, before garbage is looked for among them"""
 log = logging.getLogger(__name__)
 
 
@@ -221,6 +223,8 @@ def _announce(ready: Ready) -> None:
     # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
     gc.collect()
     gc.freeze()
+    # One message with the tokens of all streams makes more of them than Python lets come between two looks.
+    gc.set_threshold(_NUM_NEW_OBJECTS, *gc.get_threshold()[1:])
     report(ready)
 
 

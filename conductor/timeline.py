@@ -46,14 +46,19 @@ class Timeline:
         bucket = max(bucket, self._first)
         if bucket - self._first >= self._work.shape[1]:
             self._make_room(bucket)
-        self._work[:, bucket - self._first] += 1, num_tokens
+        self._change(bucket, 1, num_tokens)
         self._total = Work(self._total.num_requests + 1, self._total.num_tokens + num_tokens)
         return bucket
 
     def remove(self, bucket: int, num_tokens: int) -> None:
         """Undoes `add`."""
-        self._work[:, bucket - self._first] -= 1, num_tokens
+        self._change(bucket, -1, -num_tokens)
         self._total = Work(self._total.num_requests - 1, self._total.num_tokens - num_tokens)
+
+    def _change(self, bucket: int, num_requests: int, num_tokens: int) -> None:
+        index = bucket - self._first
+        self._work[0, index] += num_requests
+        self._work[1, index] += num_tokens
 
     def until(self, time_s: float) -> Work:
         """All up to a time, or up to a bucket's length more."""

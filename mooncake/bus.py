@@ -32,6 +32,10 @@ MAX_IN_A_ROW = 16
 """messages that are received before others have a turn in the event loop"""
 log = logging.getLogger(__name__)
 
+# pyzmq's flags are enumerations: to combine two of them takes as long as to send a message.
+_NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
+_MORE_NOBLOCK = int(zmq.SNDMORE) | _NOBLOCK
+
 
 class PeerGoneError(TransferError):
     """The addressed peer is not connected (`ROUTER_MANDATORY`)."""
@@ -63,20 +67,14 @@ class _Socket(Generic[Incoming]):
         if self._num_in_a_row > MAX_IN_A_ROW:
             self._num_in_a_row = 0
             await asyncio.sleep(0)
-        while True:
-            try:
-                return self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                self._num_in_a_row = 0
-                self._arrival = self._loop.create_future()
-                await self._arrival
+        while not self._has_message():
+            self._num_in_a_row = 0
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        return self._socket.recv_multipart(_NOBLOCK)
 
-    def _send(self, frames: list[bytes]) -> None:
-        """Raises zmq.ZMQError, also if it would have to wait."""
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        finally:
-            self._look()
+    def _has_message(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _on_signal(self) -> None:
         if self._is_awaited():
@@ -87,7 +85,7 @@ class _Socket(Generic[Incoming]):
     def _look(self) -> None:
         """libzmq's descriptor tells of each arrival once, and not at all of what a call to the socket has
         found by the way."""
-        if self._is_awaited() and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._is_awaited() and self._has_message():
             self._wake()
 
     def _is_awaited(self) -> bool:
@@ -153,12 +151,16 @@ class Router(_Socket[Incoming]):
 
     async def send(self, peer: bytes, message: msgspec.Struct) -> None:
         """Raises `PeerGoneError` when `peer` is not connected or does not read."""
+        payload = _encode(message)
         try:
-            self._send([peer, _encode(message)])
+            self._socket.send(peer, _MORE_NOBLOCK)
+            self._socket.send(payload, _NOBLOCK)
         except zmq.ZMQError as error:
             raise PeerGoneError(
                 f"cannot send {type(message).__name__} to {peer!r}: {error.strerror}"
             ) from None
+        finally:
+            self._look()
 
 
 class Dealer(_Socket[Incoming]):
@@ -205,8 +207,10 @@ class Dealer(_Socket[Incoming]):
                 f" it takes {LARGEST_MESSAGE_BYTES}"
             )
         try:
-            self._send([payload])
+            self._socket.send(payload, _NOBLOCK)
         except zmq.ZMQError as error:
             raise PeerGoneError(
                 f"cannot send {type(message).__name__} to {self.endpoint}: {error.strerror}"
             ) from None
+        finally:
+            self._look()

@@ -8,7 +8,7 @@ Owns: these bytes. Does not know: which tokens are to be hidden, requests.
 
 import codecs
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 
 from tokenizers import Tokenizer as Backend
 
@@ -50,10 +50,13 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_within_character = False
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that is certain now, possibly none."""
         pieces, hidden = self._pieces, self._hidden_ids
-        data = b"".join([pieces[i] for i in token_ids if i not in hidden])
+        if len(token_ids) == 1:  # as in almost every step
+            data = pieces[token_ids[0]] if token_ids[0] not in hidden else b""
+        else:
+            data = b"".join([pieces[i] for i in token_ids if i not in hidden])
         if data.isascii() and not self._is_within_character:
             return data.decode()
         text = self._decoder.decode(data)

@@ -31,18 +31,20 @@ log = logging.getLogger(__name__)
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises RequestError for more than `max_bytes`, ClientDisconnect if the client hangs up."""
-    too_large = RequestError(
-        f"the request body is larger than {max_bytes} bytes; send less", status=413, code="request_too_large"
-    )
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    message = f"the request body is larger than {max_bytes} bytes; send less"
+    return RequestError(message, status=413, code="request_too_large")
 
 
 class RequestIds:

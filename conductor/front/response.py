@@ -98,17 +98,22 @@ class GenerationResponse(Response):
                 except RequestError as error:
                     await self._send_error(error)
                     break
-                if delta is not None:
-                    if self._is_streamed and not self._has_started:
+                if delta is None:
+                    continue
+                chunks = b""
+                if not self._is_streamed:
+                    self._parts.setdefault(delta.choice_index, []).append(delta)
+                else:
+                    if not self._has_started:
                         await self._start()
-                    chunks = self._chunks_of(delta)
-                    if delta.finish_reason is not None:
-                        await self._generation.end(event.request_id, delta.finish_reason)
-                    if delta.finish_reason is not None and self._generation.is_over:
-                        await self._end(chunks)
-                        self._outcome = Outcome.FINISHED
-                    elif chunks:
-                        await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
+                    chunks = self._answers.chunks(delta, self._generation.usage)
+                if delta.finish_reason is not None:
+                    await self._generation.end(event.request_id, delta.finish_reason)
+                if delta.finish_reason is not None and self._generation.is_over:
+                    await self._end(chunks)
+                    self._outcome = Outcome.FINISHED
+                elif chunks:
+                    await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
             self._has_ended = True
             self._outcome, self._bug = Outcome.FAILED, error
@@ -116,13 +121,6 @@ class GenerationResponse(Response):
             self._task.cancel()  # it waits for the client to hang up
         finally:
             self._is_sending = False
-
-    def _chunks_of(self, delta: Delta) -> bytes:
-        """Those of a stream; any other answer is sent as a whole."""
-        if self._is_streamed:
-            return self._answers.chunks(delta, self._generation.usage)
-        self._parts.setdefault(delta.choice_index, []).append(delta)
-        return b""
 
     async def _start(self) -> None:
         self._has_started = True

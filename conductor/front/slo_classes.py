@@ -19,6 +19,8 @@ def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: Api
     `priorities`: of all classes; that of its class replaces the job's own. Raises RequestError for a class
     that does not exist, or whose priority the key must not have.
     """
+    if name is None and key is None:
+        return job
     tenant = "" if key is None else key.name
     if name is None:
         return replace(job, tenant=tenant)

@@ -71,6 +71,9 @@ def test_a_message_that_a_send_has_come_upon_wakes_whoever_waits_for_it(tmp_path
 class FullSocket:
     """Has one more message whenever it is asked."""
 
+    def getsockopt(self, _: int) -> int:
+        return int(zmq.POLLIN)
+
     def recv_multipart(self, _: int) -> list[bytes]:
         return [WORKER, msgspec.msgpack.encode(Cancel("r"))]
 
