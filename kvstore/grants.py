@@ -61,6 +61,7 @@ class Grants:
         self._segment = segment
         self._address = address
         self._board = board
+        self.openings = segment.openings()
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
@@ -85,6 +86,8 @@ class Grants:
         )
         self._by_reservation[reservation.reservation_id] = grant
         self._open[grant.grant_id] = grant
+        for _, block in missing:
+            self.openings.open(block.page, block.generation, grant.grant_id)
         self._finish_if_complete(grant)
         pages = [GrantedPage(index, block.page, block.generation) for index, block in missing]
         return Grant(grant.grant_id, self._address, pages)
@@ -148,6 +151,7 @@ class Grants:
                 f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} were written before"
             )
         grant.incomplete[entry.page] = receiving | layer_mask(layers)
+        self.openings.take(entry.page, layers)
         self._pool.hold(entry.page)
         return self._segment.layers_view(entry.page, layers)
 
@@ -175,6 +179,7 @@ class Grants:
         if is_whole or not grant.parts.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
         grant.incomplete[page] |= layer_mask(layers)
+        self.openings.take(page, layers)
         self._pool.hold(page)
         return view
 
@@ -219,6 +224,7 @@ class Grants:
             layers, layout = self._positions(entry), self._segment.layout
             if heads is None or grant.parts.abandon(entry.page, layers.start, layout.head_positions(heads)):
                 grant.incomplete[entry.page] &= ~layer_mask(layers)
+                self.openings.release(entry.page, layers)
         self._pool.unhold(entry.page)
 
     def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
@@ -254,6 +260,8 @@ class Grants:
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
         """None of its pages is given to anybody else while somebody of this host may still write to it."""
+        for page in grant.pages:
+            self.openings.close(page)
         if self._board is None:
             return
 

@@ -24,6 +24,7 @@ from messenger.board import BOARD_BYTES, Board
 from messenger.catalogue import Catalogue
 from messenger.checksums import layer_checksums
 from messenger.door import Landing
+from messenger.openings import OpenPages
 from messenger.protocol import Shelves
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
@@ -153,6 +154,12 @@ class Segment:
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)
         return cls(mapping, header)
+
+    def openings(self) -> OpenPages:
+        """Which pages may be written over a network: none yet."""
+        begin = self.header.pages_offset
+        end = begin + self.num_pages * self.page_stride
+        return OpenPages(self.buffer[begin:end], self.layout, self.num_pages, self.page_stride)
 
     def landing(self, fd: int) -> Landing | None:
         """For those on this host, who map the segment behind `fd`; None where nothing can be compiled."""

@@ -27,7 +27,7 @@ from kvstore.remote import serve_client
 from kvstore.segment import Segment
 from kvstore.session import Session, User, failed_call
 from kvstore.store import Store, open_store
-from messenger.checksums import prepare
+from messenger import checksums, direct
 from messenger.identity import host_id
 from messenger.listening import listening_loop
 from messenger.rdma.cards import Cards, open_cards
@@ -334,7 +334,8 @@ def listen_clients(address: str) -> Iterator[socket.socket]:
 
 async def serve(config: MessengerProcess) -> None:
     """Serves one instance until cancelled."""
-    prepare()
+    checksums.prepare()
+    direct.prepare()
     cards = open_cards(config.settings)
     async with contextlib.AsyncExitStack() as stack:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))

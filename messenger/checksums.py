@@ -133,6 +133,14 @@ class LayerChecksums:
                 self._digests.buffer_info()[0],
             )
 
+    def resume(self, num_there: int, num_hashed: int, state: bytes, digests: bytes) -> None:
+        """So much came elsewhere: with the compiled hash of the layer that has begun, and those of others."""
+        assert self._native is not None
+        self.num_there, self._num_hashed.value = num_there, num_hashed
+        self._state = array("Q", state)
+        num_layers = num_hashed // self._layer_bytes
+        self._digests[:num_layers] = array("Q", digests[: num_layers * CHECKSUM_BYTES])
+
     @property
     def can_receive(self) -> bool:
         """Whether `receive` can be used: it needs compiled code."""

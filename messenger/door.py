@@ -9,6 +9,7 @@ from typing import Protocol
 
 from messenger.board import Board
 from messenger.identity import Identity
+from messenger.openings import OpenPages
 from messenger.protocol import Seat, Shelves, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
@@ -37,6 +38,9 @@ class WriteTarget(Protocol):
     not be given to anybody else in between. `heads`, the same in all three: the part of its layer that
     `entry` brings, or None if it brings all that this side has.
     """
+
+    openings: OpenPages
+    """what `begin` would take of the pages; what it has taken, and what is there, is taken from them"""
 
     def open(self, grant_id: int, writer: Writer) -> None:
         """A writer has announced itself. Idempotent. Raises WriteRefused."""

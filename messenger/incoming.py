@@ -37,7 +37,7 @@ from messenger.protocol import (
 from messenger.rdma.exposures import Exposures
 from messenger.replies import Replies
 from messenger.session import Session, SessionLane
-from messenger.transports import Inlet, Transport
+from messenger.transports import Inlet, TcpInlet, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
@@ -76,6 +76,7 @@ class IncomingLane:
         self._layout = door.identity.layout
         self._parts = Parts(self._layout, layout)
         self._session: Session
+        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
         self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
         """that leave together"""
@@ -121,6 +122,9 @@ class IncomingLane:
         """Serves the connection until it is lost. Returns the reason."""
         self._session = session
         session.had_seat |= self._seat is not None
+        if self._direct is not None and self._parts.has_same_heads:
+            self._direct.let_in(self._door.target.openings, session.openings, _ACK)
+            self._stream.receive_first = self._receive_first
         answering = asyncio.create_task(self._answers.run())
         try:
             while True:
@@ -132,6 +136,7 @@ class IncomingLane:
         except (OSError, TransferError) as error:
             return str(error) or "no answer in time"
         finally:
+            self._stream.receive_first = None
             if self._exposures is not None:
                 self._exposures.close()
             self._leave_seat()
@@ -150,6 +155,12 @@ class IncomingLane:
                 await self._replies.close()
             finally:  # also if it is cancelled again
                 self._answers.close()
+
+    def _receive_first(self, fd: int, buffer: memoryview) -> tuple[int, int]:
+        """Of a write that is sure to be taken all, and the acknowledgement leaves."""
+        assert self._direct is not None
+        is_next = not self._acks and self._replies.is_idle
+        return self._direct.receive(fd, buffer, may_answer=is_next)
 
     def _hear(self) -> bool:
         """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
@@ -307,7 +318,12 @@ class IncomingLane:
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
         """None: all is well. It leaves with those of the writes that have arrived already."""
-        self._acks.append(_ACK if answer is None else encode_frame(answer))
+        num_said = 0 if self._direct is None else self._direct.take_num_answered()
+        frame = _ACK if answer is None else encode_frame(answer)
+        assert not num_said or frame is _ACK
+        if num_said == len(frame):
+            return
+        self._acks.append(frame[num_said:])
         self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes
         if self._acknowledged_bytes >= _ANSWERED_BYTES:

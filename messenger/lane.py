@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -39,7 +40,7 @@ from messenger.rdma.remote import RemotePages
 from messenger.rdma.writes import RemoteWrites
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.shared_pages import SharedPages
-from messenger.transports import Inlet, Path, Transport
+from messenger.transports import Inlet, Path, TcpInlet, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 
@@ -127,6 +128,9 @@ class Lane:
         self._catalogue = catalogue
         """what is read by ourselves"""
         self._copies = shared is not None or catalogue is not None
+        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
+        if self._direct is not None:
+            self._stream.receive_first = partial(self._direct.receive, may_answer=False)
         self._outbox = Outbox(self._stream, self._pump)
         self._patience = Patience()
         self._left: Frame | None = None
@@ -194,7 +198,7 @@ class Lane:
         if is_short and self.num_outstanding == 1 and self._stream.may_poll:
             num_answered = self._outstanding.num_answered
             listen_s = LISTEN_S + request.num_bytes / _COPIED_BYTES_PER_S
-            self._patience.listen(lambda: self._looked(num_answered), listen_s)
+            self._patience.listen(self._stream.fileno, lambda: self._looked(num_answered), listen_s)
             self._stream.moved(_LISTENED_BYTES)
             await self._stream.take_turns()
 
@@ -223,6 +227,7 @@ class Lane:
             return self._given_up or str(error)
         finally:
             self._is_running = False
+            self._stream.receive_first = None
             if self._remote is not None:
                 if self._remote.failure is not None:
                     self.remedy = self._remote.failure.remedy
@@ -341,7 +346,7 @@ class Lane:
         if isinstance(request, WriteRequest) and self._remote is not None:
             self._remote.begin(request)
         else:
-            self._outstanding.sent(request)
+            self._sent(request)
         match request:
             case WriteRequest():
                 return self._with_payload(request)
@@ -349,6 +354,21 @@ class Lane:
                 return [encode_frame(request.fetch)]
             case ProbeRequest():
                 return [encode_frame(Probe(), len(request.payload)), request.payload]
+
+    def _sent(self, request: Request) -> None:
+        """Its answer is awaited."""
+        self._outstanding.sent(request)
+        if isinstance(request, FetchRequest):
+            self._expect()
+
+    def _expect(self) -> None:
+        """What comes goes straight to where the oldest fetch wants it, if that is one place."""
+        if self._direct is not None:
+            fetches = self._outstanding.fetches
+            if fetches and len(fetches[0].views) == 1:
+                self._direct.expect(fetches[0].views[0], fetches[0].layer_bytes)
+            else:
+                self._direct.expect(None)
 
     def _place(self, request: WriteRequest, shared: SharedPages) -> Sequence[bytes | memoryview]:
         """Writes it, unless that is the receiver's to do, and tells the receiver."""
@@ -499,6 +519,7 @@ class Lane:
             if block.checksums == actual
         }
         request = self._outstanding.take_fetch()
+        self._expect()
         self.post(FetchDone(), within_s=NOT_URGENT_S)
         if len(intact) < len(found.blocks):
             self._owner.damaged(self)

@@ -4,13 +4,35 @@ Owns: how long that is worth it. Does not know: who speaks.
 """
 
 import asyncio
+import functools
+import logging
 import os
 import time
 from collections.abc import Callable
+from ctypes import CDLL, c_int, c_int64
+from pathlib import Path
 from selectors import EpollSelector, SelectorKey
+
+from mooncake.errors import ConfigError
+from mooncake.native import load
+
+log = logging.getLogger(__name__)
 
 LISTEN_S = 300e-6
 _MOST_SKIPPED = 64
+
+
+@functools.cache
+def _native() -> CDLL | None:
+    """None where there is no compiler: then the interpreter asks, and hears of it some microseconds later."""
+    try:
+        library = load(Path(__file__).with_suffix(".cpp"))
+    except ConfigError as error:
+        log.warning("what comes is noticed more slowly: %s", str(error))
+        return None
+    library.listen_to.argtypes = (c_int, c_int64)
+    library.listen_to.restype = c_int
+    return library
 
 
 class Patience:
@@ -18,21 +40,30 @@ class Patience:
 
     def __init__(self) -> None:
         self._num_skipped = self._num_to_skip = 0
+        self._native = _native()
 
-    def listen(self, has_come: Callable[[], bool], for_s: float = LISTEN_S) -> bool:
-        """Whether it has come."""
+    def listen(self, fd: int, has_come: Callable[[], bool], for_s: float = LISTEN_S) -> bool:
+        """Whether it has come. That is asked when `fd` can be read."""
         if self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return False
         self._num_skipped = 0
-        until_s = time.perf_counter() + for_s
-        while time.perf_counter() < until_s:
-            if has_come():
+        now_s = time.perf_counter()
+        until_s = now_s + for_s
+        while now_s < until_s:
+            if self._is_readable(fd, until_s - now_s) and has_come():
                 self._num_to_skip = 0
                 return True
-            os.sched_yield()  # whoever is to say it may have been woken on this very core
+            now_s = time.perf_counter()
         self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
         return False
+
+    def _is_readable(self, fd: int, within_s: float) -> bool:
+        """Whether it may be."""
+        if self._native is not None:
+            return bool(self._native.listen_to(fd, int(1e9 * within_s)))
+        os.sched_yield()  # whoever is to say it may have been woken on this very core
+        return True
 
 
 class _ListeningSelector(EpollSelector):
@@ -44,7 +75,7 @@ class _ListeningSelector(EpollSelector):
         self._events: list[tuple[SelectorKey, int]] = []
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        if (timeout is None or timeout > LISTEN_S) and self._patience.listen(self._has_events):
+        if (timeout is None or timeout > LISTEN_S) and self._patience.listen(self.fileno(), self._has_events):
             return self._events
         return super().select(timeout)
 

@@ -15,7 +15,8 @@ class Parts:
     def __init__(self, ours: KVLayout, theirs: KVLayout | None) -> None:
         """`theirs`: None if it has no blocks."""
         self._layout = ours
-        self._has_same_heads = theirs is not None and theirs.heads == ours.heads
+        self.has_same_heads = theirs is not None and theirs.heads == ours.heads
+        """at both ends: nothing is said of them"""
 
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
         """Which part of each layer of this side a frame is about, None for all of it, and the bytes of that.
@@ -24,7 +25,7 @@ class Parts:
         """
         layout = self._layout
         if heads is None:
-            if not self._has_same_heads:
+            if not self.has_same_heads:
                 raise TransferError(f"which heads of [{layout.heads.start}, {layout.heads.stop}) is not said")
             return None, layout.layer_bytes
         begin, end = heads

@@ -66,6 +66,9 @@ class Stream:
         self.wanted_bytes = 1
         """for which there will be room `ahead`"""
         self._is_waiting_ahead = False
+        self.receive_first: Callable[[int, memoryview], tuple[int, int]] | None = None
+        """receives when nothing is `ahead`, into a buffer of AHEAD_BYTES: how many bytes came, and how many
+        of them are in it. Raises as a socket"""
         self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
         self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
@@ -94,6 +97,11 @@ class Stream:
         """Ends both directions: whoever waits in `receive_into` or `send` gets a ConnectionError."""
         with contextlib.suppress(OSError):  # already disconnected
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def fileno(self) -> int:
+        """Of the socket; negative once it is closed."""
+        return self._sock.fileno()
 
     @property
     def peer_pid(self) -> int:
@@ -194,6 +202,11 @@ class Stream:
         self._readable.look()
 
     def _receive_ahead(self) -> None:
+        if self.receive_first is not None and self._begin == self._end:
+            num_bytes, self._end = self.receive_first(self.fileno, self._buffer)
+            self.num_received_bytes += num_bytes
+            self.moved(num_bytes)
+            return
         missing_bytes = self._begin + self.wanted_bytes - len(self._buffer)
         if missing_bytes > 0 or self._end == len(self._buffer):
             held = self._end - self._begin

@@ -20,6 +20,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
+from messenger.direct import DirectPlacement, Placed
 from messenger.stream import Stream
 from messenger.tls import Tls
 from mooncake.errors import TransferError
@@ -228,6 +229,9 @@ class TcpInlet:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self.direct = DirectPlacement.where_it_can_be() if stream.is_plain else None
+        self._placed = Placed([], None)
+        """what of the frame has been already"""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(num_bytes, payload_bytes)
@@ -236,13 +240,14 @@ class TcpInlet:
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         stream = self._stream
-        if sum(map(len, views)) < _PIECE_BYTES * len(views):
+        (checksums, arriving), self._placed = self._placed, Placed([], None)
+        if arriving is None and sum(map(len, views)) < _PIECE_BYTES * len(views):
             await stream.receive_into(views)
             return [layer_checksums(view, layer_bytes) for view in views]
-        checksums = []
-        for view in views:
-            arriving = LayerChecksums(view, layer_bytes)
-            arriving.advance(stream.take_into([view]))
+        for view in views[len(checksums) :]:
+            if arriving is None:
+                arriving = LayerChecksums(view, layer_bytes)
+                arriving.advance(stream.take_into([view]))
             while (begin := arriving.num_there) < len(view):
                 if stream.is_plain and arriving.can_receive:
                     await stream.receive_with(partial(arriving.receive, num_wanted=begin + _TURN_BYTES))
@@ -250,11 +255,18 @@ class TcpInlet:
                     num_bytes = await stream.receive_some([view[begin : begin + _PIECE_BYTES]])
                     arriving.advance(begin + num_bytes)
             checksums.append(arriving.packed())
+            arriving = None
         return checksums
 
     def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
+        placed = None if self.direct is None else self.direct.take(views, layer_bytes)
+        if placed is not None:
+            if placed.arriving is None:
+                return placed.checksums
+            self._placed = placed
+            return None
         if sum(map(len, views)) > self._stream.num_ahead:
             return None
         checksums = []

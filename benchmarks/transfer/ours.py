@@ -27,7 +27,8 @@ from benchmarks.transfer.ours_driver import (
     slice_bytes_of,
 )
 from benchmarks.transfer.work import Direction, Engine, Pair
-from messenger.checksums import CHECKSUM_BYTES, layer_checksums, prepare
+from messenger import checksums, direct
+from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.identity import host_id
 from messenger.listening import listening_loop
 from messenger.peer import Peer
@@ -272,7 +273,8 @@ def _frames(
 
 @contextlib.contextmanager
 def _start(transport: Transport) -> Iterator[MessengerEngine]:
-    prepare()
+    checksums.prepare()
+    direct.prepare()
     cluster_key = ClusterKey.generate()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

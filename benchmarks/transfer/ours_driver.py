@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from benchmarks.store.workload import WORKING_SET_BYTES
+from messenger import checksums, direct
 from messenger.board import BOARD_BYTES, Board
 from messenger.catalogue import PLACES, Catalogue
-from messenger.checksums import CHECKSUM_BYTES, prepare
+from messenger.checksums import CHECKSUM_BYTES
 from messenger.door import Door, Landing, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
 from messenger.listening import listening_loop
+from messenger.openings import OpenPages
 from messenger.protocol import Shelves, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
@@ -90,6 +92,9 @@ class Pages:
         self._memory = segment[:WORKING_SET_BYTES]
         self._page_bytes = page_bytes
         self._slice_bytes = layout.layer_bytes
+        self.openings = OpenPages(self._memory, layout, num_pages, page_bytes)
+        for page in range(num_pages):
+            self.openings.open(page, 0, GRANT)
 
     def open(self, grant_id: int, writer: Writer) -> None:
         """Everybody may write."""
@@ -158,7 +163,8 @@ async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.Ta
 
 
 async def _serve(folder: str, cluster_key: ClusterKey) -> None:
-    prepare()
+    checksums.prepare()
+    direct.prepare()
     fd, segment = shared_memory(WORKING_SET_BYTES + _TABLES_BYTES)
     board, source = Board.at(segment[-BOARD_BYTES:]), SourceSegment.of(fd, segment)
     if board is not None:

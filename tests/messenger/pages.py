@@ -13,6 +13,7 @@ from messenger.board import BOARD_BYTES, Board
 from messenger.catalogue import PLACES, Catalogue
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.door import Landing, Readable, Writer, WriteRefused
+from messenger.openings import OpenPages
 from messenger.protocol import Shelves, WriteEntry
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment
@@ -127,11 +128,15 @@ class Pages:
         self.read_failure: MooncakeError | None = None
         self.may_read = asyncio.Event()
         self.may_read.set()
+        size = memory.layout.block_bytes
+        self.openings = OpenPages(memory.view, memory.layout, memory.num_pages, size)
         self._opened: dict[tuple[int, int], int] = {}
         """how often each (grant, writer) is open"""
 
     def grant(self, grant_id: int, pages: Sequence[int]) -> GrantState:
         self.grants[grant_id] = GrantState(list(pages))
+        for page in pages:
+            self.openings.open(page, 1, grant_id)
         if self.memory.landing is not None:
             self.memory.landing.board.open(grant_id)
         return self.grants[grant_id]
@@ -181,6 +186,7 @@ class Pages:
                 raise WriteRefused("there already, and differs")
             return None
         grant.receiving.update(slots)
+        self.openings.take(entry.page, range(entry.layer_begin, entry.layer_end))
         self.num_begun += 1
         return self.memory.layers(entry.page, range(entry.layer_begin, entry.layer_end))
 
@@ -214,6 +220,7 @@ class Pages:
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         self._end(grant_id, entry)
+        self.openings.release(entry.page, range(entry.layer_begin, entry.layer_end))
         self._scrub(entry)
 
     def _scrub_pages(self, grant: GrantState, pages: Sequence[int]) -> None:
@@ -227,6 +234,8 @@ class Pages:
     def _close_to_copiers(self, grant_id: int) -> None:
         """Those of this host; they are waited for."""
         grant, landing = self.grants[grant_id], self.memory.landing
+        for page in grant.pages:
+            self.openings.close(page)
         if landing is None:
             return
 

@@ -10,6 +10,8 @@ from messenger.listening import Patience, listening_loop
 
 def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
     patience, num_asked = Patience(), 0
+    near, far = socket.socketpair()
+    far.send(b"something else")
 
     def silence() -> bool:
         nonlocal num_asked
@@ -19,12 +21,16 @@ def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
     asked = []
     for _ in range(200):
         before = num_asked
-        assert not patience.listen(silence)
+        assert not patience.listen(near.fileno(), silence)
         asked.append(num_asked > before)
     assert [number for number, was_asked in enumerate(asked) if was_asked] == [0, 2, 6, 14, 30, 62, 126, 191]
-    while not patience.listen(lambda: True):
+    while not patience.listen(near.fileno(), lambda: True):
         pass
-    assert patience.listen(lambda: True)
+    assert patience.listen(near.fileno(), lambda: True)
+    near.recv(100)
+    assert not patience.listen(near.fileno(), lambda: True)
+    near.close()
+    far.close()
 
 
 def test_a_loop_that_listens_hears_everybody() -> None:

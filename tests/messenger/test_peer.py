@@ -248,7 +248,7 @@ def test_a_grant_revoked_under_a_write_refuses_it(tmp_path: Path) -> None:
         async with fabric(tmp_path, LARGE, 24) as node:
             grant = node.pages.grant(1, range(20))
             write = asyncio.create_task(node.write(1, range(20)))
-            await until(lambda: grant.receiving)
+            await until(lambda: grant.receiving or grant.arrived)
             node.pages.revoke(1, "nobody wants it")
             with pytest.raises(TransferError, match=r"nobody wants it|revoked meanwhile|is unknown here"):
                 await write
@@ -451,6 +451,7 @@ def test_a_write_refused_on_completion_is_heard_of(tmp_path: Path) -> None:
                 return view
 
             node.pages.begin = begin_and_revoke  # type: ignore[method-assign]
+            node.pages.openings.close(0)  # else it would be there when it begins
             with pytest.raises(TransferError, match="refused a write: revoked meanwhile"):
                 await node.write(1, [0])
             await node.assert_works()

@@ -1,0 +1,162 @@
+"""Direct placement: a frame's payload goes from the socket to where it belongs before its head is read here.
+
+Compiled code (direct.cpp) receives what comes next. Of a write that the tables of openings let pass, or of
+the answer to the oldest fetch, it receives the payload too, hashes it, and acknowledges the write. What is
+done with the frame after that is the same as always: only that its bytes are there, and the answer has left.
+
+Owns: what was received ahead of whoever reads the frame. Does not know: connections, messages.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from ctypes import CDLL, Structure, addressof, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, LayerChecksums, address_of
+from messenger.openings import OpenPages, OpenTransfers
+from mooncake.errors import ConfigError
+from mooncake.native import load
+
+log = logging.getLogger(__name__)
+
+_MOST_TARGETS, _MOST_LAYERS = 64, 256
+
+
+class _Target(Structure):
+    """`Target` of direct.cpp."""
+
+    _fields_ = (("begin", c_void_p), ("num_bytes", c_uint64))
+
+
+class _Placement(Structure):
+    """`Placement` of direct.cpp."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        ("transfers", c_void_p),
+        ("answer", c_void_p),
+        ("answer_bytes", c_uint64),
+        ("may_answer", c_uint64),
+        ("expected", _Target),
+        ("expected_layer_bytes", c_uint64),
+        ("num_ahead", c_uint64),
+        ("num_received", c_uint64),
+        ("num_targets", c_uint64),
+        ("num_there", c_uint64),
+        ("num_hashed", c_uint64),
+        ("layer_bytes", c_uint64),
+        ("num_answered", c_uint64),
+        ("targets", _Target * _MOST_TARGETS),
+        ("state", c_uint64 * 8),
+        ("digests", c_uint64 * _MOST_LAYERS),
+    )
+
+
+@functools.cache
+def _native() -> CDLL | None:
+    try:
+        library = load(Path(__file__).with_suffix(".cpp"))
+    except ConfigError as error:
+        # The error itself, in a record of the log, would keep what the callers have open.
+        log.warning("what comes by TCP is placed more slowly: %s", str(error))
+        return None
+    library.receive_direct.argtypes = (c_int, c_void_p, c_size_t, c_void_p)
+    library.receive_direct.restype = c_ssize_t
+    return library
+
+
+def prepare() -> None:
+    """Compiles the code, if that has not been done: so that no request waits for it."""
+    _native()
+
+
+class Placed(NamedTuple):
+    """What is there of a payload."""
+
+    checksums: list[bytes]
+    """of the views that are filled, one after the other"""
+    arriving: LayerChecksums | None
+    """the next one, if there is one"""
+
+
+class DirectPlacement:
+    """Of one connection, whose bytes are plain."""
+
+    def __init__(self, native: CDLL) -> None:
+        self._native = native
+        self._placement = _Placement()
+        self._address = addressof(self._placement)
+        self._kept: tuple[object, ...] = ()
+        """what the compiled code looks at"""
+        self._buffer: memoryview | None = None
+        self._buffer_address = 0
+
+    @classmethod
+    def where_it_can_be(cls) -> Self | None:
+        """None where nothing can be compiled."""
+        native = _native()
+        return None if native is None else cls(native)
+
+    def let_in(self, pages: OpenPages, transfers: OpenTransfers, answer: bytes) -> None:
+        """From now on writes go to `pages`. `answer` to those that are intact."""
+        if pages.layer_bytes > SHORT_LAYER_BYTES:
+            placement, text = self._placement, memoryview(answer)
+            placement.pages, placement.transfers = pages.address, transfers.address
+            placement.answer, placement.answer_bytes = address_of(text), len(text)
+            self._kept = (pages, transfers, text)
+
+    def expect(self, view: memoryview | None, layer_bytes: int = 0) -> None:
+        """The next payload of this length, if any comes, is whole layers that belong there; None: nowhere."""
+        placement = self._placement
+        if view is None or layer_bytes <= SHORT_LAYER_BYTES or len(view) > _MOST_LAYERS * layer_bytes:
+            placement.expected.num_bytes, self._kept = 0, ()
+        else:
+            placement.expected.begin, placement.expected.num_bytes = address_of(view), len(view)
+            placement.expected_layer_bytes, self._kept = layer_bytes, (view,)
+
+    def receive(self, fd: int, buffer: memoryview, *, may_answer: bool) -> tuple[int, int]:
+        """What comes next: how many bytes, and how many of them are in `buffer`, the payload that has been
+        placed left out. Raises BlockingIOError, or another OSError.
+
+        `may_answer`: nothing waits to be said before.
+        """
+        if buffer is not self._buffer:
+            self._buffer, self._buffer_address = buffer, address_of(buffer)
+        self._placement.may_answer = may_answer
+        num_bytes: int = self._native.receive_direct(fd, self._buffer_address, len(buffer), self._address)
+        if num_bytes < 0:
+            raise OSError(-num_bytes, os.strerror(-num_bytes))
+        if num_bytes == 0:
+            raise ConnectionResetError("connection closed by the peer")
+        return num_bytes, self._placement.num_ahead
+
+    def take(self, views: Sequence[memoryview], layer_bytes: int) -> Placed | None:
+        """Whoever reads the frame has found that its payload belongs to `views`. None: it is still to be
+        received."""
+        placement = self._placement
+        if not placement.num_targets:
+            return None
+        assert (placement.num_targets, placement.layer_bytes) == (len(views), layer_bytes)
+        assert placement.targets[0].begin == address_of(views[0])
+        placement.num_targets = 0
+        digests = bytes(placement.digests)
+        checksums: list[bytes] = []
+        begin, left_bytes = 0, placement.num_there
+        for view in views:
+            if len(view) > left_bytes:
+                arriving = LayerChecksums(view, layer_bytes)
+                arriving.resume(left_bytes, placement.num_hashed, bytes(placement.state), digests[begin:])
+                return Placed(checksums, arriving)
+            end = begin + len(view) // layer_bytes * CHECKSUM_BYTES
+            checksums.append(digests[begin:end])
+            begin, left_bytes = end, left_bytes - len(view)
+        return Placed(checksums, None)
+
+    def take_num_answered(self) -> int:
+        """How many bytes of the answer have left."""
+        num_bytes: int = self._placement.num_answered
+        self._placement.num_answered = 0
+        return num_bytes

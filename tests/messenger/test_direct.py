@@ -1,0 +1,323 @@
+"""What is placed before anybody has read its frame, and what is left alone."""
+
+import contextlib
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from messenger.checksums import layer_checksums
+from messenger.direct import DirectPlacement
+from messenger.openings import OpenPages, OpenTransfers
+from messenger.protocol import (
+    Close,
+    FetchDone,
+    Found,
+    FoundBlock,
+    Message,
+    Open,
+    Write,
+    WriteAck,
+    WriteEntry,
+    encode_frame,
+)
+from messenger.stream import AHEAD_BYTES
+from mooncake.blocks import KVLayout
+
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16", first_layer=2)
+LAYER = LAYOUT.layer_bytes
+NUM_PAGES, STRIDE = 4, LAYOUT.block_bytes + 512
+GRANT, PAGE, GENERATION = 1 << 60, 2, 7
+ANSWER = encode_frame(WriteAck())
+DATA = random.Random(1).randbytes(LAYOUT.block_bytes)
+
+
+class Side:
+    """A page that is open, and a connection."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(NUM_PAGES * STRIDE))
+        self.pages = OpenPages(self.memory, LAYOUT, NUM_PAGES, STRIDE)
+        self.pages.open(PAGE, GENERATION, GRANT)
+        self.transfers = OpenTransfers(8)
+        direct = DirectPlacement.where_it_can_be()
+        assert direct is not None
+        self.direct = direct
+        self.direct.let_in(self.pages, self.transfers, ANSWER)
+        self.buffer = memoryview(bytearray(AHEAD_BYTES))
+        self.near, self.far = socket.socketpair()
+        self.far.setblocking(False)
+
+    def receive(self, *, may_answer: bool = True) -> bytes:
+        """What is left to be read."""
+        _, num_ahead = self.direct.receive(self.near.fileno(), self.buffer, may_answer=may_answer)
+        return bytes(self.buffer[:num_ahead])
+
+    def answered(self) -> bytes:
+        try:
+            return self.far.recv(100)
+        except BlockingIOError:
+            return b""
+
+    def layers(self, page: int, begin: int, end: int) -> memoryview:
+        start = page * STRIDE
+        return self.memory[start + begin * LAYER : start + end * LAYER]
+
+    @property
+    def is_untouched(self) -> bool:
+        return not any(self.memory)
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side()
+    yield side
+    side.near.close()
+    side.far.close()
+
+
+def entry(begin: int = 2, end: int = 6, **changed: object) -> WriteEntry:
+    data = DATA[(begin - 2) * LAYER : (end - 2) * LAYER]
+    fields = {
+        "page": PAGE,
+        "generation": GENERATION,
+        "layer_begin": begin,
+        "layer_end": end,
+        "checksums": layer_checksums(memoryview(data), LAYER) if data else b"",
+        "source_offset": 1 << 33,
+    }
+    return WriteEntry(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def write(*entries: WriteEntry, transfer_id: int = 1, grant_id: int = GRANT, **changed: object) -> bytes:
+    payload = b"".join(DATA[(e.layer_begin - 2) * LAYER : (e.layer_end - 2) * LAYER] for e in entries)
+    message = Write(transfer_id, grant_id, list(entries), **changed)  # type: ignore[arg-type]
+    return encode_frame(message, len(payload)) + payload
+
+
+def head(data: bytes) -> bytes:
+    """Without the payload."""
+    return data[: 8 + int.from_bytes(data[:4], "little")]
+
+
+@pytest.mark.parametrize("entries", [[entry()], [entry(5, 6), entry(2, 3)], [entry(3, 5)]])
+def test_a_granted_write_is_there_and_answered_before_it_is_read(
+    side: Side, entries: list[WriteEntry]
+) -> None:
+    data = write(*entries)
+    side.far.sendall(data)
+    assert side.receive() == head(data)
+    assert side.answered() == ANSWER
+    assert side.direct.take_num_answered() == len(ANSWER)
+    views = [side.layers(PAGE, e.layer_begin - 2, e.layer_end - 2) for e in entries]
+    for view, each in zip(views, entries, strict=True):
+        assert view == DATA[(each.layer_begin - 2) * LAYER : (each.layer_end - 2) * LAYER]
+    placed = side.direct.take(views, LAYER)
+    assert placed is not None
+    assert placed.checksums == [e.checksums for e in entries]
+    assert placed.arriving is None
+    assert side.direct.take(views, LAYER) is None
+
+
+def test_what_follows_a_write_is_left_to_be_read(side: Side) -> None:
+    first, after = write(entry(2, 3)), write(entry(3, 4)) + encode_frame(FetchDone())
+    side.far.sendall(first + after)
+    ahead = side.receive()
+    assert ahead.startswith(head(first))
+    rest = ahead[len(head(first)) :]
+    assert rest == after[: len(rest)]
+    assert side.layers(PAGE, 1, 4) == bytes(3 * LAYER)
+
+
+@pytest.mark.parametrize("num_there", [0, 1, LAYER - 1, LAYER, 2 * LAYER + 100, 4 * LAYER - 1])
+def test_of_a_write_that_comes_slowly_the_rest_is_left(side: Side, num_there: int) -> None:
+    data = write(entry(2, 4), entry(4, 6))
+    begin = len(head(data))
+    side.far.sendall(data[: begin + num_there])
+    assert side.receive() == head(data)
+    assert side.answered() == b""
+    views = [side.layers(PAGE, 0, 2), side.layers(PAGE, 2, 4)]
+    placed = side.direct.take(views, LAYER)
+    assert placed is not None
+    assert placed.arriving is not None
+    num_full = len(placed.checksums)
+    begin += num_full * 2 * LAYER + placed.arriving.num_there
+    for view in views[num_full:]:
+        missing = len(view) - (placed.arriving.num_there if view is views[num_full] else 0)
+        view[len(view) - missing :] = data[begin : begin + missing]
+        begin += missing
+    placed.arriving.advance(2 * LAYER)
+    assert placed.arriving.packed() == entry(2 + 2 * num_full, 4 + 2 * num_full).checksums
+    assert side.layers(PAGE, 0, 4) == DATA
+
+
+def test_damaged_bytes_are_not_answered(side: Side) -> None:
+    data = bytearray(write(entry()))
+    data[-1] ^= 1
+    side.far.sendall(data)
+    assert side.receive() == head(bytes(data))
+    assert side.answered() == b""
+    assert side.direct.take_num_answered() == 0
+    placed = side.direct.take([side.layers(PAGE, 0, 4)], LAYER)
+    assert placed is not None
+    assert placed.checksums != [entry().checksums]
+
+
+def test_nothing_is_said_before_what_waits_to_be_said(side: Side) -> None:
+    side.far.sendall(write(entry()))
+    side.receive(may_answer=False)
+    assert side.answered() == b""
+    assert side.layers(PAGE, 0, 4) == DATA
+
+
+LEFT_ALONE: dict[str, bytes] = {
+    "another grant": write(entry(), grant_id=GRANT + 1),
+    "another page": write(entry(page=PAGE + 1)),
+    "no page": write(entry(page=NUM_PAGES)),
+    "a negative page": write(entry(page=-1)),
+    "a page out of all bounds": write(entry(page=(1 << 63) + PAGE)),
+    "another generation": write(entry(generation=GENERATION + 1)),
+    "layers before the first": write(entry(layer_begin=1, layer_end=5)),
+    "layers after the last": write(entry(layer_begin=3, layer_end=7)),
+    "layers in the wrong order": write(entry(layer_begin=6, layer_end=2)),
+    "some heads": write(entry(), heads=(0, 1)),
+    "placed already": write(entry(), is_placed=True),
+    "checksums missing": write(entry(checksums=bytes(24))),
+    "the same layers twice": write(entry(2, 4), entry(3, 5)),
+    "no entries": encode_frame(Write(1, GRANT, []), 100) + bytes(100),
+    "fewer bytes": encode_frame(Write(1, GRANT, [entry()]), LAYER) + DATA[:LAYER],
+    "more bytes": encode_frame(Write(1, GRANT, [entry()]), 5 * LAYER) + DATA + DATA[:LAYER],
+    "one good entry, one bad": write(entry(2, 3), entry(3, 4, page=PAGE + 1)),
+    "another kind": encode_frame(Found([FoundBlock(0, entry().checksums, 0)]), len(DATA)) + DATA,
+}
+
+
+@pytest.mark.parametrize("data", LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
+def test_what_the_tables_do_not_let_pass_is_left_alone(side: Side, data: bytes) -> None:
+    side.far.sendall(data)
+    assert side.receive() == data
+    assert side.answered() == b""
+    assert side.is_untouched
+    assert side.direct.take([side.memory], LAYER) is None
+
+
+def test_layers_are_taken_once_and_again_when_they_did_not_come(side: Side) -> None:
+    side.pages.take(PAGE, range(1, 2))
+    side.far.sendall(write(entry(3, 4)))
+    assert len(side.receive()) == len(write(entry(3, 4)))
+    assert side.is_untouched
+    side.pages.release(PAGE, range(1, 2))
+    side.far.sendall(write(entry(3, 4)))
+    side.receive()
+    assert side.answered() == ANSWER
+    side.pages.close(PAGE)
+    side.far.sendall(write(entry(4, 5)))
+    side.receive()
+    assert side.answered() == b""
+
+
+def test_a_transfer_is_new_or_open_for_this_grant(side: Side) -> None:
+    def is_let_in(transfer_id: int) -> bool:
+        side.far.sendall(write(entry(2, 3), transfer_id=transfer_id))
+        side.receive()
+        return side.answered() == ANSWER
+
+    transfers = side.transfers
+    transfers.open(5, GRANT)
+    transfers.open(6, GRANT + 1)
+    transfers.name(9)
+    assert [is_let_in(number) for number in (4, 5, 6, 7, 9, 10, 69)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    transfers.open(5 + 64, GRANT)  # takes its place
+    assert not is_let_in(5)
+    transfers.close(5)
+    assert is_let_in(5 + 64)
+    transfers.close(5 + 64)
+    assert not is_let_in(5 + 64)
+    for number in range(100, 107):
+        transfers.open(number, GRANT)
+    assert not is_let_in(200)  # as many are open as may be
+    transfers.close(100)
+    assert is_let_in(200)
+    for strange in (-1, 1 << 63, (1 << 64) - 1):
+        transfers.open(strange, GRANT)
+    assert not is_let_in((1 << 63) - 1)
+
+
+@pytest.mark.parametrize("before", [Close(1, None), FetchDone()])
+def test_good_news_does_not_keep_a_write_back(side: Side, before: Message) -> None:
+    side.far.sendall(encode_frame(before) + write(entry()))
+    assert side.receive() == encode_frame(before) + head(write(entry()))
+    assert side.answered() == ANSWER
+
+
+@pytest.mark.parametrize("before", [Close(1, "given up"), Open(1, 2, "ref"), WriteAck()])
+def test_a_write_behind_anything_else_waits(side: Side, before: Message) -> None:
+    data = encode_frame(before) + write(entry())
+    side.far.sendall(data)
+    assert side.receive() == data
+    assert side.is_untouched
+
+
+def test_an_answer_goes_where_it_is_expected(side: Side) -> None:
+    direct = DirectPlacement.where_it_can_be()
+    assert direct is not None
+    side.direct = direct
+    found = encode_frame(Found([FoundBlock(0, entry().checksums, 0)]), len(DATA)) + DATA
+    side.far.sendall(found)
+    assert side.receive(may_answer=False) == found
+    view = side.layers(PAGE, 0, 4)
+    direct.expect(view, LAYER)
+    side.far.sendall(found)
+    assert side.receive(may_answer=False) == head(found)
+    placed = direct.take([view], LAYER)
+    assert placed is not None
+    assert placed.checksums == [entry().checksums]
+    assert view == DATA
+    direct.expect(None)
+    view[:] = bytes(len(view))
+    side.far.sendall(found)
+    assert side.receive(may_answer=False) == found
+    assert side.is_untouched
+
+
+def test_mutated_frames_touch_nothing_that_is_not_granted(side: Side) -> None:
+    rng = random.Random(4)
+    frames = [
+        write(entry()),
+        write(entry(2, 4), entry(4, 6)),
+        encode_frame(Close(1, None)) + write(entry(3, 4)),
+    ]
+    num_answered = 0
+    for _ in range(3000):
+        data = bytearray(rng.choice(frames))
+        for _ in range(rng.choice([0, 1, 1, 2, 8])):
+            place = rng.randrange(min(len(data), 200))
+            match rng.randrange(3):
+                case 0:
+                    data[place] = rng.randrange(256)
+                case 1:
+                    del data[place : place + rng.randrange(1, 9)]
+                case 2:
+                    data[place:place] = rng.randbytes(rng.randrange(1, 9))
+        side.far.sendall(data)
+        side.receive()
+        if side.answered():
+            num_answered += 1
+        page = PAGE * STRIDE
+        assert not any(side.memory[:page])
+        assert not any(side.memory[page + LAYOUT.block_bytes :])
+        side.memory[page : page + LAYOUT.block_bytes] = bytes(LAYOUT.block_bytes)
+        side.direct.take_num_answered()
+        side.near.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            side.near.recv(1 << 20)
+    assert 300 < num_answered < 2000
