@@ -174,16 +174,16 @@ class Assignments:
                 )
         assignment.decode_began_s = now_s
         assignment.stay.end()
-        tbt_s = assignment.placement.prediction.tbt_s
-        assignment.stay = self._forecast.begin(assignment.request, now_s, tbt_s)
+        assignment.stay = self._forecast.begin(assignment.request, now_s)
         self._view.loads.begin_decode(assignment.decode_slot, assignment.num_tokens)
+        self._steps_change(now_s)
 
     def end_decode(self, request_id: str, now_s: float, num_output_tokens: int) -> None:
         """It has all its tokens. `release` follows."""
         assignment = self._assignments[request_id]
         assert assignment.decode_began_s is not None
         seconds = now_s - assignment.decode_began_s
-        self._forecast.learn(assignment.request, seconds, num_output_tokens)
+        self._forecast.learn(assignment.request, assignment.stay, seconds, num_output_tokens, now_s)
         if num_output_tokens > 1:
             self._outcomes.decoded(assignment.placement, seconds / (num_output_tokens - 1))
 
@@ -202,6 +202,14 @@ class Assignments:
             has_begun = assignment.decode_began_s is not None
             self._view.loads.end_decode(assignment.decode_slot, assignment.num_tokens, has_begun=has_begun)
             self._view.decode_changed(assignment.decode_slot)
+            if has_begun:
+                self._steps_change(now_s)
+
+    def _steps_change(self, now_s: float) -> None:
+        """Other requests are decoded."""
+        step_s = self._view.mean_step_s()
+        if step_s is not None:
+            self._forecast.steps.take(step_s, now_s)
 
     def _leave_prefill(
         self, request_id: str, assignment: Assignment, now_s: float, *, was_computed: bool

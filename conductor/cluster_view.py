@@ -11,7 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.balancing import START, BalancingThreshold
-from conductor.estimators import GENERIC_DECODE_COSTS, GENERIC_PREFILL_COSTS, CostEstimator
+from conductor.estimators import (
+    DECODE_NOISE,
+    GENERIC_DECODE_COSTS,
+    GENERIC_PREFILL_COSTS,
+    PREFILL_NOISE,
+    CostEstimator,
+)
 from conductor.instances import Instance
 from conductor.loads import Loads
 from conductor.prefix_index import PrefixIndex
@@ -69,8 +75,8 @@ class ClusterView:
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
         self.loads = Loads()
-        self.prefill_costs = CostEstimator(prefill, is_profiled=profiled is not None)
-        self.decode_costs = CostEstimator(decode, is_profiled=profiled is not None)
+        self.prefill_costs = CostEstimator(prefill, PREFILL_NOISE, is_profiled=profiled is not None)
+        self.decode_costs = CostEstimator(decode, DECODE_NOISE, is_profiled=profiled is not None)
         self.transfers = TransferEstimator()
         self.balancing = BalancingThreshold(threshold)
         self.layout: KVLayout | None = None
@@ -155,6 +161,16 @@ class ClusterView:
             is_decode = self.loads.is_decode
             self._decode_pool = DecodePool(int(is_decode.sum()), self.decode_costs.mean(is_decode))
         return self._decode_pool
+
+    def mean_step_s(self) -> float | None:
+        """Of all decode instances, with what they decode now; None without one."""
+        loads = self.loads
+        if not loads.is_decode.any():
+            return None
+        num_instances, mean_costs = self.decode_pool()
+        num_requests = float(loads.num_decoding @ loads.is_decode)
+        num_tokens = float(loads.num_decoding_tokens @ loads.is_decode)
+        return mean_costs.seconds(num_requests / num_instances, num_tokens / num_instances)
 
     def mean_prefill_costs(self) -> Costs | None:
         """Of all prefill instances; None without one."""

@@ -21,8 +21,9 @@ from mooncake.costs import Costs
 Floats = NDArray[np.floating[Any]]
 """float64"""
 
-NOISE = 0.15
-"""how far a single duration is from the polynomial, relative: standard deviation"""
+PREFILL_NOISE, DECODE_NOISE = 0.15, 0.05
+"""how far a single duration is from the polynomial, relative: standard deviation. That of a step is a mean of
+many"""
 _COMMON_DOUBT, _SHAPE_DOUBT = 0.5, 0.3
 """of the start coefficients, relative: of all together, and of each"""
 _FORGETTING = 1e-3
@@ -43,8 +44,8 @@ The first observation sets the scale."""
 class CostEstimator:
     """Coefficients of all slots. `is_profiled`: `start` was measured, its scale is roughly right."""
 
-    def __init__(self, start: Costs, *, is_profiled: bool) -> None:
-        self._start = start
+    def __init__(self, start: Costs, noise: float, *, is_profiled: bool) -> None:
+        self._start, self._noise = start, noise
         self._is_profiled = is_profiled
         self._coefficients = np.zeros((3, 0))
         self.constant_s, self.first_s, self.second_s = self._coefficients
@@ -92,7 +93,7 @@ class CostEstimator:
         features = 1.0 / predicted_s, first / predicted_s, second / predicted_s
         covariance = self._covariances[slot]
         gain = [_product(row, features) for row in covariance]
-        variance = _product(features, gain) + NOISE**2
+        variance = _product(features, gain) + self._noise**2
         largest = _LARGEST_SURPRISE * math.sqrt(variance)
         if self._is_change(slot, error, largest):
             scale = max(seconds / predicted_s, _SMALLEST_SHARE)

@@ -14,11 +14,14 @@ import math
 from collections import OrderedDict, deque
 from typing import NamedTuple, Protocol
 
-from conductor.lifetimes import Lifetimes
+import numpy as np
+
+from conductor.lifetimes import BUCKET_STEPS, Lifetimes
 from conductor.timeline import Timeline, Work
 from mooncake.blocks import BlockKey
 from mooncake.requests import Request
 
+BUCKET_S = 0.1
 _WEIGHT = 0.05
 """of the latest decode in t_d, once there were enough"""
 _NUM_RECENT = 64
@@ -29,10 +32,12 @@ _QUANTILE = 0.7
 
 
 class Stay(NamedTuple):
-    """Where one request was entered, for it to be taken out again."""
+    """Where one request was entered, for it to be taken out again. `began_steps`: since when it is decoded,
+    in steps; None before."""
 
     num_tokens: int
     entries: tuple[tuple[Timeline, int], ...]
+    began_steps: float | None = None
 
     def end(self) -> None:
         """It is not expected any more."""
@@ -40,80 +45,126 @@ class Stay(NamedTuple):
             timeline.remove(bucket, self.num_tokens)
 
 
+class Steps:
+    """Those of decode instances since the beginning, on average. A request has a token from each."""
+
+    def __init__(self) -> None:
+        self.step_s = 1.0
+        self._num_steps = self._at_s = 0.0
+
+    def take(self, step_s: float, now_s: float) -> None:
+        """From now on."""
+        self._num_steps, self._at_s, self.step_s = self.at(now_s), now_s, step_s
+
+    def at(self, now_s: float) -> float:
+        """Not before the last change."""
+        return self._num_steps + (now_s - self._at_s) / self.step_s
+
+
 class Forecast(Protocol):
-    """`decode_s`: how long a request is decoded, on average; infinite before the first."""
+    """`decode_s`: how long a request is decoded, on average; infinite before the first. `steps`: to be told
+    what they take."""
 
     decode_s: float
+    steps: Steps
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """Its prefill will end at `prefilled_s`, its tokens will be `tbt_s` apart."""
 
-    def begin(self, request: Request, now_s: float, tbt_s: float) -> Stay:
+    def begin(self, request: Request, now_s: float) -> Stay:
         """It is decoded from now on."""
 
-    def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
-        """It has been decoded, in so many seconds."""
+    def learn(
+        self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
+    ) -> None:
+        """It has been decoded, in so many seconds. `stay`: as it has begun."""
 
-    def at(self, time_s: float, now_s: float) -> Work:
-        """On all decode instances together, at a time that is not before now."""
+    def at(self, time_s: float, now_s: float, step_s: float) -> Work:
+        """On all decode instances together, at a time that is not before now, if steps take so long."""
 
 
 class SystemForecast:
-    """Requests are decoded for as long as the latest were."""
+    """Requests are decoded for as many steps as the latest were."""
 
     def __init__(self) -> None:
         self.decode_s = math.inf
+        self.steps = Steps()
         self._num_decoded = 0
         self._lifetimes = Lifetimes()
-        self._prefills, self._decodes = Timeline(), Timeline()
+        self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_STEPS)
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """As in `Forecast`."""
         return _entered(request, (self._prefills, prefilled_s))
 
-    def begin(self, request: Request, now_s: float, tbt_s: float) -> Stay:
+    def begin(self, request: Request, now_s: float) -> Stay:
         """As in `Forecast`."""
-        return _entered(request, (self._decodes, now_s))
+        num_steps = self.steps.at(now_s)
+        return _entered(request, (self._decodes, num_steps))._replace(began_steps=num_steps)
 
-    def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
+    def learn(
+        self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
+    ) -> None:
         """As in `Forecast`."""
-        self._lifetimes.learn(decode_s)
+        assert stay.began_steps is not None
+        self._lifetimes.learn(self.steps.at(now_s) - stay.began_steps)
         self._num_decoded += 1
         if self._num_decoded == 1:
             self.decode_s = decode_s
         self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
 
-    def at(self, time_s: float, now_s: float) -> Work:
+    def at(self, time_s: float, now_s: float, step_s: float) -> Work:
         """As in `Forecast`."""
-        joined = self._prefills.until(time_s)
-        return joined.plus(self._decodes.weighted(self._lifetimes.shares_left(time_s - now_s), now_s))
+        num_steps = (time_s - now_s) / step_s
+        shares_left = self._lifetimes.shares_left(num_steps)
+        return self._joined(time_s, now_s, step_s).plus(
+            self._decodes.weighted(shares_left, self.steps.at(now_s))
+        )
+
+    def _joined(self, time_s: float, now_s: float, step_s: float) -> Work:
+        """Of the prefills that will have ended by then, those that are still decoded."""
+        if self._lifetimes.all_last((time_s - now_s) / step_s):
+            return self._prefills.until(time_s)
+        ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # what is late is not older
+        return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / step_s), time_s)
 
 
 class RequestForecast(SystemForecast):
-    """Every request is decoded until it has the tokens that it is expected to have."""
+    """Every request is decoded until it has the tokens that it is expected to have.
+
+    Who has more of them stays until it has ended: it is one of those that are longer than most.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._lengths = OutputLengths()
-        self._joins, self._leaves = Timeline(), Timeline()
+        self._joins, self._leaves = Timeline(BUCKET_S), Timeline(BUCKET_S)
+        self._ends = Timeline(BUCKET_STEPS)
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """As in `Forecast`."""
         decode_s = self._lengths.expected(request) * tbt_s
         return _entered(request, (self._joins, prefilled_s), (self._leaves, prefilled_s + decode_s))
 
-    def begin(self, request: Request, now_s: float, tbt_s: float) -> Stay:
+    def begin(self, request: Request, now_s: float) -> Stay:
         """As in `Forecast`."""
-        return self.expect(request, now_s, tbt_s)
+        num_steps = self.steps.at(now_s)
+        end = num_steps + self._lengths.expected(request)
+        return _entered(request, (self._ends, end))._replace(began_steps=num_steps)
 
-    def learn(self, request: Request, decode_s: float, num_output_tokens: int) -> None:
+    def learn(
+        self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
+    ) -> None:
         """As in `Forecast`."""
-        super().learn(request, decode_s, num_output_tokens)
+        super().learn(request, stay, decode_s, num_output_tokens, now_s)
         self._lengths.learn(request, num_output_tokens)
 
-    def at(self, time_s: float, now_s: float) -> Work:
+    def at(self, time_s: float, now_s: float, step_s: float) -> Work:
         """As in `Forecast`."""
-        return self._joins.until(time_s).less(self._leaves.until(time_s))
+        num_steps = self.steps.at(now_s)
+        joined = self._joins.until(time_s).less(_between(self._leaves, now_s, time_s))
+        ended = _between(self._ends, num_steps, num_steps + (time_s - now_s) / step_s)
+        return joined.plus(self._ends.until(math.inf)).less(ended)
 
 
 class OutputLengths:
@@ -142,6 +193,10 @@ class OutputLengths:
             self._by_kind.move_to_end(kind)
             if len(self._by_kind) > _NUM_KINDS:
                 self._by_kind.popitem(last=False)
+
+
+def _between(timeline: Timeline, now: float, then: float) -> Work:
+    return timeline.until(then).less(timeline.until(now))
 
 
 def _entered(request: Request, *times: tuple[Timeline, float]) -> Stay:

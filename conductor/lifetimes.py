@@ -4,7 +4,9 @@ The paper takes one time t_d for all (section 7.4). Where answers differ in leng
 while they are still decoded, and lets in what does not fit beside them. So the latest decodes tell: of those
 that lasted as long, so many lasted so much longer. If all are equal it is the paper's rule.
 
-Owns: the latest times, in buckets of a timeline. Does not know: who is decoded, the clock.
+Time is counted in steps of decoding: a batch that grows makes each step longer, and not an answer.
+
+Owns: the latest lives, in buckets of a timeline. Does not know: who is decoded, the clock.
 """
 
 from collections import deque
@@ -12,8 +14,8 @@ from collections import deque
 import numpy as np
 
 from conductor.estimators import Floats
-from conductor.timeline import BUCKET_S
 
+BUCKET_STEPS = 2.0
 _NUM_RECENT = 256
 
 
@@ -27,27 +29,43 @@ class Lifetimes:
         self._shares: dict[int, Floats] = {}
         """since the last one was learned"""
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, num_steps: float) -> None:
         """One has ended."""
-        self._latest.append(int(seconds / BUCKET_S))
+        self._latest.append(int(num_steps / BUCKET_STEPS))
         self._lasted = None
         self._shares.clear()
 
-    def shares_left(self, later_s: float) -> Floats:
+    def shares_left(self, num_steps: float) -> Floats:
         """By age in buckets: the share that is still there so much later. The last entry is of all that are
         older: than any that has ended, of which so long again is expected on average as the mean."""
-        num_later = int(later_s / BUCKET_S)
+        num_later = int(num_steps / BUCKET_STEPS)
         shares = self._shares.get(num_later)
         if shares is None:
             shares = self._shares[num_later] = self._left(num_later)
         return shares
 
+    def all_last(self, num_steps: float) -> bool:
+        """Whether none of them was shorter."""
+        if not self._latest:
+            return True
+        lasted, num_buckets = self._count(), int(num_steps / BUCKET_STEPS)
+        return num_buckets < len(lasted) and lasted.item(num_buckets) == len(self._latest)
+
+    def shares_as_old(self, num_steps: Floats) -> Floats:
+        """Of all that begin, those that are decoded for so long. There must have been one."""
+        lasted, ages = np.append(self._count(), 0.0), (num_steps / BUCKET_STEPS).astype(np.intp)
+        shares: Floats = lasted[np.minimum(ages, len(lasted) - 1)] / len(self._latest)
+        return shares
+
+    def _count(self) -> Floats:
+        if self._lasted is None:
+            self._lasted = np.bincount(self._latest)[::-1].cumsum()[::-1].astype(np.float64)
+        return self._lasted
+
     def _left(self, num_later: int) -> Floats:
         if not self._latest:
             return np.ones(1)
-        if self._lasted is None:
-            self._lasted = np.bincount(self._latest)[::-1].cumsum()[::-1].astype(np.float64)
-        lasted = self._lasted
+        lasted = self._count()
         num_ages = max(0, len(lasted) - num_later)
         shares = np.zeros(len(lasted) + 1)
         np.divide(lasted[num_later:], lasted[:num_ages], out=shares[:num_ages])

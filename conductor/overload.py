@@ -164,10 +164,10 @@ class Admission:
 
     def _tbt_at_s(self, time_s: float, now_s: float, num_tokens: int, freed: Work) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
-        work = self._forecast.at(time_s, now_s).less(freed)
         num_instances, mean_costs = self._view.decode_pool()
+        step_s = float(self._view.next_step_s @ self._view.loads.is_decode) / num_instances
+        work = self._forecast.at(time_s, now_s, step_s).less(freed)
         if work.num_requests < num_instances:
             return None
-        return mean_costs.seconds(
-            work.num_requests // num_instances + 1, work.num_tokens / num_instances + num_tokens
-        )
+        num_requests = round(work.num_requests) // num_instances + 1
+        return mean_costs.seconds(num_requests, work.num_tokens / num_instances + num_tokens)

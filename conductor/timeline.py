@@ -1,4 +1,4 @@
-"""How much work there is in any span of time.
+"""How much work there is in any span of a time, which may be counted in anything.
 
 Owns: sums by time. Does not know: what happens at these times, the clock.
 """
@@ -10,7 +10,6 @@ import numpy as np
 
 from conductor.estimators import Floats
 
-BUCKET_S = 0.1
 _FEWEST_BUCKETS = 64
 
 
@@ -30,17 +29,18 @@ class Work(NamedTuple):
 
 
 class Timeline:
-    """Requests by a time of each, to a tenth of a second: sums over a span cost next to nothing."""
+    """Requests by a time of each, to a bucket's length: sums over a span cost next to nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, bucket: float) -> None:
+        self._bucket = bucket
         self._first = 0  # bucket of index 0
         self._total = Work(0, 0)
         self._work = np.zeros((2, _FEWEST_BUCKETS))
         self._ones = np.ones(_FEWEST_BUCKETS)  # the quickest way to a sum
 
-    def add(self, time_s: float, num_tokens: int) -> int:
+    def add(self, time: float, num_tokens: int) -> int:
         """One request. What to call `remove` with."""
-        bucket = math.floor(time_s / BUCKET_S)
+        bucket = math.floor(time / self._bucket)
         if not self._total.num_requests:
             self._first = bucket
         bucket = max(bucket, self._first)
@@ -60,28 +60,28 @@ class Timeline:
         self._work[0, index] += num_requests
         self._work[1, index] += num_tokens
 
-    def until(self, time_s: float) -> Work:
+    def until(self, time: float) -> Work:
         """All up to a time, or up to a bucket's length more."""
-        end = self._index(time_s) + 1
+        end = self._index(time) + 1
         if end >= self._work.shape[1]:
             return self._total
         return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
-    def weighted(self, by_age: Floats, now_s: float) -> Work:
+    def weighted(self, by_age: Floats, now: float) -> Work:
         """All until now, each times what belongs to its age in buckets, the last one to all older ones."""
-        now, older = math.floor(now_s / BUCKET_S) - self._first, by_age.item(-1)
-        start, end = max(0, now - len(by_age) + 2), max(0, min(now + 1, self._work.shape[1]))
+        newest, older = math.floor(now / self._bucket) - self._first, by_age.item(-1)
+        start, end = max(0, newest - len(by_age) + 2), max(0, min(newest + 1, self._work.shape[1]))
         if start >= end:
             return Work(older * self._total.num_requests, older * self._total.num_tokens)
-        weights = by_age[now - end + 1 : now - start + 1][::-1]
+        weights = by_age[newest - end + 1 : newest - start + 1][::-1]
         sums = self._work[:, start:end].dot(weights)
         if start:
             sums += older * self._work[:, :start].dot(self._ones[:start])
         return Work(*sums.tolist())
 
-    def _index(self, time_s: float) -> int:
+    def _index(self, time: float) -> int:
         """Of its bucket, within or next to what is kept."""
-        index = time_s / BUCKET_S - self._first
+        index = time / self._bucket - self._first
         return math.floor(min(max(index, -1.0), self._work.shape[1]))
 
     def _make_room(self, bucket: int) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conductor.estimators import GENERIC_PREFILL_COSTS, CostEstimator
+from conductor.estimators import GENERIC_PREFILL_COSTS, PREFILL_NOISE, CostEstimator
 from mooncake.costs import Costs, prefill_quantities
 
 TRUE = Costs(0.01, 6e-4, 1e-7)
@@ -29,7 +29,7 @@ def error(estimator: CostEstimator, costs: Costs, new: int, cached: int, slot: i
 
 
 def generic() -> CostEstimator:
-    estimator = CostEstimator(GENERIC_PREFILL_COSTS, is_profiled=False)
+    estimator = CostEstimator(GENERIC_PREFILL_COSTS, PREFILL_NOISE, is_profiled=False)
     estimator.reset(0)
     return estimator
 
@@ -51,7 +51,7 @@ def test_one_prefill_is_enough_for_the_scale() -> None:
 
 
 def test_a_profile_is_believed_more_than_one_observation() -> None:
-    estimator = CostEstimator(TRUE, is_profiled=True)
+    estimator = CostEstimator(TRUE, PREFILL_NOISE, is_profiled=True)
     estimator.reset(0)
     quantities = prefill_quantities(200, 0)
     estimator.learn(0, *quantities, 20 * TRUE.seconds(*quantities))
