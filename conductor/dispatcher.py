@@ -139,7 +139,11 @@ class Dispatcher:
                 return self._placing.reject_by_slo(tracked, rejection, now_s)
         self._prefill_is_done(tracked, now_s, prefilled.num_cached_tokens)
         order = Decode(
-            tracked.ref, prefilled.first_token, prefilled.num_cached_tokens, prefilled.first_logprobs
+            tracked.ref,
+            prefilled.first_token,
+            prefilled.num_cached_tokens,
+            prefilled.first_logprobs,
+            self._time_left_s(tracked, now_s),
         )
         return [Effect(decode.identity, order)]
 

@@ -68,7 +68,7 @@ class Placing:
     def place(self, tracked: TrackedRequest, now_s: float, *, may_displace: bool = True) -> list[Effect]:
         """It gets a pair, waits, or is rejected."""
         placement = self._schedule(tracked, now_s)
-        if placement is not None:
+        if placement is not None and not self._comes_too_late(tracked, placement, now_s):
             if tracked.must_meet_slos and (rejection := self._check(tracked, placement, now_s)) is not None:
                 if may_displace and (others := self._who_gives_way(tracked, placement, rejection, now_s)):
                     return self._displace(others, tracked, now_s)
@@ -104,6 +104,11 @@ class Placing:
         if tracked.request_id in self._room:
             self._num_released = self._assignments.num_released  # whoever refuses has no room
         return effects
+
+    def _comes_too_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        """It was refused when it had waited for its turn as long as it may."""
+        is_refused = bool(tracked.refused_by) and not tracked.is_promised
+        return is_refused and self._is_late(tracked, placement, now_s)
 
     def hand_back(self, instance: Instance, now_s: float) -> list[Effect]:
         """It drains: what waits there goes elsewhere if anybody has room for it; the rest ends there."""
@@ -149,13 +154,17 @@ class Placing:
     def _may_wait(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
         """Section 7: within its TTFT slack, if there is room; then it does."""
         ttft_slo_s = self._limits.slos_of(tracked.request).ttft_s
-        first_token_s = now_s + placement.prediction.ttft_s
-        if ttft_slo_s is None or first_token_s > tracked.submitted_s + ttft_slo_s:
+        if ttft_slo_s is None or self._is_late(tracked, placement, now_s):
             return False
         if tracked.request_id not in self._room and len(self._room) >= self._limits.max_waiting:
             return False
         self._room[tracked.request_id] = tracked
         return True
+
+    def _is_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        ttft_slo_s = self._limits.slos_of(tracked.request).ttft_s
+        first_token_s = now_s + placement.prediction.ttft_s
+        return ttft_slo_s is not None and first_token_s > tracked.submitted_s + ttft_slo_s
 
     def _place_those_that_wait(self, now_s: float, *, reject: bool = False) -> list[Effect]:
         """In order, up to the first one that cannot be placed; and `reject` those whose slack is over."""

@@ -17,7 +17,7 @@ from mooncake.costs import Costs
 from mooncake.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Role(StrEnum):
@@ -149,7 +149,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """Decode: with this request in the batch a token is predicted to take longer than the TBT SLO.
 
-    Only in answer to `Decode`, before its first token has left.
+    Only in answer to `Decode`, before its first token has left, when it may not wait for its turn any longer.
     """
 
     ref: Ref
@@ -227,12 +227,16 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
-    """To decode: prefill is done. Send the first token, go on when the KVCache is there; or refuse."""
+    """To decode: prefill is done. Send the first token, go on when the KVCache is there; or refuse.
+
+    `time_left_s`: until the first token is due; for so long it may wait for its turn. None: it may not.
+    """
 
     ref: Ref
     first_token: int
     num_cached_tokens: int
     first_logprobs: TokenLogprobs | None = None
+    time_left_s: float | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -124,6 +124,7 @@ class DecodeRunner:
                 self._changed.clear()
                 with self.meter.host_time():
                     outputs = self._receive()
+                    self._double_check.look_again()
                     self._plan()
                     if outputs:
                         await self._emit(outputs)
@@ -204,7 +205,9 @@ class DecodeRunner:
             decode = await self._orders[order.ref]
         sequence.ordered_s = self._now_s()
         if order.may_refuse:
-            self._double_check.check(sequence, self._those_that_have_begun)
+            await self._double_check.pass_in_turn(
+                sequence, lambda: self._those_that_have_begun, decode.time_left_s
+            )
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs

@@ -1,12 +1,15 @@
 """The local scheduler of a decode instance checks what the Conductor has placed here (Mooncake, section 3).
 
-With the TBT that it predicts it may refuse a request until its first token leaves, and it decides which
-prompts are computed here (section 5).
+With the TBT that it predicts it may let a request wait, or refuse it, until its first token leaves, and it
+decides which prompts are computed here (section 5).
 
-Owns: what a request would do to the batch. Does not know: messages, how anything is measured.
+Owns: what a request would do to the batch, who waits for that to become smaller. Does not know: messages, how
+anything is measured.
 """
 
-from collections.abc import Iterable
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
 
 from workers.decode_meter import DecodeMeter
 from workers.inlining import is_inlined
@@ -30,15 +33,40 @@ class DoubleCheck:
     def __init__(self, meter: DecodeMeter, max_inline_tokens: int) -> None:
         self._meter = meter
         self._max_inline_tokens = max_inline_tokens
+        self._turn = asyncio.Lock()
+        """of the one that is looked at, while others stand behind it"""
+        self._changed = asyncio.Event()
 
-    def check(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
-        """Raises TooSlowError; never if nothing else is to be done, for its prediction may be outdated."""
+    async def pass_in_turn(
+        self, sequence: Sequence, others: Callable[[], Iterable[Sequence]], time_left_s: float | None
+    ) -> None:
+        """Returns when it may join the batch: first come, first served.
+
+        Raises TooSlowError if that is not within `time_left_s`, or (None) now.
+        """
+        if time_left_s is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, time_left_s)), self._turn:
+                    while self._refusal(sequence, others()) is not None:
+                        self._changed.clear()
+                        await self._changed.wait()
+        refusal = self._refusal(sequence, others())
+        if refusal is not None:
+            raise refusal
+
+    def look_again(self) -> None:
+        """The batch has made a step, or somebody has left it."""
+        self._changed.set()
+
+    def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
+        """None if nothing else is to be done: the prediction may be outdated."""
         batch = _decoded(sequence, others)
         if sequence.tbt_slo_s is None or not batch:
-            return
+            return None
         predicted_s = self._predict_s(sequence, batch)
-        if predicted_s is not None and predicted_s > sequence.tbt_slo_s:
-            raise TooSlowError(predicted_s, sequence.tbt_slo_s)
+        if predicted_s is None or predicted_s <= sequence.tbt_slo_s:
+            return None
+        return TooSlowError(predicted_s, sequence.tbt_slo_s)
 
     def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether the rest of its prompt, behind `num_cached_tokens`, is computed here."""

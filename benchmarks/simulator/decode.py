@@ -1,6 +1,7 @@
 """A simulated decode instance: pages, the double check, continuous batching.
 
-The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor. A
+The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
+again whenever somebody leaves the batch, while there is time until the first token is due. A
 batch that outgrows the device preempts its newest member, which joins again later.
 
 Owns: sequences and the batch. Does not know: who placed them here, prefill.
@@ -67,6 +68,8 @@ class DecodeInstance:
         self._sequences: dict[Ref, Sequence] = {}
         self._sequence_of: dict[Member, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
+        self._turns: deque[Sequence] = deque()
+        """of those for which the batch is too large"""
         self._num_begun = self._num_grants = 0
         self._num_outside_tokens = self._num_begun_outside_tokens = 0
         """of all sequences that are not in the batch, and of those of them that have begun"""
@@ -99,7 +102,7 @@ class DecodeInstance:
         if isinstance(message, Reserve):
             self._reserve(message)
         elif isinstance(message, Decode):
-            self._decode(self._sequences.get(message.ref))
+            self._decode(self._sequences.get(message.ref), message.time_left_s)
         else:
             self._abort(message.ref)
 
@@ -110,10 +113,11 @@ class DecodeInstance:
         member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
         tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
         sequence = Sequence(order.ref, request, member, tbt_slo_s)
-        if self._checks_reservations and not self._passes_check(
-            sequence, len(self._sequences), self._num_outside_tokens
-        ):
-            return
+        if self._checks_reservations:
+            tbt_s = self._too_slow_s(sequence, len(self._sequences), self._num_outside_tokens)
+            if tbt_s is not None:
+                self._refuse(sequence, tbt_s)
+                return
         self._sequences[order.ref] = self._sequence_of[member] = sequence
         self._num_outside_tokens += member.num_tokens
         sequence.take_back = self.node.pool.reserve(
@@ -126,26 +130,50 @@ class DecodeInstance:
         pages = [GrantedPage(index, reservation.pages[index], 0) for index in reservation.missing]
         self.node.send(Reserved(sequence.ref, Grant(self._num_grants, self.node.messenger, pages)))
 
-    def _passes_check(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> bool:
-        """As `workers.double_check`, which needs torch."""
+    def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
+        """The predicted TBT if it exceeds the SLO. As `workers.double_check`, which needs torch."""
         slo_s = sequence.tbt_slo_s
         if slo_s is None or not num_others:
-            return True
+            return None
         num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
         predicted_s = self._tbt.predict_s(num_others + 1, num_kv_tokens)
-        if predicted_s is None or predicted_s <= slo_s:
-            return True
-        self.num_refusals += 1
-        self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", predicted_s))
-        return False
+        return None if predicted_s is None or predicted_s <= slo_s else predicted_s
 
-    def _decode(self, sequence: Sequence | None) -> None:
-        """Prefill has ended: the first token leaves, or the request is refused."""
+    def _refuse(self, sequence: Sequence, tbt_s: float) -> None:
+        self.num_refusals += 1
+        self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", tbt_s))
+
+    def _decode(self, sequence: Sequence | None, time_left_s: float | None) -> None:
+        """Prefill has ended: the first token leaves when it is its turn, or the request is refused."""
         if sequence is None:
             return
-        if not self._passes_check(sequence, self._num_begun, self._num_begun_outside_tokens):
-            self._forget(sequence)
+        self._turns.append(sequence)
+        if time_left_s is not None and time_left_s > 0:
+            self.node.clock.after(time_left_s, self._end_turn, sequence)
+            self._take_turns()
+        else:
+            self._end_turn(sequence)
+
+    def _take_turns(self) -> None:
+        while self._turns and self._has_turn(self._turns[0]):
+            self._begin(self._turns.popleft())
+
+    def _has_turn(self, sequence: Sequence) -> bool:
+        return self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens) is None
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        """It may not wait any longer."""
+        if sequence not in self._turns:
             return
+        self._turns.remove(sequence)
+        tbt_s = self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens)
+        if tbt_s is None:
+            self._begin(sequence)
+        else:
+            self._refuse(sequence, tbt_s)
+            self._forget(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
         now_s = self.node.clock.now_s
         sequence.has_begun = True
         self._num_begun += 1
@@ -235,6 +263,7 @@ class DecodeInstance:
             sequence = self._sequence_of[member]
             self._leave_batch(sequence)
             self._finish(sequence)
+        self._take_turns()
         self._run()
 
     def _finish(self, sequence: Sequence) -> None:
@@ -250,10 +279,13 @@ class DecodeInstance:
             return
         if sequence.is_waiting:
             self._waiting.remove(sequence)
+        if sequence in self._turns:
+            self._turns.remove(sequence)
         if sequence.member.is_running:
             self.batch.remove(sequence.member)
             self._leave_batch(sequence)
         self._forget(sequence)
+        self._take_turns()
 
     def _forget(self, sequence: Sequence) -> None:
         """It is in no batch."""

@@ -267,6 +267,17 @@ def test_a_request_may_be_refused_when_its_prefill_has_ended() -> None:
     assert effects[-1] == Effect(D1, Reserve(ref(2), order, TBT_SLO_S))
 
 
+def test_who_has_waited_for_its_turn_until_its_first_token_is_due_is_not_placed_elsewhere() -> None:
+    limits = Limits(tbt_slo_s=TBT_SLO_S, ttft_slo_s=4.0)
+    conductor, order = two_decode_instances(limits), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    [effect] = conductor.handle(P0, Prefilled(ref(), 42, 0), 1.5)
+    assert effect == Effect(D0, Decode(ref(), 42, 0, time_left_s=3.5))
+    effects = conductor.handle(D0, Refused(ref(), "slow", 0.2), 5.0)
+    assert effects[-1] == Effect(FRONT, Rejected("r", 429, "slow", 1.0))
+
+
 def test_nobody_refuses_a_request_whose_tokens_may_have_left() -> None:
     conductor, order = two_decode_instances(), request()
     conductor.handle(FRONT, Submit(order), 1.0)
