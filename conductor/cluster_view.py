@@ -12,10 +12,10 @@ import numpy as np
 
 from conductor.balancing import START, BalancingThreshold
 from conductor.estimators import (
-    DECODE_NOISE,
+    DECODE_DOUBT,
     GENERIC_DECODE_COSTS,
     GENERIC_PREFILL_COSTS,
-    PREFILL_NOISE,
+    PREFILL_DOUBT,
     CostEstimator,
 )
 from conductor.instances import Instance
@@ -75,8 +75,8 @@ class ClusterView:
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
         self.loads = Loads()
-        self.prefill_costs = CostEstimator(prefill, PREFILL_NOISE, is_profiled=profiled is not None)
-        self.decode_costs = CostEstimator(decode, DECODE_NOISE, is_profiled=profiled is not None)
+        self.prefill_costs = CostEstimator(prefill, PREFILL_DOUBT, is_profiled=profiled is not None)
+        self.decode_costs = CostEstimator(decode, DECODE_DOUBT, is_profiled=profiled is not None)
         self.transfers = TransferEstimator()
         self.balancing = BalancingThreshold(threshold)
         self.layout: KVLayout | None = None

@@ -11,7 +11,7 @@ Owns: coefficients by slot. Does not know: requests, queues, the clock.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,8 @@ from mooncake.costs import Costs
 Floats = NDArray[np.floating[Any]]
 """float64"""
 
-PREFILL_NOISE, DECODE_NOISE = 0.15, 0.05
-"""how far a single duration is from the polynomial, relative: standard deviation. That of a step is a mean of
-many"""
-_COMMON_DOUBT, _SHAPE_DOUBT = 0.5, 0.3
-"""of the start coefficients, relative: of all together, and of each"""
+_COMMON_DOUBT = 0.5
+"""of all start coefficients together, relative"""
 _FORGETTING = 1e-3
 """share of that doubt that comes back with every observation"""
 _LARGEST_SURPRISE = 3.0
@@ -41,11 +38,27 @@ GENERIC_DECODE_COSTS = Costs(5e-3, 1e-4, 1e-8)
 The first observation sets the scale."""
 
 
+class Doubt(NamedTuple):
+    """Standard deviations, relative. `noise`: of a single duration from the polynomial; `shape`: of each
+    start coefficient, beside what all have in common."""
+
+    noise: float
+    shape: float
+
+
+PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
+"""The time of a step is a mean of many, and what a request adds to it differs much between devices."""
+
+
+_Covariance = list[list[float]]
+"""3 x 3: too small for arrays, with which learning took ten times as long"""
+
+
 class CostEstimator:
     """Coefficients of all slots. `is_profiled`: `start` was measured, its scale is roughly right."""
 
-    def __init__(self, start: Costs, noise: float, *, is_profiled: bool) -> None:
-        self._start, self._noise = start, noise
+    def __init__(self, start: Costs, doubt: Doubt, *, is_profiled: bool) -> None:
+        self._start, self._doubt = start, doubt
         self._is_profiled = is_profiled
         self._coefficients = np.zeros((3, 0))
         self.constant_s, self.first_s, self.second_s = self._coefficients
@@ -60,7 +73,7 @@ class CostEstimator:
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
             self._num_surprises.append(0)
-            self._covariances.append(_doubt((0.0, 0.0, 0.0)))
+            self._covariances.append(self._covariance((0.0, 0.0, 0.0)))
         num_slots = len(self._has_scale)
         missing = np.zeros((3, num_slots - len(self.constant_s)))
         self._coefficients = np.append(self._coefficients, missing, axis=1)
@@ -93,7 +106,7 @@ class CostEstimator:
         features = 1.0 / predicted_s, first / predicted_s, second / predicted_s
         covariance = self._covariances[slot]
         gain = [_product(row, features) for row in covariance]
-        variance = _product(features, gain) + self._noise**2
+        variance = _product(features, gain) + self._doubt.noise**2
         largest = _LARGEST_SURPRISE * math.sqrt(variance)
         if self._is_change(slot, error, largest):
             scale = max(seconds / predicted_s, _SMALLEST_SHARE)
@@ -106,7 +119,7 @@ class CostEstimator:
             for coefficient, of_gain, start in zip(before, gain, self._start, strict=True)
         ]
         self._put(slot, learned)
-        doubt = _doubt(learned)
+        doubt = self._covariance(learned)
         for row, of_gain, of_doubt in zip(covariance, gain, doubt, strict=True):
             for column in range(3):
                 left = row[column] - of_gain * gain[column] / variance
@@ -124,27 +137,22 @@ class CostEstimator:
 
     def _begin_at(self, slot: int, coefficients: Sequence[float]) -> None:
         self._put(slot, coefficients)
-        self._covariances[slot] = _doubt(coefficients)
+        self._covariances[slot] = self._covariance(coefficients)
         self._num_surprises[slot] = 0
+
+    def _covariance(self, coefficients: Sequence[float]) -> _Covariance:
+        """Covariance of coefficients that were measured elsewhere."""
+        common, shape = _COMMON_DOUBT**2, self._doubt.shape**2
+        return [
+            [(common + shape * (i == j)) * one * other for j, other in enumerate(coefficients)]
+            for i, one in enumerate(coefficients)
+        ]
 
     def _of(self, slot: int) -> tuple[float, float, float]:
         return self.constant_s.item(slot), self.first_s.item(slot), self.second_s.item(slot)
 
     def _put(self, slot: int, coefficients: Sequence[float]) -> None:
         self._coefficients[:, slot] = coefficients
-
-
-_Covariance = list[list[float]]
-"""3 x 3: too small for arrays, with which learning took ten times as long"""
-
-
-def _doubt(coefficients: Sequence[float]) -> _Covariance:
-    """Covariance of coefficients that were measured elsewhere."""
-    common, shape = _COMMON_DOUBT**2, _SHAPE_DOUBT**2
-    return [
-        [(common + shape * (i == j)) * one * other for j, other in enumerate(coefficients)]
-        for i, one in enumerate(coefficients)
-    ]
 
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from conductor.estimators import GENERIC_PREFILL_COSTS, PREFILL_NOISE, CostEstimator
+from conductor.estimators import (
+    DECODE_DOUBT,
+    GENERIC_DECODE_COSTS,
+    GENERIC_PREFILL_COSTS,
+    PREFILL_DOUBT,
+    CostEstimator,
+)
 from mooncake.costs import Costs, prefill_quantities
 
 TRUE = Costs(0.01, 6e-4, 1e-7)
@@ -29,7 +35,7 @@ def error(estimator: CostEstimator, costs: Costs, new: int, cached: int, slot: i
 
 
 def generic() -> CostEstimator:
-    estimator = CostEstimator(GENERIC_PREFILL_COSTS, PREFILL_NOISE, is_profiled=False)
+    estimator = CostEstimator(GENERIC_PREFILL_COSTS, PREFILL_DOUBT, is_profiled=False)
     estimator.reset(0)
     return estimator
 
@@ -51,7 +57,7 @@ def test_one_prefill_is_enough_for_the_scale() -> None:
 
 
 def test_a_profile_is_believed_more_than_one_observation() -> None:
-    estimator = CostEstimator(TRUE, PREFILL_NOISE, is_profiled=True)
+    estimator = CostEstimator(TRUE, PREFILL_DOUBT, is_profiled=True)
     estimator.reset(0)
     quantities = prefill_quantities(200, 0)
     estimator.learn(0, *quantities, 20 * TRUE.seconds(*quantities))
@@ -96,3 +102,16 @@ def test_instances_are_learned_apart_and_forgotten_with_their_slot() -> None:
     assert abs(error(estimator, GENERIC_PREFILL_COSTS, 500, 0, slot=1)) < 0.01
     estimator.reset(0)
     assert abs(error(estimator, GENERIC_PREFILL_COSTS, 500, 0, slot=0)) < 0.01
+
+
+def test_what_a_request_adds_to_a_step_is_learned_while_the_batch_grows() -> None:
+    """Too low an estimate of it would let in, before the batch is large, what it cannot bear."""
+    estimator = CostEstimator(GENERIC_DECODE_COSTS, DECODE_DOUBT, is_profiled=False)
+    estimator.reset(0)
+    steps = Costs(0.02, 0.001, 1e-8)
+    for batch_size in range(2, 22, 2):
+        quantities = float(batch_size), 500.0 * batch_size
+        estimator.learn(0, *quantities, steps.seconds(*quantities))
+    for batch_size in (20, 40):
+        quantities = float(batch_size), 500.0 * batch_size
+        assert estimator.predict_s(0, *quantities) == pytest.approx(steps.seconds(*quantities), rel=0.05)
