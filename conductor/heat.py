@@ -6,7 +6,6 @@ Keys are chained: no block of a prompt is hotter than those before it.
 Owns: the counts. Does not know: who holds a block, the clock.
 """
 
-import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -50,7 +49,8 @@ class Heat:
         for key, num in Counter(chain.from_iterable(noted)).items():
             uses[key] = uses.get(key, 0.0) + num
         if len(uses) > MOST_KEYS:  # of equal ones the first, which are the first of their prompts
-            uses = dict(heapq.nlargest(MOST_KEYS // 2, uses.items(), key=itemgetter(1)))
+            hottest = sorted(uses.items(), key=itemgetter(1), reverse=True)
+            uses = dict(hottest[: MOST_KEYS // 2])
         self._uses = uses
         return noted
 

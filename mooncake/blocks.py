@@ -10,11 +10,14 @@ Owns: key derivation and the layout arithmetic. Does not know: where a block is 
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
 KEY_BYTES = 16
+_MOST_ROOTS = 1024
+"""that are remembered: every request asks for that of its model and tenant"""
 BlockKey = bytes
 KVDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -105,6 +108,7 @@ def _positions(wanted: range, there: range, what: str) -> range:
     return range(wanted.start - there.start, wanted.stop - there.start)
 
 
+@lru_cache(_MOST_ROOTS)
 def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
     """The parent of every first block. Models and tenants with different roots can never share a block."""
     return hashlib.sha256(f"mooncake-root\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
