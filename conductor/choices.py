@@ -29,26 +29,23 @@ _BUSY_S = 1.0
 class Candidates(NamedTuple):
     """What a prompt would take; arrays by slot. `ttft_s` is infinite where the prompt cannot go."""
 
+    depths: list[int]
+    """of each way to have a prefix: the blocks of the own one"""
+    masks: list[int]
+    """the slots whose way it is"""
+    num_local: int
+    """the first so many use the own prefix, the others fetch the best one"""
+    ways_s: Floats
+    """one row a way: to have the prefix, and the prefill behind it"""
     queue_s: Floats
-    load_s: Floats | None
-    """to bring the own prefix from SSD to DRAM; None if all is there"""
-    transfer_s: Floats | None
-    """to fetch what is lacking of the best prefix"""
-    is_remote: NDArray[np.bool_] | None
-    """whether that is done; None, as `transfer_s`, if nobody holds any prefix"""
-    rest_s: Floats
-    """the one or the other, and the prefill"""
     ttft_s: Floats
 
-    def fetches(self, slot: int) -> bool:
-        """Whether an instance would fetch what it lacks of the best prefix."""
-        return self.is_remote is not None and bool(self.is_remote[slot])
-
-    def times_of(self, slot: int) -> tuple[float, float]:
-        """Transfer and prefill."""
-        by_slot = self.transfer_s if self.fetches(slot) else self.load_s
-        transfer_s = 0.0 if by_slot is None else by_slot.item(slot)
-        return transfer_s, self.rest_s.item(slot) - transfer_s
+    def best_way(self, slot: int) -> tuple[float, int, bool]:
+        """What the quickest takes on one instance; the blocks of its own prefix; whether it fetches."""
+        least_s, way = min(
+            (self.ways_s.item(way, slot), way) for way, mask in enumerate(self.masks) if mask >> slot & 1
+        )
+        return least_s, self.depths[way], way >= self.num_local
 
 
 Choice = Callable[[Candidates, Loads], int]

@@ -43,6 +43,7 @@ class _Prefills:
     last_ended_s: float = -math.inf
     head: AssignedPrefill | None = None
     """the one that is computed"""
+    head_began_s: float = -math.inf
 
     @property
     def all(self) -> list[AssignedPrefill]:
@@ -56,14 +57,17 @@ class Loads:
         self.is_prefill, self.is_decode = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
         self.prefill_room_blocks, self.decode_room_blocks = np.zeros(0, np.int64), np.zeros(0, np.int64)
         """the longest sequence that fits when all that is assigned has ended; 0 for the other role"""
+        self.prefill_mask = 0
+        """`is_prefill` as the bits of a number"""
+        self._least_prefill_room_blocks: int | None = None
         self.memory_usage = np.zeros(0)
         """share of the device's KVCache that is in use, as last heard"""
         self.num_assigned = np.zeros(0, np.int64)
         """requests, as prefill or as decode"""
         self.queued_s = np.zeros(0)
         """predicted times of all prefills that were assigned and have not ended"""
-        self.head_s, self.head_began_s = np.zeros(0), np.zeros(0)
-        """the one that is computed: its predicted time, and since when; 0 and minus infinity without one"""
+        self.behind_head_s, self.ends_s = np.zeros(0), np.zeros(0)
+        """the same without the one that is computed; when all will have ended, minus infinity without one"""
         self.batch_size, self.num_kv_tokens = np.zeros(0), np.zeros(0)
         """of the requests assigned to a decode instance: how many, and tokens of their prompts"""
         self.num_decoding, self.num_decoding_tokens = np.zeros(0), np.zeros(0)
@@ -100,28 +104,38 @@ class Loads:
             for priority, queued_s in self._queued_s.items()
         }
         self._prefills[slot] = _Prefills({}, {})
+        self._set_head(slot)
         self.set_role(slot, role, room_blocks)
 
     def set_role(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
         """What an instance may be given from now on: nothing without a role. What it has stays."""
         self.is_prefill[slot], self.is_decode[slot] = role is Role.PREFILL, role is Role.DECODE
+        self.prefill_mask = self.prefill_mask & ~(1 << slot) | (role is Role.PREFILL) << slot
         self.set_room(slot, room_blocks)
 
     def set_room(self, slot: int, num_blocks: int) -> None:
         """The longest sequence that fits, in blocks."""
+        self._least_prefill_room_blocks = None
         self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
+
+    @property
+    def least_prefill_room_blocks(self) -> int:
+        """Of all prefill instances, of which there is at least one."""
+        if self._least_prefill_room_blocks is None:
+            self._least_prefill_room_blocks = int(self.prefill_room_blocks[self.is_prefill].min())
+        return self._least_prefill_room_blocks
 
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
         """Until each instance has computed all that it was given and that is not of a higher priority number;
         what the one that is computed has had of its time is taken off."""
-        progress_s = np.minimum(now_s - self.head_began_s, self.head_s)
+        left_s: Floats = np.maximum(self.ends_s - now_s, self.behind_head_s)
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
-            return self.queued_s - progress_s
+            return left_s
         # What is computed is not interrupted for long.
-        stays_s = np.where(self.head_priority > priority, self.head_s, 0.0)
-        ahead_s: Floats = self.queued_s - np.sum(behind, axis=0) + stays_s - progress_s
+        stays_s = np.where(self.head_priority > priority, self.queued_s - self.behind_head_s, 0.0)
+        ahead_s: Floats = left_s - np.sum(behind, axis=0) + stays_s
         return ahead_s
 
     # -- prefill ------------------------------------------------------------------------------------
@@ -145,7 +159,7 @@ class Loads:
         prefills.ordered[request_id] = prefill
         head = prefills.head
         if head is not None and prefill.standing_s < head.standing_s:  # it goes on behind this one
-            done_s = min(max(now_s - self.head_began_s.item(slot), 0.0), head.left_s)
+            done_s = min(max(now_s - prefills.head_began_s, 0.0), head.left_s)
             head.left_s -= done_s
             self.queued_s[slot] -= done_s
             self._queued_s[head.priority][slot] -= done_s
@@ -195,15 +209,16 @@ class Loads:
         prefills = self._prefills[slot]
         head = min(prefills.ordered.values(), key=lambda prefill: prefill.standing_s, default=None)
         prefills.head = head
-        if head is None:
-            self.head_s[slot], self.head_began_s[slot] = 0.0, -math.inf
-            if not prefills.waiting:
-                self.queued_s[slot] = 0.0  # rounding does not add up
-        else:
+        head_s, prefills.head_began_s = 0.0, -math.inf
+        if head is not None:
             assert head.ordered_s is not None
             head.has_begun = True
-            self.head_s[slot], self.head_priority[slot] = head.left_s, head.priority
-            self.head_began_s[slot] = max(head.ordered_s, prefills.last_ended_s)
+            head_s, self.head_priority[slot] = head.left_s, head.priority
+            prefills.head_began_s = max(head.ordered_s, prefills.last_ended_s)
+        elif not prefills.waiting:
+            self.queued_s[slot] = 0.0  # rounding does not add up
+        queued_s = self.queued_s.item(slot)
+        self.behind_head_s[slot], self.ends_s[slot] = queued_s - head_s, prefills.head_began_s + queued_s
 
     # -- decode -------------------------------------------------------------------------------------
 

@@ -23,18 +23,60 @@ from mooncake.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """How much of a prompt each instance holds. Two arrays are int32, one element a slot; 0 for a free slot.
+    """How much of a prompt each instance holds: the few depths that differ, and for each a mask of slots.
 
-    `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`. Not to be written to: they may be one array.
+    `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`, one element a slot; 0 for a free slot.
     """
 
-    num_blocks: NDArray[np.int32]
-    """leading blocks of the prompt that the instance holds, in any tier"""
-    num_dram_blocks: NDArray[np.int32]
-    """how many of these are in its DRAM; the others have to be read from SSD"""
-    num_best_blocks: int
-    best_slots: NDArray[np.intp]
-    """who holds so many: the longest prefix that anybody holds; empty if nobody holds any"""
+    num_slots: int
+    depths: list[int]
+    """numbers of leading blocks, in any tier, from the smallest on; the only one may be 0"""
+    masks: list[int]
+    """who holds so many and no more: none is empty, and each slot is in one of them"""
+    on_ssd: list[tuple[int, int]]
+    """numbers of blocks, not all in a row, and who of those that hold them has them on SSD only"""
+
+    def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
+        """One row a mask, one column a slot: whether it is in it."""
+        num_bytes = -(-self.num_slots // 8)
+        joined = b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
+        rows = np.frombuffer(joined, np.uint8).reshape(len(masks), num_bytes)
+        return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
+
+    def num_ssd_blocks_at(self, slot: int) -> int:
+        """Of those that one instance holds, how many have to be read from SSD."""
+        return sum(num_blocks for num_blocks, mask in self.on_ssd if mask >> slot & 1)
+
+    @property
+    def num_blocks(self) -> NDArray[np.int32]:
+        """Leading blocks of the prompt that each instance holds, in any tier."""
+        return self._sums(self.depths, self.masks)
+
+    @property
+    def num_ssd_blocks(self) -> NDArray[np.int32]:
+        """How many of these have to be read from SSD."""
+        return self._sums([number for number, _ in self.on_ssd], [mask for _, mask in self.on_ssd])
+
+    @property
+    def num_dram_blocks(self) -> NDArray[np.int32]:
+        """How many of these are in DRAM."""
+        return self.num_blocks - self.num_ssd_blocks
+
+    @property
+    def num_best_blocks(self) -> int:
+        """The longest prefix that anybody holds."""
+        return self.depths[-1]
+
+    @property
+    def best_slots(self) -> NDArray[np.intp]:
+        """Who holds so many; empty if nobody holds any."""
+        slots: NDArray[np.intp] = self.rows_of(self.masks[-1:])[0].nonzero()[0]
+        return slots if self.num_best_blocks else slots[:0]
+
+    def _sums(self, numbers: Sequence[int], masks: Sequence[int]) -> NDArray[np.int32]:
+        """By slot: those numbers whose masks it is in."""
+        sums: NDArray[np.int32] = np.array(numbers, np.int32).dot(self.rows_of(masks))
+        return sums
 
 
 class PrefixIndex:
@@ -144,33 +186,21 @@ class PrefixIndex:
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """How many leading blocks of a prompt with these `keys` each instance holds: one pass for all."""
         holding, in_dram = self._sets.holding, self._sets.in_dram
-        masks: list[int] = []
-        ssd_masks: list[int] = []
-        lengths: list[int] = []
-        mask, end = -1, 0
-        for number, run_end in zip(*self._table.runs(keys), strict=True):
-            mask &= holding[number]
+        num_slots, start = self.num_slots, 0
+        mask = (1 << num_slots) - 1
+        depths, masks = [0], [mask]
+        on_ssd: list[tuple[int, int]] = []
+        for number, end in zip(*self._table.runs(keys), strict=True):
+            before, mask = mask, mask & holding[number]
             if not mask:
                 break
-            masks.append(mask)
-            ssd_masks.append(mask ^ (mask & in_dram[number]))
-            lengths.append(run_end - end)
-            end = run_end
-        if not masks:
-            none = np.zeros(self.num_slots, np.int32)
-            return PrefixMatch(none, none, 0, none.nonzero()[0])
-        # float32 is exact for a prompt's blocks, and quick.
-        weights = np.array(lengths, np.float32)
-        num_sets, is_on_ssd = len(masks), any(ssd_masks)
-        bits = self._bits(masks + ssd_masks if is_on_ssd else masks)
-        num_blocks = num_dram_blocks = weights.dot(bits[:num_sets]).astype(np.int32)
-        if is_on_ssd:
-            num_dram_blocks = num_blocks - weights.dot(bits[num_sets:]).astype(np.int32)
-        return PrefixMatch(num_blocks, num_dram_blocks, end, bits[num_sets - 1].nonzero()[0])
-
-    def _bits(self, masks: Sequence[int]) -> NDArray[np.uint8]:
-        """One row a mask, one column a slot."""
-        num_bytes = -(-self.num_slots // 8)
-        joined = b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
-        rows = np.frombuffer(joined, np.uint8).reshape(len(masks), num_bytes)
-        return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little")
+            if mask == before:
+                depths[-1] = end
+            else:
+                masks[-1] ^= mask
+                masks.append(mask)
+                depths.append(end)
+            if ssd_mask := mask & ~in_dram[number]:
+                on_ssd.append((end - start, ssd_mask))
+            start = end
+        return PrefixMatch(num_slots, depths, masks, on_ssd)

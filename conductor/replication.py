@@ -89,12 +89,19 @@ class Replication:
             return []
         self._round_s = now_s
         noted = self._heat.count(seconds)
-        self._follow(now_s)
-        return self._drop() + self._replicate(noted, layout, now_s)
+        holders = self._holders()
+        self._follow(holders, now_s)
+        return self._drop(holders) + self._replicate(noted, layout, now_s)
 
     # -- copies that were ordered -------------------------------------------------------------------
 
-    def _follow(self, now_s: float) -> None:
+    def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
+        """By a copy's last block the slots that hold all of it. Copies of one prefix are looked up once."""
+        prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
+        match = self._view.prefixes.match
+        return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
+
+    def _follow(self, holders: dict[BlockKey, NDArray[np.bool_]], now_s: float) -> None:
         """Which have come; those of lost instances, and those that have not come or stayed, are forgotten."""
         view = self._view
         for name, copy in list(self._copies.items()):
@@ -102,7 +109,7 @@ class Replication:
             if slot is None or not view.holds(slot, copy.instance):
                 del self._copies[name]
                 continue
-            copy.is_there = view.prefixes.match(copy.keys).num_blocks.item(slot) == len(copy.keys)
+            copy.is_there = holders[copy.keys[-1]].item(slot)
             if copy.is_there or copy.is_under_way(now_s):
                 copy.missed_s = None
             elif copy.missed_s is None:
@@ -110,7 +117,7 @@ class Replication:
             elif now_s >= copy.missed_s + AGAIN_S:
                 del self._copies[name]
 
-    def _drop(self) -> list[Effect]:
+    def _drop(self, holders: dict[BlockKey, NDArray[np.bool_]]) -> list[Effect]:
         """Of copies that are surplus the blocks that have become cold."""
         view = self._view
         effects = []
@@ -120,7 +127,7 @@ class Replication:
                 continue
             tip, slot = copy.keys[-1], view.slot_of(copy.instance.name)
             assert slot is not None  # those of lost instances have been forgotten
-            held = view.loads.is_prefill & (view.prefixes.match(copy.keys).num_blocks == len(copy.keys))
+            held = view.loads.is_prefill & holders[tip]
             held[slot] = False
             num_others = int(held.sum()) - num_dropped[tip]
             num_warm = self._heat.depth(copy.keys, self._rules.uses_per_copy * num_others / 2)
