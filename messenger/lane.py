@@ -52,6 +52,8 @@ _LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RD
 """moved in less time than waking up takes"""
 _COPIED_BYTES_PER_S = 8 << 30
 """on a slow machine"""
+_COPYING_SPEED = 8
+"""by that of moving the same through a socket: others wait for 4 MiB at most, if somebody waits for these"""
 _LISTENED_BYTES = 128 << 10
 """what listening for an answer counts for as a turn"""
 
@@ -114,7 +116,8 @@ class Lane:
         self._source = source
         self._owner = owner
         self._answer_timeout_s = answer_timeout_s
-        self._control: deque[Message] = deque()
+        self._unsent: deque[bytes] = deque()
+        """frames that go before what is sent next"""
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
@@ -136,10 +139,10 @@ class Lane:
         self._left: Frame | None = None
         """that has come, and takes a while"""
         self._is_pumping_soon = False
-        self._is_control_due = False
-        """else it waits for a request to go with"""
+        self._is_unsent_due = False
+        """else they wait for a request to go with"""
         self._later: asyncio.TimerHandle | None = None
-        """when it is due"""
+        """when they are due"""
         self._given_up: str | None = None
         self._is_running = True
         self.remedy: Remedy | None = None
@@ -187,8 +190,11 @@ class Lane:
             self._pump()
 
     async def linger(self, request: Request) -> None:
-        """Listens for the answer to `request` for a moment, if that can come at once."""
+        """Listens for the answer to `request` for a moment, if that can come at once. What this side has
+        copied gives others a turn now and then."""
         if request.moving_bytes == 0:
+            self._stream.moved(request.num_bytes // _COPYING_SPEED)
+            await self._stream.take_turns()
             return
         transport = self.path.transport
         # Over shared memory nothing is moved before a fetch is answered.
@@ -207,14 +213,13 @@ class Lane:
 
         It leaves with the next request, or alone if none comes in this turn of the loop, or `within_s`.
         """
-        self._control.append(message)
+        self._unsent.append(encode_frame(message))
         if isinstance(message, Close):
             self._outstanding.closed(message)
         if within_s and self._is_running:
-            if self._later is None:
-                self._later = asyncio.get_running_loop().call_later(within_s, self._send_control)
+            self._send_within(within_s)
         else:
-            self._is_control_due = True
+            self._is_unsent_due = True
             self._pump_soon()
 
     async def run(self) -> str:
@@ -273,27 +278,35 @@ class Lane:
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
         self._send_requests()
-        if self._is_control_due and self._is_running and not self._outbox:
+        if self._is_unsent_due and self._is_running and not self._outbox:
             self._post()
 
-    def _send_control(self) -> None:
-        """What has waited long enough."""
+    def _send_within(self, within_s: float) -> None:
+        """What is unsent leaves by then."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(within_s, self._send_unsent)
+
+    def _send_unsent(self) -> None:
         self._later = None
-        self._is_control_due = bool(self._control)
+        self._is_unsent_due = bool(self._unsent)
         self._pump()
 
     def _send_requests(self) -> None:
         """What has no answer goes with them, but not alone."""
         while self._is_running and not self._outbox:
             begun: list[bytes | memoryview] = []
-            num_bytes = 0
+            num_bytes, may_wait = 0, True
             while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
                 pieces = self._begin(request)
                 begun += pieces
+                may_wait &= _may_wait(request)
                 num_bytes += sum(map(len, pieces))
                 if not request.moving_bytes:
                     num_bytes += self._copied_share(request)
-            if begun:
+            if begun and may_wait:
+                self._unsent += map(bytes, begun)
+                self._send_within(NOT_URGENT_S)
+            elif begun:
                 self._post(*begun)
             if not num_bytes:
                 return
@@ -310,14 +323,14 @@ class Lane:
         return max(1, request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK))
 
     def _post(self, *begun: bytes | memoryview) -> None:
-        control = [encode_frame(message) for message in self._control]
-        self._control.clear()
-        self._is_control_due = False
+        unsent = [*self._unsent]
+        self._unsent.clear()
+        self._is_unsent_due = False
         if self._later is not None:
             self._later.cancel()
             self._later = None
         try:
-            self._outbox.post(*control, *begun)
+            self._outbox.post(*unsent, *begun)
         except OSError:
             self._stream.shut_down()  # the receiving side finds out, and says why
 
@@ -526,3 +539,8 @@ class Lane:
         self._owner.moved(self, sum(map(len, views)), received=True)
         failure = found.failure
         request.done(intact, failure and f"{self._owner.name} cannot send: {failure}")
+
+
+def _may_wait(request: Request) -> bool:
+    """Whether the other side need not hear of it at once: waking it up takes as long as copying a MiB."""
+    return request.urgency is Urgency.BULK and not request.moving_bytes

@@ -33,6 +33,8 @@ MAX_QUEUED_REQUESTS = 16
 """of one class, under way or waiting: whoever comes then waits"""
 _NUM_LOST_LANES = 64
 """whose end the receiver may not have noticed yet"""
+_TURNS_GIVEN = 2
+"""of the event loop, to who was waiting: one until it goes on, one for what it does then"""
 _MOST_LANES_LOST = 4
 """under one request: then it is no chance that they are lost"""
 SESSION_BYTES = 16
@@ -63,8 +65,10 @@ class Peer:
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
         self._bulk_timer: asyncio.TimerHandle | None = None
-        self._has_served = self._has_given_way = False
-        """somebody who waited, since a lane asked whether to give way; and whether it did"""
+        self._has_served = False
+        """somebody who waited, since a lane asked whether to give way"""
+        self._num_turns_given = 0
+        """one after the other"""
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -347,10 +351,11 @@ class Peer:
         return None
 
     def gives_way(self) -> bool:
-        """Not twice in a row: bulk goes on too."""
-        self._has_given_way = self._has_served and not self._has_given_way
+        """So many turns, and then one is bulk's whatever comes: it goes on too."""
+        gives_way = self._num_turns_given < _TURNS_GIVEN and (self._num_turns_given > 0 or self._has_served)
         self._has_served = False
-        return self._has_given_way
+        self._num_turns_given = self._num_turns_given + 1 if gives_way else 0
+        return gives_way
 
     def moved(self, lane: Lane, num_bytes: int, *, received: bool) -> None:
         self._last_transport = transport = lane.path.transport

@@ -560,17 +560,40 @@ def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_lane_gives_way_to_who_was_served_but_not_twice_in_a_row() -> None:
+def test_a_lane_gives_way_to_who_was_served_but_not_for_ever() -> None:
     async def test() -> None:
         peer, gave_way = Peer("receiver", Traffic()), []
         assert not peer.gives_way()
-        for _ in range(4):
+        for _ in range(6):
             request = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: None)
             await peer.submit(request)
             request.done(None)
             gave_way.append(peer.gives_way())
-        assert gave_way == [True, False, True, False]
+        assert gave_way == [True, True, False, True, True, False]
         assert not peer.gives_way()
+
+    run(test())
+
+
+def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("messenger.lane.NOT_URGENT_S", 3600.0)
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 16, transport="shm", streams=1) as node:
+            grant, outcomes = node.pages.grant(1, range(8)), list[Outcome]()
+            node.pages.grant(2, [8])
+            peer = await node.peer()
+            with peer.transfer(1, "bulk", lambda: None, Urgency.BULK) as bulk:
+                for page in range(8):
+                    await bulk.write([node.entry(page)], LARGE.block_bytes, outcomes.append)
+                await until(lambda: len(outcomes) == 8)
+                assert not grant.arrived
+                await node.write(2, [8])
+                await until(lambda: bulk.is_confirmed)
+            assert grant.is_complete
+            node.assert_written(range(9))
 
     run(test())
 
