@@ -91,7 +91,7 @@ class Encoder:
         if self._quick is not None and (text.isascii() or _DISPUTED.search(text) is None):
             try:
                 return _quickly(self._quick, text, add_special_tokens)
-            except ValueError as error:  # its regexes give up where matching takes very long
+            except ValueError as error:  # its regexes give up on a million spaces and more
                 log.info("fastokens gave up on a text of %d characters: %s", len(text), error)
         return _surely(self._backend, text, add_special_tokens)
 
