@@ -37,6 +37,7 @@ from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.requests import Outcome, Urgency
 from messenger.transports import SourceSegment, Traffic
+from mooncake.eager import run_eagerly
 from mooncake.errors import TransferError
 from mooncake.keys import ClusterKey
 from mooncake.pools import MessengerAddress
@@ -104,7 +105,10 @@ class MessengerEngine:
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
         batch = _Batch(len(pairs), block_bytes)
-        self._loop.run_until_complete(self._move(batch, direction, pairs, block_bytes, is_latency=is_latency))
+        with _on(self._loop):
+            task = run_eagerly(self._move(batch, direction, pairs, block_bytes, is_latency=is_latency))
+        if task is not None:
+            self._loop.run_until_complete(task)
 
     def submit(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int
@@ -231,6 +235,17 @@ class MessengerEngine:
         if slice_bytes not in self._checksums:
             self._checksums[slice_bytes] = layer_checksums(self._buffer[:WORKING_SET_BYTES], slice_bytes)
         return self._checksums[slice_bytes]
+
+
+@contextlib.contextmanager
+def _on(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """As a call of the loop, which is how a messenger's are made: starting and stopping the loop is not timed
+    where nothing has to be waited for."""
+    asyncio._set_running_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(None)
 
 
 async def _turns(num_turns: int) -> None:
