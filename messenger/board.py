@@ -93,6 +93,7 @@ class Board:
         """by seat that is taken: a descriptor of its process, None if that has ended or cannot be watched"""
         self._left: set[int] = set()
         """seats whose lane has ended, and which may not have been left yet"""
+        self._has_warned = False
         self._closing: list[_Closing] = []
         self._looking: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_LOOK_S
@@ -120,7 +121,9 @@ class Board:
         try:
             process = _watch(pid)
         except OSError as error:
-            log.warning("blocks from process %d are copied here: it cannot be watched: %s", pid, error)
+            if not self._has_warned:
+                log.warning("blocks from process %d are copied here: it cannot be watched: %s", pid, error)
+            self._has_warned = True
             return None
         if process is None:
             return None

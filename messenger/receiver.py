@@ -83,7 +83,8 @@ class Sessions:
                 landing = door.landing
                 if landing is not None:
                     shelves = landing.shelves
-                if landing is not None and introduction.takes_seat:
+                # Who has no blocks copies none.
+                if landing is not None and introduction.takes_seat and introduction.identity is not None:
                     seat = landing.take_seat(stream.peer_pid)
                     if seat is not None:
                         on_failure.callback(landing.board.leave, seat.number)

@@ -283,6 +283,23 @@ def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
         thread.join()
 
 
+def test_a_process_that_cannot_be_watched_has_no_seat_and_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        board = Segment().board()
+        assert [board.take_seat(thread.native_id) for _ in range(3)] == [None] * 3
+        assert caplog.text.count("cannot be watched") == 1
+        board.shut_down()
+    finally:
+        has_ended.set()
+        thread.join()
+
+
 def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
     """A thread copies as fast as it can while the grant comes and goes."""
 

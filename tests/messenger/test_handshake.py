@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import mmap
 import os
 import random
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from messenger.handshake import Segment
 from messenger.protocol import (
     MAX_GREETING_BYTES,
     PROTOCOL_VERSION,
@@ -348,6 +350,24 @@ def test_who_is_turned_away_hears_why(tmp_path: Path) -> None:
                 await turn_away(stream, "its worker has not attached", node.key, node.received, 1.0)
 
             assert "refused: its worker has not attached" in await meet(node, answer)
+
+    run(test())
+
+
+def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, TINY) as node:
+            wire = await Wire.connect(node, Transport.SHM)
+            source = node.sender_memory.source
+            segment = Segment(len(source.buffer), source.read_only_fd)
+            welcome = await wire.introduce_probe(node, segment, takes_seat=True)
+            assert welcome.seat is None
+            assert node.seats_taken == set()
+            fd = wire.stream.take_fd()
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, mmap.PAGESIZE)
+            os.close(fd)
+            wire.close()
 
     run(test())
 

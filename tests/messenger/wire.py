@@ -5,7 +5,7 @@ import contextlib
 import secrets
 
 from messenger.frames import Frames
-from messenger.handshake import introduce, read_message
+from messenger.handshake import Segment, introduce, read_message
 from messenger.identity import Identity
 from messenger.protocol import Message, Side, Welcome, encode_frame
 from messenger.stream import Stream
@@ -45,9 +45,13 @@ class Wire:
         identity = identity or node.sender_identity
         return await introduce(self.frames, node.key, identity, session=session, lane=lane, segment=None)
 
-    async def introduce_probe(self, node: Fabric) -> Welcome:
+    async def introduce_probe(
+        self, node: Fabric, segment: Segment | None = None, *, takes_seat: bool = False
+    ) -> Welcome:
         """As somebody who only measures."""
-        return await introduce(self.frames, node.key, None, session=bytes(16), lane=0, segment=None)
+        return await introduce(
+            self.frames, node.key, None, session=bytes(16), lane=0, segment=segment, takes_seat=takes_seat
+        )
 
     async def say(self, message: Message, payload: bytes = b"") -> None:
         await self.say_bytes(encode_frame(message, len(payload)) + payload)
