@@ -24,7 +24,7 @@ from conductor.prefix_index import PrefixIndex
 from conductor.transfers import TransferEstimator
 from mooncake.blocks import KVLayout
 from mooncake.costs import Costs, prefill_quantities
-from mooncake.messages import DecodeStats, Heartbeat, Role
+from mooncake.messages import DecodeStats, Heartbeat
 from mooncake.pools import PoolStats
 
 _SAME_PASS = 0.2
@@ -82,7 +82,7 @@ class ClusterView:
         self.layout: KVLayout | None = None
         """of all instances; None before the first one"""
         self.next_step_s = np.zeros(0)
-        """of decode instances, by slot, with one more request that has no tokens yet; infinite for others"""
+        """of decode instances, by slot, with one more request that has no tokens yet"""
         self._decode_pool: DecodePool | None = None
         self._seats: dict[int, _Seat] = {}
         self._slots: dict[str, int] = {}
@@ -129,23 +129,19 @@ class ClusterView:
         self.prefixes.remove_instance(instance.name)
         self.loads.reset(slot, None)
         self._decode_pool = None
-        self.decode_changed(slot)
         self.transfers.reset(slot)
         self.balancing.forget(slot)
 
     def close(self, instance: Instance) -> None:
         """It is given nothing more; what it has stays."""
-        self._set_role(instance, None)
+        self.loads.set_role(self._slots[instance.name], None)
+        self._decode_pool = None
 
     def open(self, instance: Instance) -> None:
         """Undoes `close`."""
-        self._set_role(instance, instance.registration.role, instance.max_sequence_blocks)
-
-    def _set_role(self, instance: Instance, role: Role | None, room_blocks: int = 0) -> None:
-        slot = self._slots[instance.name]
-        self.loads.set_role(slot, role, room_blocks)
+        room_blocks = instance.max_sequence_blocks
+        self.loads.set_role(self._slots[instance.name], instance.registration.role, room_blocks)
         self._decode_pool = None
-        self.decode_changed(slot)
 
     def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
         """Its load, as it says."""
@@ -182,12 +178,11 @@ class ClusterView:
         return self.prefill_costs.mean(is_prefill) if is_prefill.any() else None
 
     def decode_changed(self, slot: int) -> None:
-        """Other requests are assigned to it, a step takes another time, or it decodes from now on or not."""
-        loads, step_s = self.loads, math.inf
-        if loads.is_decode[slot]:
-            batch_size, num_kv_tokens = loads.batch_size.item(slot), loads.num_kv_tokens.item(slot)
-            step_s = self.decode_costs.predict_s(slot, batch_size + 1, num_kv_tokens)
-        self.next_step_s[slot] = step_s
+        """Other requests are assigned to it, or a step takes another time."""
+        loads = self.loads
+        self.next_step_s[slot] = self.decode_costs.predict_s(
+            slot, loads.batch_size.item(slot) + 1, loads.num_kv_tokens.item(slot)
+        )
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """For how long no prefill has shown whether its costs here are predicted well."""

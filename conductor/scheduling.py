@@ -163,13 +163,11 @@ class Scheduler:
         room_blocks = view.loads.decode_room_blocks
         num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
         tbt_s = view.next_step_s + num_tokens * view.decode_costs.second_s
+        np.putmask(tbt_s, room_blocks < num_blocks, np.inf)
         for name in refused_by:
             if (slot := view.slot_of(name)) is not None:
                 tbt_s[slot] = np.inf
         d = int(tbt_s.argmin())
-        if room_blocks.item(d) < num_blocks:
-            np.putmask(tbt_s, room_blocks < num_blocks, np.inf)
-            d = int(tbt_s.argmin())
         shortest_s = tbt_s.item(d)
         return None if shortest_s == math.inf else (d, shortest_s)
 
