@@ -4,7 +4,8 @@ A queue that is too long for a long prompt has room for short ones. They come mo
 free each time, so whoever checks each request by itself refuses long prompts first, and at last all of them.
 Here a prompt that comes after a longer one was refused is checked as if it took as long. All then find the
 queue too long at the same length of it, and lengths are refused in proportion. The queue is shorter, and
-no device does less: there is one as long as there are too many requests.
+no device does less: there is one as long as there are too many requests. It is so with every policy, whatever
+else that rejects by.
 
 Owns: who was refused lately. Does not know: queues, SLOs' meaning, the clock.
 """
