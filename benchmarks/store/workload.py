@@ -6,7 +6,7 @@ Owns: the blocks and the clock. Does not know: which store it measures.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -45,23 +45,33 @@ class Ring:
         call: Callable[[Sequence[int]], object],
         depth: int,
         budget_s: float,
-        before: Callable[[Sequence[int]], object] | None = None,
+        before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> list[float]:
         """Seconds of each call of `depth` blocks: as many as begin within the budget, at least one.
 
         `before` is called before each of them and is not timed, but does use up the budget.
         """
         times_s: list[float] = []
+        for indices in self.turns(depth, budget_s, times_s, before):
+            call(indices)
+        return times_s
+
+    def turns(
+        self,
+        depth: int,
+        budget_s: float,
+        times_s: list[float],
+        before: Callable[[Sequence[int]], object] = lambda indices: None,
+    ) -> Iterator[list[int]]:
+        """As `time`, for calls that are awaited: what happens until the next one is asked for is timed."""
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:
             indices = [(self._next + i) % self.num_blocks for i in range(depth)]
             self._next = (self._next + depth) % self.num_blocks
-            if before is not None:
-                before(indices)
+            before(indices)
             started_s = time.perf_counter()
-            call(indices)
+            yield indices
             times_s.append(time.perf_counter() - started_s)
-        return times_s
 
 
 class KeyStore(Protocol):
@@ -119,5 +129,7 @@ class Workload:
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
         """Seconds of each call, see Ring."""
-        before = self._store.remove if op == "put" else None
-        return self._ring.time(getattr(self._store, op), depth, budget_s, before)
+        call = getattr(self._store, op)
+        if op == "put":
+            return self._ring.time(call, depth, budget_s, self._store.remove)
+        return self._ring.time(call, depth, budget_s)

@@ -10,9 +10,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -37,12 +37,12 @@ from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.requests import Outcome, Urgency
 from messenger.transports import SourceSegment, Traffic
-from mooncake.eager import run_eagerly
 from mooncake.errors import TransferError
 from mooncake.keys import ClusterKey
 from mooncake.pools import MessengerAddress
 from mooncake.sections import MessengerConfig
 
+T = TypeVar("T")
 Transport = Literal["tcp", "shm"]
 Start = Callable[[], AbstractContextManager[Engine]]
 """both processes are up and connected inside of it"""
@@ -89,7 +89,7 @@ class _Batch:
 
 
 class MessengerEngine:
-    """A messenger's sending half in this process, on an event loop that runs while a call waits."""
+    """A messenger's sending half in this process, on an event loop that runs while it is measured."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, peers: Mapping[int, Peer], memory: Memory, buffer: memoryview
@@ -101,16 +101,10 @@ class MessengerEngine:
         self._checksums: dict[int, bytes] = {}
         """of all sources, by size of a slice: a pool has them from the one who stored the block"""
 
-    def move(
-        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
-    ) -> None:
-        batch = _Batch(len(pairs), block_bytes)
-        with _on(self._loop):
-            task = run_eagerly(self._move(batch, direction, pairs, block_bytes, is_latency=is_latency))
-        if task is not None:
-            self._loop.run_until_complete(task)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
 
-    def submit(
+    async def submit(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int
     ) -> list[tuple[_Batch, int]]:
         if not pairs:
@@ -120,11 +114,19 @@ class MessengerEngine:
             self._move(batch, direction, pairs, block_bytes, is_latency=False)
         )
         batch.task.add_done_callback(lambda _: batch.wake())
-        self._loop.run_until_complete(_turns(_NUM_TURNS))
+        for _ in range(_NUM_TURNS):
+            await asyncio.sleep(0)
         return [(batch, index) for index in range(len(pairs))]
 
-    def wait(self, transfers: Sequence[tuple[_Batch, int]]) -> None:
-        self._loop.run_until_complete(_all(transfers))
+    async def wait(self, transfers: Sequence[tuple[_Batch, int]]) -> None:
+        for batch, index in transfers:
+            await batch.block(index)
+
+    async def move(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
+    ) -> None:
+        batch = _Batch(len(pairs), block_bytes)
+        await self._move(batch, direction, pairs, block_bytes, is_latency=is_latency)
 
     async def _move(
         self,
@@ -235,27 +237,6 @@ class MessengerEngine:
         if slice_bytes not in self._checksums:
             self._checksums[slice_bytes] = layer_checksums(self._buffer[:WORKING_SET_BYTES], slice_bytes)
         return self._checksums[slice_bytes]
-
-
-@contextlib.contextmanager
-def _on(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """As a call of the loop, which is how a messenger's are made: starting and stopping the loop is not timed
-    where nothing has to be waited for."""
-    asyncio._set_running_loop(loop)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(None)
-
-
-async def _turns(num_turns: int) -> None:
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
-
-
-async def _all(transfers: Sequence[tuple[_Batch, int]]) -> None:
-    for batch, index in transfers:
-        await batch.block(index)
 
 
 def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,9 @@ Owns: the use of the peer's engine. Does not know: who compares it with what.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.store.commands import answer_commands, take_stdout
 from benchmarks.store.workload import WORKING_SET_BYTES, Bytes, Memory
 from benchmarks.transfer.work import Direction, Pair, Transfers
+
+T = TypeVar("T")
 
 
 class MooncakeEngine:
@@ -44,7 +47,16 @@ class MooncakeEngine:
         self._await = engine.get_batch_transfer_status
         self._under_way: set[int] = set()
 
-    def move(
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its calls return when they are through: nothing is awaited."""
+        try:
+            work.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        raise RuntimeError("somebody waits")
+
+    async def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
         """It has no classes of transfers."""
@@ -54,7 +66,7 @@ class MooncakeEngine:
         else:
             _expect_0(self._batch[direction](self._session, local, remote, [block_bytes] * len(pairs)))
 
-    def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> list[int]:
+    async def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> list[int]:
         if not pairs:
             return []
         local, remote = self._addresses(direction, pairs, block_bytes)
@@ -64,7 +76,7 @@ class MooncakeEngine:
         self._under_way.add(batch)
         return [batch] * len(pairs)
 
-    def wait(self, transfers: Sequence[int]) -> None:
+    async def wait(self, transfers: Sequence[int]) -> None:
         """It tells of a whole batch, once."""
         for batch in transfers:
             if batch in self._under_way:

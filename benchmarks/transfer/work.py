@@ -7,8 +7,8 @@ Owns: which block goes where, what is under way at the same time. Does not know:
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ NUM_BULK = 16
 Direction = Literal["write", "read"]
 Pair = tuple[int, int]
 """block of the local memory, block of the remote memory; both are cut into blocks of the same size"""
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -36,16 +37,19 @@ class Engine(Protocol):
     memory: Memory
     """registered, or whatever the engine wants of memory; see Memory for how to give it a buffer"""
 
-    def move(
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, which may await what follows. An engine with an event loop is called on it."""
+
+    async def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
         """The blocks as one batch: all of them are under way at the same time."""
 
-    def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
+    async def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
         """Starts a batch of bulk transfers, one for each block, and returns them. At least 64 can be under
         way."""
 
-    def wait(self, transfers: Sequence[Any]) -> None:
+    async def wait(self, transfers: Sequence[Any]) -> None:
         """Until they are through. Once for each that was submitted, in any order."""
 
 
@@ -59,26 +63,41 @@ class Transfers:
     def open(self, block_bytes: int) -> None:
         """Every block of this size is written once, read once, and compared."""
         self._workload.open(block_bytes)
+        self._block_bytes = block_bytes
+        self._pairs = _scattered(block_bytes)
+        self._ring = Ring(len(self._pairs))
 
     def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
         """Seconds of each batch of `depth` blocks, see Ring."""
-        return self._workload.time(op, depth, budget_s)
+        return self._engine.run(self._time(op, depth, budget_s))
+
+    async def _time(self, op: Op, depth: int, budget_s: float) -> list[float]:
+        direction, times_s = _direction(op), list[float]()
+        for indices in self._ring.turns(depth, budget_s, times_s):
+            pairs = [self._pairs[i] for i in indices]
+            await self._engine.move(direction, pairs, self._block_bytes, is_latency=depth == 1)
+        return times_s
 
     def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
         """Seconds in which CONCURRENT_BYTES move as so many separate transfers, submitted together."""
+        return self._engine.run(self._time_concurrent(op, num_transfers, budget_s))
+
+    async def _time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
         block_bytes = CONCURRENT_BYTES // num_transfers
-        pairs, direction = _scattered(block_bytes), _direction(op)
-
-        def move(indices: Sequence[int]) -> None:
-            self._engine.wait(self._engine.submit(direction, [pairs[i] for i in indices], block_bytes))
-
-        return Ring(len(pairs)).time(move, num_transfers, budget_s)
+        pairs, direction, times_s = _scattered(block_bytes), _direction(op), list[float]()
+        for indices in Ring(len(pairs)).turns(num_transfers, budget_s, times_s):
+            transfers = await self._engine.submit(direction, [pairs[i] for i in indices], block_bytes)
+            await self._engine.wait(transfers)
+        return times_s
 
     def time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
         """Transfers of LATENCY_BYTES, one at a time, beside `num_bulk` others of BULK_BYTES.
 
         Returns seconds of each, and bytes per second of the bulk.
         """
+        return self._engine.run(self._time_latency(op, num_bulk, budget_s))
+
+    async def _time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
         # In halves of their own, on both sides: two that wrote to one place would each spoil the other's.
         half = WORKING_SET_BYTES // 2
         latency_pairs = _scattered(LATENCY_BYTES, half)
@@ -89,18 +108,18 @@ class Transfers:
         begun_s = time.perf_counter()
         while not times_s or time.perf_counter() < begun_s + budget_s:
             while bulk and len(bulk) > num_bulk // 2:
-                self._engine.wait([bulk.popleft()])
+                await self._engine.wait([bulk.popleft()])
                 num_finished += 1
             fresh = range(num_finished + len(bulk), num_finished + num_bulk)
-            bulk += self._engine.submit(
+            bulk += await self._engine.submit(
                 direction, [bulk_pairs[n % len(bulk_pairs)] for n in fresh], BULK_BYTES
             )
             pair = latency_pairs[len(times_s) % len(latency_pairs)]
             started_s = time.perf_counter()
-            self._engine.move(direction, [pair], LATENCY_BYTES, is_latency=True)
+            await self._engine.move(direction, [pair], LATENCY_BYTES, is_latency=True)
             times_s.append(time.perf_counter() - started_s)
         num_finished += len(bulk)
-        self._engine.wait(bulk)
+        await self._engine.wait(bulk)
         return times_s, num_finished * BULK_BYTES / (time.perf_counter() - begun_s)
 
 
@@ -124,8 +143,8 @@ class _Blocks:
         self._move("read", indices)
 
     def _move(self, direction: Direction, indices: Sequence[int]) -> None:
-        pairs, somebody_waits = [self._pairs[i] for i in indices], len(indices) == 1
-        self._engine.move(direction, pairs, self._block_bytes, is_latency=somebody_waits)
+        pairs = [self._pairs[i] for i in indices]
+        self._engine.run(self._engine.move(direction, pairs, self._block_bytes, is_latency=False))
 
 
 def _direction(op: Op) -> Direction:
