@@ -187,8 +187,9 @@ class Conductor:
         refusal = self._mismatch("this front", hello.protocol_version, hello.fingerprint)
         if refusal is not None:
             return [Effect(sender, RegisterRefused(refusal))]
+        known = sender in self._fronts
         self._fronts[sender] = now_s
-        return [Effect(sender, self._cluster_state())]
+        return [Effect(sender, self._cluster_state(known=known))]
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
@@ -347,7 +348,7 @@ class Conductor:
 
     # -- what fronts know ---------------------------------------------------------------------------
 
-    def _cluster_state(self) -> ClusterState:
+    def _cluster_state(self, *, known: bool = True) -> ClusterState:
         self._max_sequence_blocks = self.instances.max_sequence_blocks() or self._max_sequence_blocks
         return ClusterState(
             self.epoch,
@@ -355,6 +356,7 @@ class Conductor:
             len(self.instances.serving(Role.DECODE)),
             self._max_sequence_blocks,
             self.view.mean_prefill_costs(),
+            known,
         )
 
     def _tell_fronts(self) -> list[Effect]:

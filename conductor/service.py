@@ -8,7 +8,6 @@ sent, what the events say.
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import shlex
@@ -23,30 +22,27 @@ from conductor.display import Display
 from conductor.effects import Effect
 from conductor.event_follower import EventFollower
 from conductor.front.config import FrontConfig
-from conductor.front.model import ServedModel, load_served_model
+from conductor.front.model import ServedModel
 from conductor.front.server import listen
 from conductor.front.server import serve as serve_front
-from conductor.front.tool_calls import ToolFormat
+from conductor.front.starting import announce, front_config, open_model
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.bus import PeerGoneError, Router, peer_identity
-from mooncake.checkpoint import open_checkpoint
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError
 from mooncake.line import Inbox, Line
 from mooncake.messages import FromFront, ToConductor
-from mooncake.process import Ready, child_main, report
+from mooncake.process import Ready, child_main
 from mooncake.process_config import ConductorProcess
 from mooncake.profile import load_profile
 from mooncake.sections import ConductorConfig
 
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
-"""those of other processes are numbered at random"""
-_NUM_NEW_OBJECTS = 20_000
-"""that outlive each other, before garbage is looked for among them"""
+"""those of other processes are called after their nodes"""
 log = logging.getLogger(__name__)
 
 
@@ -127,12 +123,7 @@ async def serve(process: ConductorProcess) -> None:
     config = process.config
     listener = listen(config.http.host, config.http.port)
     with contextlib.closing(listener):
-        checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
-        dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
-        tool_format = None if config.http.tool_parser == "auto" else ToolFormat(config.http.tool_parser)
-        model = await asyncio.to_thread(
-            load_served_model, checkpoint, dtype, config.kvcache.block_size, tool_format
-        )
+        model = await open_model(config)
         limits = Limits(
             max_running_requests=config.conductor.max_running_requests,
             peer_timeout_s=config.conductor.peer_timeout_s,
@@ -153,26 +144,9 @@ async def serve(process: ConductorProcess) -> None:
             config.conductor.overload,
             replication=_replication_rules(config.conductor),
         )
-        profiled = _profiled_costs(config.conductor.profile, checkpoint.name, dtype)
-        conductor = Conductor(time.time_ns(), model.fingerprint, limits, rules, profiled)
-        front = FrontConfig(
-            host=config.http.host,
-            port=config.http.port,
-            reply_endpoint=config.conductor.reply_endpoint,
-            served_model_name=config.served_model_name or checkpoint.name,
-            ttft_slo_s=config.conductor.ttft_slo_s,
-            tbt_slo_s=config.conductor.tbt_slo_s,
-            slo_classes={name: promised.priority for name, promised in config.conductor.slo_classes.items()},
-            max_request_bytes=int(config.http.max_request_bytes),
-            api_keys_file=config.http.api_keys_file,
-            admin_listen=config.http.admin_listen,
-            admin_keys_file=config.http.admin_keys_file,
-            context_cache_tokens=config.http.context_cache_tokens,
-            tls_cert=config.http.tls_cert,
-            tls_key=config.http.tls_key,
-            cors_origins=tuple(config.http.cors_origins),
-            cluster_key=process.cluster_key,
-        )
+        profiled = _profiled_costs(config.conductor.profile, model.name, model.dtype)
+        conductor = Conductor(time.time_ns(), model.served.fingerprint, limits, rules, profiled)
+        front = front_config(config, model.name, process.cluster_key, makes_context_caches=True)
         from_front, to_front = Inbox[FromFront](), Inbox[Any]()
         own_front = Line(to_front, from_front)
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
@@ -186,11 +160,11 @@ async def serve(process: ConductorProcess) -> None:
                 group.create_task(ConductorService(conductor, router, own_front, follower, history).run())
                 await serve_front(
                     front,
-                    model,
+                    model.served,
                     Line(from_front, to_front),
                     registry,
                     listener,
-                    lambda url: _announce(_ready(url, front, model, config.role == "all")),
+                    lambda url: announce(_ready(url, front, model.served, config.role == "all")),
                     display,
                 )
         finally:
@@ -217,15 +191,6 @@ def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, C
             f" in {dtype}; measure it anew with `mooncake-serve profile FILE`"
         )
     return profile.costs
-
-
-def _announce(ready: Ready) -> None:
-    # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
-    gc.collect()
-    gc.freeze()
-    # One message with the tokens of all streams makes more of them than Python lets come between two looks.
-    gc.set_threshold(_NUM_NEW_OBJECTS, *gc.get_threshold()[1:])
-    report(ready)
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:

@@ -35,7 +35,9 @@ RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 class Config(Section):
     """Everything that `mooncake-serve` can be told."""
 
-    role: Literal["all", "conductor", "prefill", "decode"] = Field("all", description="what to run here")
+    role: Literal["all", "conductor", "prefill", "decode", "front"] = Field(
+        "all", description="what to run here"
+    )
     model: str | None = Field(
         None, description="Hugging Face directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
     )
@@ -63,14 +65,19 @@ class Config(Section):
     messenger: MessengerConfig = Field(default_factory=MessengerConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
 
+    @property
+    def runs_instances(self) -> bool:
+        """Whether there are messengers and workers here."""
+        return self.role not in ("conductor", "front")
+
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
         """A key that has no effect with this role is a mistake, not a wish to be ignored."""
         if self.role != "all" and (self.num_prefill, self.num_decode) != (1, 1):
             raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
-        if self.role in ("all", "conductor") and self.instance is not None:
+        if self.role not in ("prefill", "decode") and self.instance is not None:
             raise ValueError(f"instance names one prefill or decode instance, not role {self.role}")
-        if self.role in ("decode", "conductor") and self.pipeline.stages > 1:
+        if self.role in ("decode", "conductor", "front") and self.pipeline.stages > 1:
             raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
         if self.role == "all" and (self.pipeline.stage is not None or self.pipeline.endpoints):
             raise ValueError(

@@ -340,7 +340,8 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
 
     `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
     or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
-    learned so far; None without one.
+    learned so far; None without one. `known` is false in the answer to a front that the Conductor had not
+    heard of, or had given up: it has none of its requests.
     """
 
     epoch: int
@@ -348,6 +349,7 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_decode: int
     max_sequence_blocks: int
     prefill_costs: Costs | None = None
+    known: bool = True
 
 
 class InstanceDrains(msgspec.Struct, tag=True, frozen=True):

@@ -4,6 +4,7 @@
 --role conductor  conductor
 --role prefill    one messenger and one worker, for each stage of a pipeline or rank of a group
 --role decode     one messenger and one worker, for each rank of a group
+--role front      a front beside that of the conductor
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from mooncake.mapping import allocate
 from mooncake.messages import Role
 from mooncake.process_config import (
     ConductorProcess,
+    FrontProcess,
     MessengerProcess,
     RankProcess,
     StageProcess,
@@ -81,7 +83,11 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     parts = _parts(config, run_dir)
     _check_memory(config, [part.name for part in parts])
     _check_directories(config)
-    specs = [_conductor(config, key)] if config.role in ("all", "conductor") else []
+    specs = []
+    if config.role in ("all", "conductor"):
+        specs.append(_conductor(config, key))
+    elif config.role == "front":
+        specs.append(_front(config, key, _name_of_node(config, run_dir)))
     for index, part in enumerate(parts):
         # Sockets are numbered: a host's name may be longer than a socket's path.
         sockets = {
@@ -113,11 +119,14 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
     if config.role == "all":
         counts = {Role.PREFILL: config.num_prefill, Role.DECODE: config.num_decode}
         return [(f"{role.value}-{index}", role) for role, count in counts.items() for index in range(count)]
-    if config.role == "conductor":
+    if not config.runs_instances:
         return []
-    # Two nodes may have one hostname, but a name belongs to one instance.
-    name = config.instance or f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
-    return [(name, Role(config.role))]
+    return [(config.instance or _name_of_node(config, run_dir), Role(config.role))]
+
+
+def _name_of_node(config: Config, run_dir: RunDirectory) -> str:
+    """Two nodes may have one hostname, but a name belongs to one instance or front."""
+    return f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
 
 
 def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
@@ -149,7 +158,7 @@ def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
 
 def _check_directories(config: Config) -> None:
     """Here, and not when the first worker has loaded its model."""
-    for path in config.kvcache.ssd_dirs if config.role != "conductor" else ():
+    for path in config.kvcache.ssd_dirs if config.runs_instances else ():
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
 
@@ -189,6 +198,15 @@ def _available_bytes() -> int | None:
 def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
     process = ConductorProcess(cluster_key=key, config=config)
     return ChildSpec("conductor", "conductor.service", lambda _: process.model_dump_json())
+
+
+def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:
+    def process(incarnation: int) -> str:
+        return FrontProcess(
+            cluster_key=key, config=config, name=name, incarnation=incarnation
+        ).model_dump_json()
+
+    return ChildSpec("front", "conductor.front.service", process)
 
 
 def _part(

@@ -33,6 +33,16 @@ class ConductorProcess(_Process):
     config: Config
 
 
+class FrontProcess(_Process):
+    """What a front in a process of its own is started with. `name` is not that of any other front's node;
+    `incarnation` grows with every start.
+    """
+
+    config: Config
+    name: str
+    incarnation: int
+
+
 class MessengerProcess(_Process):
     """What a messenger process is started with.
 

@@ -188,10 +188,14 @@ class ConductorConfig(Section):
     """The conductor's listeners and limits."""
 
     endpoint: str = Field(
-        "tcp://127.0.0.1:7800", pattern=ENDPOINT, description="where workers find the conductor (ZeroMQ)"
+        "tcp://127.0.0.1:7800",
+        pattern=ENDPOINT,
+        description="where workers and other fronts find it (ZeroMQ)",
     )
     reply_endpoint: str = Field(
-        "tcp://127.0.0.1:7801", pattern=ENDPOINT, description="where workers send tokens to (ZeroMQ)"
+        "tcp://127.0.0.1:7801",
+        pattern=ENDPOINT,
+        description="where workers send tokens to (ZeroMQ); each front has its own",
     )
     max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
     ttft_slo_s: PositiveSeconds | None = Field(

@@ -47,7 +47,7 @@ def _check_is_local(request: Request) -> None:
         is_local = False
     if not is_local or any(header in request.headers for header in _ON_BEHALF):
         message = (
-            "/admin answers on the conductor's own machine only, at a loopback address, and to no proxy or"
+            "/admin answers on the server's own machine only, at a loopback address, and to no proxy or"
             " web page there; for others there are http.admin_listen and http.admin_keys_file"
         )
         raise RequestError(message, status=403, code="not_local")

@@ -30,7 +30,9 @@ class FrontConfig(BaseModel):
     admin_keys_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    context_cache_tokens: int = Field(default=1 << 17, ge=0, description="in context caches of a key")
+    context_cache_tokens: int | None = Field(
+        default=1 << 17, ge=0, description="in context caches of a key; None: this front makes none"
+    )
     cors_origins: tuple[str, ...] = ()
     request_timeout_s: float = Field(
         default=60.0, gt=0, description="a client that needs longer to send a request is hung up on"

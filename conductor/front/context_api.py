@@ -82,11 +82,10 @@ class _Beginning(NamedTuple):
 def context_caches(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter(prefix=PATH)
-    caches = front.caches
 
     @router.post("", openapi_extra=described(ContextCacheRequest))
     async def create(request: Request) -> Response:
-        key = key_of(request)
+        caches, key = front.caches, key_of(request)
         body = await front.read_body(request)
         beginning = await beside(body, functools.partial(_read, body, front, key))
         job = fit_into_pool(beginning.job, front.cluster(), front.model.block_size)
@@ -106,20 +105,20 @@ def context_caches(front: Front) -> APIRouter:
     @router.get("")
     async def listed(request: Request) -> Response:
         key = key_of(request)
-        found = caches.of(key, _now())
+        found = front.caches.of(key, _now())
         num_tokens = sum(len(cache.token_ids) for cache in found)
-        quota = {"tokens": caches.quota_of(key), "used_tokens": num_tokens}
+        quota = {"tokens": front.caches.quota_of(key), "used_tokens": num_tokens}
         data = [_shown(cache, front) for cache in found]
         return JSONResponse({"object": "list", "data": data, "quota": quota})
 
     @router.get("/{cache}")
     async def one(request: Request, cache: str) -> Response:
-        return JSONResponse(_shown(caches.find(key_of(request), cache, _now()), front))
+        return JSONResponse(_shown(front.caches.find(key_of(request), cache, _now()), front))
 
     @router.post("/{cache}", openapi_extra=described(ExtendRequest))
     async def extend(request: Request, cache: str) -> Response:
         wanted = parse(ExtendRequest, await front.read_body(request))
-        found = caches.find(key_of(request), cache, _now())
+        found = front.caches.find(key_of(request), cache, _now())
         if found.expires_s is None:
             message = f"the context cache {found.id} is still being made"
             raise RequestError(message, status=409, code="context_cache_not_ready")
@@ -128,9 +127,9 @@ def context_caches(front: Front) -> APIRouter:
 
     @router.delete("/{cache}")
     async def delete(request: Request, cache: str) -> Response:
-        found = caches.find(key_of(request), cache, _now())
+        found = front.caches.find(key_of(request), cache, _now())
         await front.link.tell(DropContext(found.id))
-        caches.remove(found)
+        front.caches.remove(found)
         return JSONResponse({"id": found.id, "object": "context_cache", "deleted": True})
 
     return router

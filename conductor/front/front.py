@@ -50,8 +50,10 @@ class Front:
         self.config, self.model = config, model
         self.registry, self.display = registry, display
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
-        self.caches = ContextCaches(config.context_cache_tokens)
-        ContextMetrics(self.caches, registry, asyncio.get_running_loop().time)
+        quota, now = config.context_cache_tokens, asyncio.get_running_loop().time
+        self._caches = None if quota is None else ContextCaches(quota)
+        if self._caches is not None:
+            ContextMetrics(self._caches, registry, now)
         self.link = Link(
             conductor,
             config.reply_endpoint,
@@ -59,8 +61,19 @@ class Front:
             model.fingerprint,
             model.block_size,
             self.metrics.output_dropped,
-            lambda: self.caches.kept(asyncio.get_running_loop().time()),
+            lambda: [] if self._caches is None else self._caches.kept(now()),
         )
+
+    @property
+    def caches(self) -> ContextCaches:
+        """Raises RequestError if this front makes none."""
+        if self._caches is None:
+            raise RequestError(
+                "context caches are known to the conductor's own front alone, and this is another one",
+                status=501,
+                code="context_caches_elsewhere",
+            )
+        return self._caches
 
     def cluster(self) -> ClusterState:
         """The cluster's state. Raises UnavailableError if it is not known."""

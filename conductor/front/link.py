@@ -5,7 +5,7 @@ Does not know: HTTP, text.
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
 knows nothing of the requests in flight: they fail, and their clients may try again. Of context caches it is
-told anew.
+told anew. The same requests fail when the Conductor had given this front up.
 """
 
 import asyncio
@@ -315,6 +315,12 @@ class Link:
             with contextlib.suppress(PeerGoneError):  # gone again
                 for context in self._kept():
                     await self._conductor.send(context)
+        elif not cluster.known and self._in_flight:
+            log.warning("the conductor had given this front up; %d requests fail", len(self._in_flight))
+            # What it said of their end may have been lost with the connection.
+            await self._give_up(
+                GenerationFailedError("the conductor had lost its connection to this front; try again")
+            )
 
     async def _receive_tokens(self) -> None:
         while True:

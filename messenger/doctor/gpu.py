@@ -20,7 +20,7 @@ def gpus(machine: Machine, config: Config) -> Iterator[Finding]:
     """Whether the GPUs that are in the machine can be opened."""
     num_gpus = len(find_gpus(machine.root / "sys"))
     files = [name for name in machine.names("dev") if re.fullmatch(r"nvidia\d+", name)]
-    needs_gpu = config.worker.device.startswith("cuda") and config.role != "conductor"
+    needs_gpu = config.worker.device.startswith("cuda") and config.runs_instances
     if files and machine.is_usable("dev/nvidiactl"):
         driver = re.search(r"\b\d{3,}\.[\d.]+", machine.read("proc/driver/nvidia/version") or "")
         yield Finding(

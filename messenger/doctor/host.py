@@ -28,7 +28,7 @@ def num_instances(config: Config) -> int:
     """Pools on this node."""
     if config.role == "all":
         return config.num_prefill + config.num_decode
-    return 0 if config.role == "conductor" else 1
+    return 1 if config.runs_instances else 0
 
 
 def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:

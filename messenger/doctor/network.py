@@ -13,7 +13,7 @@ from messenger.doctor.machine import Machine
 from messenger.topology import NicKind, find_nics
 from mooncake.config import Config, host_and_port
 
-OUR_MODULES = ("conductor.service", "kvstore.service", "workers.service")
+OUR_MODULES = ("conductor.service", "conductor.front.service", "kvstore.service", "workers.service")
 _LISTEN = "0A"
 _WANTED_BUFFER_BYTES = 4 << 20
 _LOWEST_USER_PORT = 1024
@@ -53,7 +53,7 @@ def interfaces(machine: Machine) -> Iterator[Finding]:
 
 def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
     """Whether messenger.hosts are addresses of this machine that others can be told."""
-    if config.role == "conductor":
+    if not config.runs_instances:
         return
     good = []
     for host in config.messenger.hosts:
@@ -136,14 +136,14 @@ def _trouble(machine: Machine, host: str, *, is_alone: bool) -> tuple[Level, str
 
 def _places(config: Config) -> list[Place]:
     places = []
-    if config.role in ("all", "conductor"):
+    if config.role not in ("prefill", "decode"):
         places.append(Place("http.port", config.http.host, config.http.port))
-    if config.role == "conductor":
-        for name in ("endpoint", "reply_endpoint"):
-            scheme, _, rest = getattr(config.conductor, name).partition("://")
-            if scheme == "tcp" and not rest.endswith(":*"):
-                places.append(Place(f"conductor.{name}", *host_and_port(rest)))
-    else:
+    bound = {"conductor": ("endpoint", "reply_endpoint"), "front": ("reply_endpoint",)}
+    for name in bound.get(config.role, ()):
+        scheme, _, rest = getattr(config.conductor, name).partition("://")
+        if scheme == "tcp" and not rest.endswith(":*"):
+            places.append(Place(f"conductor.{name}", *host_and_port(rest)))
+    if config.runs_instances:
         places += [Place("messenger.port", host, config.messenger.port) for host in config.messenger.hosts]
     if config.kvcache.listen is not None:
         host, port = host_and_port(config.kvcache.listen)

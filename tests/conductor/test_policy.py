@@ -596,6 +596,7 @@ def test_fronts_that_do_not_fit_are_refused() -> None:
 def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
+    assert known(conductor, 1.5)
     for identity in (P0, D0):
         conductor.handle(identity, HEARTBEAT, 7.0)
     [*aborts, failed] = conductor.tick(7.0)
@@ -603,6 +604,16 @@ def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> N
     assert failed.peer == FRONT
     assert isinstance(failed.message, Failed)
     assert conductor.num_running == 0
+    # It may not have heard that.
+    assert not known(conductor, 8.0)
+    assert known(conductor, 9.0)
+
+
+def known(conductor: Conductor, now_s: float) -> bool:
+    """Whether the front is told that its requests are known."""
+    [effect] = conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)
+    assert isinstance(effect.message, ClusterState)
+    return effect.message.known
 
 
 class RequestsEndOnce(RuleBasedStateMachine):

@@ -179,5 +179,5 @@ def test_command_line_errors_are_one_line() -> None:
 def test_help_names_choices_and_defaults() -> None:
     text = " ".join(run_command("--help").stdout.split())
     assert "--worker-max-batch VALUE most requests decoded together (default: 32)" in text
-    assert "one of all, conductor, prefill, decode (default: all)" in text
+    assert "one of all, conductor, prefill, decode, front (default: all)" in text
     assert "(default: 1.0GiB)" in text

@@ -13,7 +13,7 @@ from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 from mooncake.node import create_segment, plan_node
-from mooncake.process_config import ConductorProcess, WorkerProcess
+from mooncake.process_config import ConductorProcess, FrontProcess, WorkerProcess
 from mooncake.rundir import RunDirectory
 from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
 
@@ -112,6 +112,19 @@ def test_each_rank_has_a_messenger_and_knows_where_to_find_the_first(run_directo
     assert len({worker.messenger_socket for worker in workers}) == 6
 
 
+def test_a_front_is_alone_on_its_node_and_has_a_name_of_its_own(
+    run_directory: RunDirectory, tmp_path: Path
+) -> None:
+    ClusterKey.generate().save(tmp_path / "key")
+    config = Config(role="front", security=SecurityConfig(key_file=tmp_path / "key"))
+    [spec] = plan_node(config, run_directory)
+    front = FrontProcess.model_validate_json(spec.config(7))
+    assert front.incarnation == 7
+    with RunDirectory() as other:
+        [spec] = plan_node(config, other)
+        assert FrontProcess.model_validate_json(spec.config(7)).name != front.name
+
+
 def test_door_for_clients_of_other_hosts_needs_a_key_that_they_can_have(run_directory: RunDirectory) -> None:
     config = Config(kvcache=KVCacheConfig(pool_bytes=SIZE, listen="0.0.0.0:7100"))
     with pytest.raises(ConfigError, match=r"kvcache.listen is for clients.*mooncake-serve keygen"):
@@ -133,7 +146,7 @@ def test_all_processes_of_a_node_get_one_key_that_is_new_in_each_run(run_directo
     assert ClusterKey.from_text(first) != ClusterKey.from_text(second)
 
 
-@pytest.mark.parametrize("role", ["all", "conductor", "prefill", "decode"])
+@pytest.mark.parametrize("role", ["all", "conductor", "prefill", "decode", "front"])
 def test_key_comes_from_the_file_that_the_configuration_names(
     run_directory: RunDirectory, tmp_path: Path, role: str
 ) -> None:
@@ -147,7 +160,7 @@ def test_key_comes_from_the_file_that_the_configuration_names(
     assert keys_of(load_config(None, {}, flags), run_directory) == {key.to_text()}
 
 
-@pytest.mark.parametrize("role", ["conductor", "prefill", "decode"])
+@pytest.mark.parametrize("role", ["conductor", "prefill", "decode", "front"])
 def test_one_role_of_a_cluster_needs_a_key_and_says_how_to_make_it(
     run_directory: RunDirectory, role: str
 ) -> None:
@@ -202,6 +215,7 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
         ({("http", "admin_listen"): "h:65536"}, "http.admin_listen: h:65536 has no port up to 65535"),
         ({("conductor", "endpoint"): "tcp://h:65536"}, "conductor.endpoint: tcp://h:65536 has no port"),
         ({("conductor", "reply_endpoint"): "tcp://h:70000"}, "conductor.reply_endpoint: tcp://h:70000"),
+        ({("role",): "front", ("instance",): "f"}, "instance names one prefill or decode instance"),
         (
             {("role",): "decode", ("kvcache", "ssd_dirs"): "/ssd"},
             "kvcache.ssd_dirs keeps files by the name of the instance",

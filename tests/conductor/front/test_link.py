@@ -215,6 +215,23 @@ def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
     run(test)
 
 
+def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox = Inbox[Event]()
+            await until(lambda: link.cluster is not None)
+            await link.submit(request_to(link), inbox.put_nowait)
+            await until(lambda: len(cluster.submitted) == 1)
+            await cluster.to_front(ClusterState(1, 1, 1, 10, known=False))
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert "had lost its connection" in str(event.error)
+            # It has come to know of it in the meantime, if it was submitted behind the heartbeat.
+            await until(lambda: cluster.cancelled == ["r"])
+
+    run(test)
+
+
 def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

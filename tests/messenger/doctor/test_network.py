@@ -105,6 +105,8 @@ def test_ports_follow_from_the_role(machine: FakeMachine) -> None:
         "127.0.0.1:7800 (conductor.endpoint) is free",
         "127.0.0.1:7801 (conductor.reply_endpoint) is free",
     ]
+    front = only(network.ports(machine, config(role="front", http={"port": 0}))).found
+    assert front == "127.0.0.1:7801 (conductor.reply_endpoint) is free"
     messenger = {"hosts": ["10.0.0.1", "10.0.1.1"], "port": 7999}
     listen_at(machine, "0101000A:1F3F", 4711)  # the second address
     taken, free = network.ports(machine, config(role="prefill", messenger=messenger))

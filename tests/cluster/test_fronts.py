@@ -1,0 +1,134 @@
+"""A front in a process of its own beside the Conductor's, with instances that compute nothing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mooncake.keys import ClusterKey
+from tests.cluster.harness import ROOT, Server, eventually
+from tests.ports import free_port
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+DEADLINE_S = 30.0
+MODEL = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """`own` is the Conductor's node, which has its own front; `other` has nothing but a front."""
+
+    own: Server
+    other: Server
+
+    def metric(self, name: str) -> float:
+        """What the Conductor shows: the sum of all its samples."""
+        text = httpx.get(f"{self.own.url}/metrics", timeout=DEADLINE_S).text
+        return sum(map(float, re.findall(rf"^{name}.* (\S+)$", text, re.MULTILINE)))
+
+
+@pytest.fixture(scope="module")
+def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronts]:
+    folder = tmp_path_factory.mktemp("fronts")
+    (folder / MODEL).mkdir()
+    tiny_model("smollm2", folder / MODEL, max_position_embeddings=4096)
+    write_tiny_tokenizer(folder / MODEL)
+    ClusterKey.generate().save(folder / "key")
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    shared = [f"--model={folder / MODEL}", f"--security-key-file={folder / 'key'}"]
+    shared += [f"--conductor-endpoint={endpoint}", "--conductor-reply-endpoint=tcp://127.0.0.1:*"]
+    workers = subprocess.Popen([sys.executable, "-m", "benchmarks.load.instant_workers", *shared], cwd=ROOT)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
+            Server("--role=conductor", *shared, run_dir=Path(run_dir)) as own,
+            Server("--role=front", *shared, run_dir=Path(run_dir)) as other,
+        ):
+            for server in (own, other):
+                eventually(lambda url=server.url: is_ready(url), "there is a pair", DEADLINE_S)
+            yield Fronts(own, other)
+    finally:
+        workers.terminate()
+        workers.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def begin(client: httpx.Client, num_tokens: int) -> httpx.Response:
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": num_tokens, "stream": True}
+    request = client.build_request("POST", "/v1/completions", json=body | {"return_token_ids": True})
+    return client.send(request, stream=True)
+
+
+def rest(response: httpx.Response) -> list[int]:
+    found = re.findall(r'"token_ids":\s*\[([\d, ]*)\]', response.read().decode())
+    return [int(token_id) for part in found for token_id in part.split(",") if token_id.strip()]
+
+
+def test_both_fronts_give_the_same_answer(fronts: Fronts) -> None:
+    answers = []
+    for server in (fronts.own, fronts.other):
+        with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client:
+            answers.append(rest(begin(client, num_tokens=20)))
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 20
+
+
+def test_what_only_the_conductors_own_front_knows_is_refused_by_others(fronts: Fronts) -> None:
+    naming = {"model": MODEL, "prompt": "x", "context_cache": "book"}
+    for path, body in (("context_caches", {"prompt": "x" * 100}), ("completions", naming)):
+        refused = httpx.post(f"{fronts.other.url}/v1/{path}", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "context_caches_elsewhere")
+    assert httpx.get(f"{fronts.own.url}/v1/context_caches").status_code == 200
+    pages = [httpx.get(f"{server.url}/dashboard").status_code for server in (fronts.own, fronts.other)]
+    assert pages == [200, 404]
+
+
+def test_what_a_killed_front_had_ends_and_others_go_on(fronts: Fronts) -> None:
+    with (
+        httpx.Client(base_url=fronts.own.url, timeout=DEADLINE_S) as staying,
+        httpx.Client(base_url=fronts.other.url, timeout=DEADLINE_S) as lost,
+    ):
+        # 20 ms a token: the second is not nearly over when the front counts as dead, after 5 s.
+        stays = begin(staying, num_tokens=350)
+        goes = begin(lost, num_tokens=2000)
+        eventually(lambda: fronts.metric("mooncake_requests_by_state") == 2, "both are placed")
+        os.kill(fronts.other.pids_of("conductor.front.service")[0], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            goes.read()  # its first tokens, and then no more
+        failed = 'mooncake_ended_requests_total{outcome="failed"}'
+        eventually(lambda: fronts.metric(failed) == 1, "what it had is given up")
+        assert len(rest(stays)) == 350
+        eventually(lambda: fronts.metric("mooncake_requests_by_state") == 0, "both are over")
+    # Its supervisor has started it again.
+    eventually(lambda: is_ready(fronts.other.url), "the front is back", DEADLINE_S)
+    with httpx.Client(base_url=fronts.other.url, timeout=DEADLINE_S) as client:
+        assert len(rest(begin(client, num_tokens=5))) == 5
+
+
+def test_without_its_conductor_a_front_is_unavailable_until_there_is_one_again(fronts: Fronts) -> None:
+    fronts.own.stop()
+    eventually(lambda: not is_ready(fronts.other.url), "the front misses its conductor", DEADLINE_S)
+    with httpx.Client(base_url=fronts.other.url, timeout=DEADLINE_S) as client:
+        refused = begin(client, num_tokens=5)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+    with fronts.own:
+        eventually(lambda: is_ready(fronts.other.url), "the front has found the new conductor", DEADLINE_S)
+        with httpx.Client(base_url=fronts.other.url, timeout=DEADLINE_S) as client:
+            assert len(rest(begin(client, num_tokens=5))) == 5
