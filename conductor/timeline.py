@@ -69,14 +69,13 @@ class Timeline:
 
     def weighted(self, by_age: Floats, now: float) -> Work:
         """All until now, each times what belongs to its age in buckets, the last one to all older ones."""
-        newest, older = math.floor(now / self._bucket) - self._first, by_age.item(-1)
-        start, end = max(0, newest - len(by_age) + 2), max(0, min(newest + 1, self._work.shape[1]))
-        if start >= end:
-            return Work(older * self._total.num_requests, older * self._total.num_tokens)
+        newest = math.floor(now / self._bucket) - self._first
+        end = max(0, min(newest + 1, self._work.shape[1]))
+        start = max(0, min(newest - len(by_age) + 2, end))
         weights = by_age[newest - end + 1 : newest - start + 1][::-1]
         sums = self._work[:, start:end].dot(weights)
         if start:
-            sums += older * self._work[:, :start].dot(self._ones[:start])
+            sums += by_age.item(-1) * self._work[:, :start].dot(self._ones[:start])
         return Work(*sums.tolist())
 
     def _index(self, time: float) -> int:

@@ -46,9 +46,9 @@ def test_weights_are_those_of_the_ages(
     entries: list[tuple[float, int]], weights: list[float], now_s: float
 ) -> None:
     timeline = Timeline(BUCKET_S)
-    entries = sorted(entry for entry in entries if entry[0] <= now_s)
+    entries = sorted(entries)
     ages = [math.floor(now_s / BUCKET_S) - timeline.add(*entry) for entry in entries]
-    expected = [weights[min(age, len(weights) - 1)] for age in ages]
+    expected = [weights[min(age, len(weights) - 1)] if age >= 0 else 0.0 for age in ages]
     num_tokens = [weight * tokens for weight, (_, tokens) in zip(expected, entries, strict=True)]
     found = timeline.weighted(np.array(weights), now_s)
     assert found == pytest.approx(Work(sum(expected), sum(num_tokens)), abs=1e-6)
@@ -127,6 +127,7 @@ def test_of_prefills_that_will_have_ended_long_before_only_long_answers_are_left
     for second in range(10):
         forecast.expect(request(100), 100.05 + second, STEP_S)
     assert forecast.at(109.5, 100.0, STEP_S) == pytest.approx(Work(2 + 8 / 4, 400))
+    assert forecast.at(99.0, 90.0, STEP_S) == Work(0, 0), "none of them will have ended"
 
 
 def test_t_d_is_a_mean_of_the_latest() -> None:
