@@ -1,9 +1,11 @@
-"""HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size.
+"""HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size, and
+take their answers.
 
 Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
-request by then; how long a head may be; that the request being answered hears of the connection's end. Does
-not know: requests. Without it a client that sends a byte now and then, or headers without end, would keep a
-connection, and what it has sent, forever.
+request by then; how long a head may be; for how long a client may take nothing of what waits for it; that the
+request being answered hears of the connection's end. Does not know: requests. Without it a client that sends
+a byte now and then, or headers without end, or reads nothing, would keep a connection, and what it has sent
+or is to get, forever.
 """
 
 import asyncio
@@ -19,8 +21,8 @@ from mooncake.errors import RequestError
 MAX_HEAD_BYTES = 1 << 16
 
 
-def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
-    """What uvicorn calls for each connection."""
+def connections(request_timeout_s: float, send_timeout_s: float) -> type[HttpToolsProtocol]:
+    """What uvicorn calls for each connection. `send_timeout_s`: in which a client has to take something."""
     late = RequestError(
         f"the request did not arrive within {request_timeout_s:g} s", status=408, code="request_timeout"
     )
@@ -40,6 +42,7 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
             """of the latest one; `cycle` is the one before until the head is whole"""
             self._num_unread_bytes = 0
             """since the last whole head or piece of a body; they are kept until there is more"""
+            self._send_deadline: asyncio.TimerHandle | None = None
             self._answered: RequestResponseCycle | None = None
             """what is being answered, or was last; `cycle` is what has come last"""
 
@@ -55,6 +58,7 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._unset_deadline()
+            self._unset_send_deadline()
             super().connection_lost(exc)
             # uvicorn tells `cycle` alone, which never begins if another one is before it.
             if self._answered is not None and not self._answered.response_complete:
@@ -63,7 +67,43 @@ def connections(request_timeout_s: float) -> type[HttpToolsProtocol]:
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
             self._answered = cycle
+            if not self.flow.write_paused:  # what is left of the answer before tells nothing when more comes
+                self._unset_send_deadline()
             super()._start_asgi_task(cycle, app)
+
+        # -- what the client takes --------------------------------------------------------------------
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._set_send_deadline()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._unset_send_deadline()
+
+        def on_response_complete(self) -> None:
+            self._set_send_deadline()
+            super().on_response_complete()
+
+        def _set_send_deadline(self) -> None:
+            """Nothing is written until it is less: the connection waits for that, or is being closed."""
+            if self.scheme == "https" and self.transport.is_closing():
+                return  # TLS has a deadline of its own for that
+            num_bytes = self.transport.get_write_buffer_size()
+            if num_bytes and self._send_deadline is None:
+                self._send_deadline = self.loop.call_later(send_timeout_s, self._abort_if_unsent, num_bytes)
+
+        def _abort_if_unsent(self, num_bytes: int) -> None:
+            self._send_deadline = None
+            if self.transport.get_write_buffer_size() >= num_bytes:
+                self.transport.abort()
+            else:
+                self._set_send_deadline()
+
+        def _unset_send_deadline(self) -> None:
+            if self._send_deadline is not None:
+                self._send_deadline.cancel()
+                self._send_deadline = None
 
         # -- what the parser has read -----------------------------------------------------------------
 

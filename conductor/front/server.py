@@ -31,6 +31,7 @@ from mooncake.errors import ConfigError
 _BACKLOG = 2048
 _ACCEPTS_AT_ONCE = 64  # asyncio tries, and logs, each of them when descriptors run out
 _LAST_WORDS_S = 1  # until clients have read why their answers end
+_SEND_TIMEOUT_S = 60.0  # in which a client has to take some of an answer that waits for it
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 
 
@@ -132,7 +133,7 @@ def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None) 
     return _Server(
         uvicorn.Config(
             RequestIds(app),
-            http=connections(config.request_timeout_s),
+            http=connections(config.request_timeout_s, _SEND_TIMEOUT_S),
             ws="none",
             lifespan="off",
             backlog=_ACCEPTS_AT_ONCE,

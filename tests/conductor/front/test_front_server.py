@@ -1,6 +1,7 @@
 """Starting and stopping."""
 
 import asyncio
+import itertools
 import json
 import socket
 from pathlib import Path
@@ -83,6 +84,28 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
     server.listen(*front.address).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(front.address)
+
+
+def test_who_takes_nothing_of_an_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = server.listen
+
+    def with_little_room(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the kernel takes megabytes
+        return listener
+
+    async def without_end(cluster: FakeCluster, request: Request) -> None:
+        for position in itertools.count(step=1000):
+            await cluster.send_tokens(request, b"a" * 1000, position)
+            await asyncio.sleep(0.001)  # for the others in this loop
+
+    monkeypatch.setattr(server, "listen", with_little_room)
+    monkeypatch.setattr(server, "_SEND_TIMEOUT_S", 0.5)
+    body = json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": True}).encode()
+    with running_front(tmp_path, byte_model()) as front:
+        front.cluster.behaviour = without_end
+        with raw_request(front.address, "/v1/completions", body):
+            front.cluster.wait_until(lambda: front.cluster.cancelled)
 
 
 @pytest.mark.parametrize(
