@@ -212,9 +212,12 @@ class ClusterView:
             self._learn_prefill(slot, seat.computed)
             seat.computed = None
 
-    def decode_refused(self, slot: int, tbt_s: float) -> float:
-        """It predicts this for what it has to decode now. What is predicted here, after learning from it."""
-        batch = self.loads.num_decoding.item(slot), self.loads.num_decoding_tokens.item(slot)
+    def decode_refused(self, slot: int, batch_size: int, tbt_s: float) -> float:
+        """It predicts this for so many requests: others that have been prefilled wait for their turn. What is
+        predicted here, after learning from it."""
+        loads = self.loads
+        mean_tokens = loads.num_decoding_tokens.item(slot) / max(1.0, loads.num_decoding.item(slot))
+        batch = float(batch_size), batch_size * mean_tokens
         self.decode_costs.learn(slot, *batch, tbt_s)
         self._decode_pool = None
         self.decode_changed(slot)

@@ -161,7 +161,7 @@ class Dispatcher:
     ) -> list[Effect]:
         """The double check of section 3: place it where it has not been refused, or reject it."""
         if tracked.state is RequestState.DECODING:
-            self._admission.refused(instance, refused.predicted_tbt_s, now_s)
+            self._admission.refused(instance, refused.batch_size, refused.predicted_tbt_s, now_s)
         return self._placing.place_elsewhere(tracked, instance, refused.reason, now_s)
 
     def _on_work_failed(

@@ -135,8 +135,8 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 class Finished(msgspec.Struct, tag=True, frozen=True):
     """Decode: the last token has left for the front.
 
-    `arrival_s`: from the order to decode until its KVCache was there; `joining_s`: from then until it joined
-    the batch. None where it needed neither.
+    `arrival_s`: for how long nothing but its KVCache was lacking; `joining_s`: how long else it took from the
+    order to decode until it joined the batch. None where it needed neither.
     """
 
     ref: Ref
@@ -150,10 +150,12 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     """Decode: with this request in the batch a token is predicted to take longer than the TBT SLO.
 
     Only in answer to `Decode`, before its first token has left, when it may not wait for its turn any longer.
+    `batch_size`: for which that is predicted, this request included; others may wait for their turn besides.
     """
 
     ref: Ref
     reason: str
+    batch_size: int
     predicted_tbt_s: float
 
 

@@ -144,7 +144,7 @@ class DecodeRunner:
             await self._work(order)
         except TooSlowError as refusal:
             self.meter.num_refusals += 1
-            await self._send(Refused(ref, str(refusal), refusal.predicted_tbt_s))
+            await self._send(Refused(ref, str(refusal), refusal.batch_size, refusal.predicted_tbt_s))
         except SessionLostError:
             raise  # another rank is gone: this worker leaves, and what it had is placed again
         except (MooncakeError, OutOfPages) as error:
@@ -181,6 +181,7 @@ class DecodeRunner:
                 await self._give_back(sequence)
             finally:
                 del self._orders[ref], self._sequences[ref]
+                self._double_check.look_again()
 
     async def _receive_kvcache(self, sequence: Sequence, order: Reserve) -> None:
         """Pages, and what is to be had of the KVCache: from prefill with the first token, else from the pool.
@@ -208,10 +209,11 @@ class DecodeRunner:
             await self._double_check.pass_in_turn(
                 sequence, lambda: self._those_that_have_begun, decode.time_left_s
             )
+        sequence.turn_s = self._now_s()
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs
-        await self._emit([output_of(sequence)])
+        await self._emit([sequence.newest_output])
         await self._wait_arrived(sequence)
         sequence.arrived_s = self._now_s()
         if sequence.finish_reason is None:
@@ -369,7 +371,7 @@ class DecodeRunner:
                     sequence.error = GrammarError(f"the grammar failed: {sequence.grammar.error}")
                     self._batch.leave(sequence)
                     continue
-                outputs.append(output_of(sequence))
+                outputs.append(sequence.newest_output)
                 if sequence.finish_reason is not None:
                     self._batch.leave(sequence)
         return outputs
@@ -388,16 +390,3 @@ class DecodeRunner:
         elif not is_running:
             self.meter.gives_way()
             self._resumption = asyncio.get_running_loop().call_later(left_s, self._changed.set)
-
-
-def output_of(sequence: Sequence) -> tuple[str, TokenOutput]:
-    """The newest token, addressed to the request's front."""
-    output = TokenOutput(
-        sequence.ref,
-        sequence.num_output_tokens - 1,
-        sequence.tokens[-1:],
-        sequence.num_cached_tokens,
-        sequence.finish_reason,
-        [] if sequence.newest_logprobs is None else [sequence.newest_logprobs],
-    )
-    return sequence.request.reply_to, output

@@ -19,12 +19,12 @@ from workers.sequence import Sequence
 class TooSlowError(Exception):
     """With this request the batch would miss the TBT SLO."""
 
-    def __init__(self, predicted_tbt_s: float, tbt_slo_s: float) -> None:
+    def __init__(self, batch_size: int, predicted_tbt_s: float, tbt_slo_s: float) -> None:
         super().__init__(
             f"a token would take {1000 * predicted_tbt_s:.1f} ms in this batch, at most"
             f" {1000 * tbt_slo_s:g} ms are allowed (conductor.tbt_slo_s); come back later"
         )
-        self.predicted_tbt_s = predicted_tbt_s
+        self.batch_size, self.predicted_tbt_s = batch_size, predicted_tbt_s
 
 
 class DoubleCheck:
@@ -66,7 +66,7 @@ class DoubleCheck:
         predicted_s = self._predict_s(sequence, batch)
         if predicted_s is None or predicted_s <= sequence.tbt_slo_s:
             return None
-        return TooSlowError(predicted_s, sequence.tbt_slo_s)
+        return TooSlowError(len(batch) + 1, predicted_s, sequence.tbt_slo_s)
 
     def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether the rest of its prompt, behind `num_cached_tokens`, is computed here."""

@@ -9,6 +9,7 @@ import torch
 from kvstore.messages import Reservation
 from mooncake.aging import standing_s
 from mooncake.grammar import GrammarState
+from mooncake.messages import TokenOutput
 from mooncake.requests import (
     FinishReason,
     Ref,
@@ -63,9 +64,11 @@ class Sequence:
     tbt_slo_s: float | None = None
     """None: a token may take any time"""
     came_s: float = 0.0
-    """when it was taken on, as the three below a time of the event loop"""
+    """when it was taken on, as the four below a time of the event loop"""
     ordered_s: float | None = None
     """when the order to decode came"""
+    turn_s: float | None = None
+    """when the batch was small enough for it"""
     arrived_s: float | None = None
     """when its KVCache was there"""
     joined_s: float | None = None
@@ -126,13 +129,15 @@ class Sequence:
 
     @property
     def arrival_s(self) -> float | None:
-        """How long its KVCache took to arrive."""
-        return _seconds(self.ordered_s, self.arrived_s)
+        """For how long nothing but its KVCache was lacking."""
+        return None if self.turn_s is None or self.arrived_s is None else self.arrived_s - self.turn_s
 
     @property
     def joining_s(self) -> float | None:
-        """How long it took from there into the batch."""
-        return _seconds(self.arrived_s, self.joined_s)
+        """How long else it took into the batch: until it was its turn, and when its KVCache was there."""
+        if self.arrival_s is None or self.ordered_s is None or self.joined_s is None:
+            return None
+        return self.joined_s - self.ordered_s - self.arrival_s
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -146,6 +151,15 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-
-def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
-    return None if began_s is None or ended_s is None else ended_s - began_s
+    @property
+    def newest_output(self) -> tuple[str, TokenOutput]:
+        """The newest token, addressed to the request's front."""
+        output = TokenOutput(
+            self.ref,
+            self.num_output_tokens - 1,
+            self.tokens[-1:],
+            self.num_cached_tokens,
+            self.finish_reason,
+            [] if self.newest_logprobs is None else [self.newest_logprobs],
+        )
+        return self.request.reply_to, output

@@ -116,7 +116,7 @@ class DecodeInstance:
         if self._checks_reservations:
             tbt_s = self._too_slow_s(sequence, len(self._sequences), self._num_outside_tokens)
             if tbt_s is not None:
-                self._refuse(sequence, tbt_s)
+                self._refuse(sequence, len(self._sequences), tbt_s)
                 return
         self._sequences[order.ref] = self._sequence_of[member] = sequence
         self._num_outside_tokens += member.num_tokens
@@ -139,9 +139,9 @@ class DecodeInstance:
         predicted_s = self._tbt.predict_s(num_others + 1, num_kv_tokens)
         return None if predicted_s is None or predicted_s <= slo_s else predicted_s
 
-    def _refuse(self, sequence: Sequence, tbt_s: float) -> None:
+    def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
         self.num_refusals += 1
-        self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", tbt_s))
+        self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
 
     def _decode(self, sequence: Sequence | None, time_left_s: float | None) -> None:
         """Prefill has ended: the first token leaves when it is its turn, or the request is refused."""
@@ -170,7 +170,7 @@ class DecodeInstance:
         if tbt_s is None:
             self._begin(sequence)
         else:
-            self._refuse(sequence, tbt_s)
+            self._refuse(sequence, self._num_begun, tbt_s)
             self._forget(sequence)
 
     def _begin(self, sequence: Sequence) -> None:

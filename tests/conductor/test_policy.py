@@ -239,7 +239,7 @@ def test_whom_one_decode_instance_refuses_is_placed_on_another() -> None:
     """Mooncake, section 3: the local scheduler double-checks."""
     conductor, order = two_decode_instances(), request()
     assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order, TBT_SLO_S))]
-    effects = conductor.handle(D0, Refused(ref(), "slow", 0.2), 1.0)
+    effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
     assert effects == [
         Effect(D0, Abort(ref())),
         Effect(P0, Abort(ref())),
@@ -250,8 +250,8 @@ def test_whom_one_decode_instance_refuses_is_placed_on_another() -> None:
 def test_whom_all_decode_instances_refuse_is_told_when_to_come_back() -> None:
     conductor = two_decode_instances()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    conductor.handle(D0, Refused(ref(), "slow", 0.2), 1.0)
-    *aborts, rejected = conductor.handle(D1, Refused(ref(2), "slower", 0.3), 1.0)
+    conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    *aborts, rejected = conductor.handle(D1, Refused(ref(2), "slower", 2, 0.3), 1.0)
     assert aborts == [Effect(D1, Abort(ref(2))), Effect(P0, Abort(ref(2)))]
     assert rejected == Effect(FRONT, Rejected("r", 429, "slower", 1.0))
     assert conductor.num_running == 0
@@ -263,8 +263,21 @@ def test_a_request_may_be_refused_when_its_prefill_has_ended() -> None:
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
-    effects = conductor.handle(D0, Refused(ref(), "slow", 0.2), 1.0)
+    effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
     assert effects[-1] == Effect(D1, Reserve(ref(2), order, TBT_SLO_S))
+
+
+def test_a_refusal_teaches_what_a_batch_takes_without_those_that_wait_for_their_turn() -> None:
+    conductor = new_conductor(Limits(tbt_slo_s=TBT_SLO_S, ttft_slo_s=100.0))
+    for name in ("r", "s", "t"):
+        conductor.handle(FRONT, Submit(request(name)), 1.0)
+        conductor.handle(D0, Reserved(ref(1, name), GRANT), 1.0)
+        conductor.handle(P0, Prefilled(ref(1, name), 42, 0), 1.0)
+    conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    slot = conductor.view.slot_of("d0")
+    assert slot is not None
+    num_tokens = 2 * len(request().token_ids)
+    assert conductor.view.decode_costs.predict_s(slot, 2, num_tokens) == pytest.approx(0.2)
 
 
 def test_who_has_waited_for_its_turn_until_its_first_token_is_due_is_not_placed_elsewhere() -> None:
@@ -274,7 +287,7 @@ def test_who_has_waited_for_its_turn_until_its_first_token_is_due_is_not_placed_
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     [effect] = conductor.handle(P0, Prefilled(ref(), 42, 0), 1.5)
     assert effect == Effect(D0, Decode(ref(), 42, 0, time_left_s=3.5))
-    effects = conductor.handle(D0, Refused(ref(), "slow", 0.2), 5.0)
+    effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 5.0)
     assert effects[-1] == Effect(FRONT, Rejected("r", 429, "slow", 1.0))
 
 
@@ -320,7 +333,7 @@ def test_an_interrupted_request_that_nobody_wants_ends() -> None:
 def test_refusals_are_no_failures_and_are_forgotten_after_one() -> None:
     conductor, order = two_decode_instances(Limits(max_attempts=2, tbt_slo_s=TBT_SLO_S)), request()
     conductor.handle(FRONT, Submit(order), 1.0)
-    conductor.handle(D0, Refused(ref(1), "slow", 0.2), 1.0)
+    conductor.handle(D0, Refused(ref(1), "slow", 2, 0.2), 1.0)
     effects = conductor.handle(D1, WorkFailed(ref(2), "first", True), 1.0)
     assert effects[-1] == Effect(D0, Reserve(ref(3), order, TBT_SLO_S))
 
@@ -681,7 +694,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
                 self.conductor.handle(effect.peer, WorkFailed(order.ref, "x", outcome == "retry"), self.now_s)
             )
         elif outcome == "refuse":
-            self.take(self.conductor.handle(effect.peer, Refused(order.ref, "slow", 0.2), self.now_s))
+            self.take(self.conductor.handle(effect.peer, Refused(order.ref, "slow", 2, 0.2), self.now_s))
         elif outcome == "well":
             match order:
                 case Reserve(ref=ref):

@@ -14,7 +14,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
-    refused R    failed R
+    refused R [batch=N]    failed R
     displaced                  how many requests gave way so far
     learned                    what the Conductor has learned about prefills
 """
@@ -263,9 +263,9 @@ class Transcript:
         tracked = self._conductor.requests[request_id]
         return self._tell(tracked.decode, Finished(tracked.ref, FinishReason.LENGTH, int(tokens)))
 
-    def _do_refused(self, request_id: str) -> list[str]:
+    def _do_refused(self, request_id: str, batch: str = "1") -> list[str]:
         tracked = self._conductor.requests[request_id]
-        return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", 0.2))
+        return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", int(batch), 0.2))
 
     def _do_failed(self, request_id: str) -> list[str]:
         tracked = self._conductor.requests[request_id]

@@ -70,6 +70,7 @@ def test_who_may_not_wait_is_refused_at_once_and_says_what_was_predicted() -> No
         for time_left_s in (None, 0.0, -1.0):
             with pytest.raises(TooSlowError, match="40") as refusal:
                 await Decoding(3).join(time_left_s)
+            assert refusal.value.batch_size == 4
             assert refusal.value.predicted_tbt_s == pytest.approx(4 * REQUEST_S)
         for size in (0, 2):
             await Decoding(size).join(-1.0)
@@ -102,3 +103,12 @@ def test_who_is_cancelled_leaves_its_place_to_the_next_one() -> None:
         assert first.cancelled()
 
     run(test())
+
+
+def test_waiting_for_its_turn_is_waiting_for_the_batch_and_not_for_its_kvcache() -> None:
+    sequence = Decoding(0).sequence()
+    assert (sequence.arrival_s, sequence.joining_s) == (None, None)
+    sequence.ordered_s, sequence.turn_s, sequence.arrived_s = 1.0, 3.0, 3.5
+    assert (sequence.arrival_s, sequence.joining_s) == (0.5, None)
+    sequence.joined_s = 4.5
+    assert (sequence.arrival_s, sequence.joining_s) == (0.5, 3.0)
