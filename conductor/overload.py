@@ -110,11 +110,11 @@ class Admission:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._turned_away.note(terms, rejection.prompt_s, now_s)
 
-    def refused(self, decode: Instance, tbt_s: float, now_s: float) -> None:
+    def refused(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
         """It has refused a request when its prefill had ended: a token would take `tbt_s`, as it says."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
-        self._refusals.note(self._view.decode_refused(slot, tbt_s), tbt_s, now_s)
+        self._refusals.note(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Its prefill has ended, which is wasted if the decode instance rejects it now."""
@@ -165,7 +165,7 @@ class Admission:
     def _tbt_at_s(self, time_s: float, now_s: float, num_tokens: int, freed: Work) -> float | None:
         """The same at a later time, when the work that is there then is spread evenly."""
         num_instances, mean_costs = self._view.decode_pool()
-        step_s = float(self._view.next_step_s @ self._view.loads.is_decode) / num_instances
+        step_s = float(self._view.next_step_s[self._view.loads.is_decode].sum()) / num_instances
         work = self._forecast.at(time_s, now_s, step_s).less(freed)
         if work.num_requests < num_instances:
             return None

@@ -109,10 +109,11 @@ class GenerationResponse(Response):
                     chunks = self._answers.chunks(delta, self._generation.usage)
                 if delta.finish_reason is not None:
                     await self._generation.end(event.request_id, delta.finish_reason)
-                if delta.finish_reason is not None and self._generation.is_over:
-                    await self._end(chunks)
-                    self._outcome = Outcome.FINISHED
-                elif chunks:
+                    if self._generation.is_over:
+                        await self._end(chunks)
+                        self._outcome = Outcome.FINISHED
+                        break
+                if chunks:
                     await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
             self._has_ended = True
