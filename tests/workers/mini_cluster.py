@@ -80,6 +80,7 @@ class Sizes:
     block_size: int = BLOCK_SIZE
     num_decode: int = 1
     inline_prefill_tokens: int = 0
+    ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     lost_after: tuple[int, ...] = ()
     """numbers of tokens after which a request loses its decode instance"""
@@ -196,7 +197,12 @@ class MiniCluster:
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, sizes.block_size, "float32"
         )
         self.grammars = Grammars(lambda: Vocabulary(tiny_backend(), (IM_END_ID,), self.spec.vocab_size))
-        limits = Limits(max_running_requests=4096, peer_timeout_s=3600, tbt_slo_s=sizes.tbt_slo_s)
+        limits = Limits(
+            max_running_requests=4096,
+            peer_timeout_s=3600,
+            ttft_slo_s=sizes.ttft_slo_s,
+            tbt_slo_s=sizes.tbt_slo_s,
+        )
         self.conductor = Conductor(1, FINGERPRINT, limits)
         self.instances: list[InstanceUnderTest] = []
         self.requests: dict[str, Request] = {}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 import transformers
 
@@ -351,6 +350,27 @@ def test_refuses_what_would_make_the_batch_too_slow(
     run(test())
 
 
+def test_who_waits_for_its_turn_has_it_when_the_only_other_one_has_gone(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    gate, sizes = Gate(load=1), Sizes(ttft_slo_s=3600, tbt_slo_s=0.05)
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path, sizes, decode_copies=gate.make) as cluster:
+            prediction = predict(decode_of(cluster), 0.06)
+            cluster.submit("before", prompt_of(1, 20), greedy(5))
+            await gate.reached()  # its pages are given back when no iteration is to come
+            waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(5))
+            await until(lambda: len(prediction.asked) >= 2)  # when it is reserved, and when it is prefilled
+            cluster.cancel("before")
+            gate.open()
+            assert await tokens_of(waiting) == reference(model, prompt_of(2, 30), 5)
+            await cluster.assert_nothing_is_held()
+            assert decode_of(cluster).decode.meter.stats.num_refusals == 0
+
+    run(test())
+
+
 def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -377,33 +397,6 @@ def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
             for name in ("first", "blocking"):
                 cluster.cancel(name)
             await cluster.assert_nothing_is_held()
-
-    run(test())
-
-
-def test_who_waits_for_its_turn_has_it_when_the_only_other_one_has_gone(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05)) as cluster:
-            decode = decode_of(cluster)
-            prediction = predict(decode, 0.06)
-
-            def obey(message: ToWorker) -> None:
-                if isinstance(message, Decode):
-                    message = msgspec.structs.replace(message, time_left_s=1000.0)
-                InstanceUnderTest.obey(decode, message)
-
-            decode.obey = obey  # type: ignore[method-assign]
-            first = cluster.submit("first", prompt_of(1, 20), greedy(300))
-            await more_tokens(first)
-            second = cluster.submit("second", prompt_of(2, 30), greedy(5))
-            await until(lambda: bool(prediction.asked))
-            assert not second.tokens
-            cluster.cancel("first")
-            assert await tokens_of(second) == reference(model, prompt_of(2, 30), 5)
-            await cluster.assert_nothing_is_held()
-            assert decode.decode.meter.stats.num_refusals == 0
 
     run(test())
 
