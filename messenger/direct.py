@@ -133,6 +133,11 @@ class DirectPlacement:
             raise ConnectionResetError("connection closed by the peer")
         return num_bytes, self._placement.num_ahead
 
+    @property
+    def has_placed(self) -> bool:
+        """Whether something is there that nobody has taken: its frame is in the buffer."""
+        return bool(self._placement.num_targets)
+
     def take(self, views: Sequence[memoryview], layer_bytes: int) -> Placed | None:
         """Whoever reads the frame has found that its payload belongs to `views`. None: it is still to be
         received."""

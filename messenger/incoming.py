@@ -167,13 +167,20 @@ class IncomingLane:
         have their turn."""
         while (frame := self._frames.ready()) is not None:
             self._rest = self._handle(frame)
-            if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):
+            if self._rest is not None or (self._may_give_way and self._stream.num_ahead):
                 break
         if self._are_acks_urgent:
             self._send_acks()
         elif self._acks and self._acks_due is None:
             self._acks_due = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._send_acks)
         return frame is not None
+
+    @property
+    def _may_give_way(self) -> bool:
+        """Whether others should have their turn before the next frame. Not if its payload has been placed:
+        they may give the page to somebody else, and it has been acknowledged."""
+        has_placed = self._direct is not None and self._direct.has_placed
+        return self._stream.is_turn_over and not has_placed
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Does what can be done at once, and returns the rest. If either raises, the connection ends."""

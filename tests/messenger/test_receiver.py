@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -30,6 +30,7 @@ from messenger.protocol import (
     WriteEntry,
     encode_frame,
 )
+from messenger.stream import Stream
 from mooncake.errors import TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, run, until
 from tests.messenger.wire import Wire
@@ -229,6 +230,40 @@ def test_a_write_is_given_up_if_the_lane_is_cancelled_just_when_it_begins(tmp_pa
             await until(lambda: grant.failure is not None)
             assert node.pages.num_begun == 0
             assert not grant.receiving
+            wire.close()
+
+    run(test())
+
+
+def test_a_write_that_is_there_before_it_is_read_is_taken_before_others_have_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may give its page to somebody else, and it has been acknowledged."""
+    # Whatever is moved takes a whole turn.
+    monkeypatch.setattr(Stream, "moved", lambda self, num_bytes: setattr(self, "_num_moved", 1 << 30))
+
+    async def test() -> None:
+        async with fabric(tmp_path, SMALL) as node:
+            grant = node.pages.grant(1, [0, 1])
+            other = node.pages.grant(2, [2])
+            wire = await Wire.introduced(node)
+            await wire.say(Open(3, 2, "another transfer"))
+            await until(lambda: other.writers)
+            loop, close = asyncio.get_running_loop(), node.pages.close
+
+            def close_and_revoke(*of_whom: Any) -> None:
+                close(*of_whom)
+                loop.call_soon(node.pages.revoke, 1, "nobody wants it")
+
+            node.pages.close = close_and_revoke  # type: ignore[method-assign]
+            message, payload = write(node, node.entry(0))
+            frames = encode_frame(Close(3, None)), encode_frame(message, len(payload)), payload
+            await wire.say_bytes(b"".join(frames))
+            assert await wire.hear() == WriteAck()
+            assert isinstance(await wire.hear(), Ended)
+            assert set(grant.arrived) == {(0, layer) for layer in range(SMALL.num_layers)}
+            await wire.say(Probe(), b"123")
+            assert await wire.hear() == WriteAck()
             wire.close()
 
     run(test())
