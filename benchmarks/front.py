@@ -1,6 +1,6 @@
 """What the front costs: processor time of a request, and the latency that it adds.
 
-    python benchmarks/front.py [--rates R,R] [--num-requests N] [--rounds N] [--processes N]
+    python benchmarks/front.py [--rates R,R] [--num-requests N] [--rounds N] [--processes N] [--fronts N]
 
 The conductor process, front included, with instances that compute nothing (`load.instant_workers`): a
 request of 1,000 tokens of text is parsed, validated, tokenized, placed, dispatched, and answered by 64
@@ -8,6 +8,9 @@ tokens, each an event of its own, every 20 ms. Beside it a bare FastAPI applicat
 events and does nothing else. The two are loaded in turn, at the same rates, by the clients of
 `mooncake-bench`. TTFT and gaps beyond 20 ms are what the front adds. Processor time is that of the
 server's process alone.
+
+With `--fronts N` the load goes to N fronts in processes of their own, and the Conductor's process decides.
+Processor time is that of all of them then, and what the Conductor has of it is shown beside.
 """
 
 import argparse
@@ -43,16 +46,23 @@ _ANY_TIME = Slo(600.0, 600.0, NUM_INPUT + 1)
 
 
 class Server(NamedTuple):
-    """One that is ready. `pid` is the process whose processor time counts."""
+    """One that is ready. `pid` is the process whose processor time counts. `fronts` take its requests, if
+    there are any."""
 
     url: str
     pid: int
+    fronts: tuple["Server", ...] = ()
+
+    @property
+    def pids(self) -> list[int]:
+        return [self.pid, *(front.pid for front in self.fronts)]
 
 
 class Sample(NamedTuple):
-    """Of one round, or the medians of several, in ms."""
+    """Of one round, or the medians of several, in ms. `own_cpu` is without that of other fronts."""
 
     cpu: float
+    own_cpu: float
     ttft_p50: float
     ttft_p99: float
     tbt_p99: float
@@ -60,28 +70,39 @@ class Sample(NamedTuple):
 
 
 @contextlib.contextmanager
-def front(num_each: int = 1) -> Iterator[Server]:
-    """With so many prefill and decode instances. Raises ServerError."""
+def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
+    """With so many prefill and decode instances, and fronts beside the Conductor's. Raises ServerError."""
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
         ClusterKey.generate().save(key)
         endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         cluster = ["--security-key-file", str(key), "--conductor-endpoint", endpoints[0]]
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "mooncake", "--role", "conductor", "--port", str(port), *cluster]
-        command += ["--conductor-reply-endpoint", endpoints[1], "--conductor-max-running-requests", "10000"]
+        conductor = ["conductor", *cluster, "--conductor-reply-endpoint", endpoints[1]]
+        conductor += ["--conductor-max-running-requests", "10000"]
+        other = ["front", *cluster, "--conductor-reply-endpoint", "tcp://127.0.0.1:*"]
         instant = [sys.executable, "-m", "benchmarks.load.instant_workers", *cluster]
         instant += ["--prefill", str(num_each), "--decode", str(num_each)]
         workers = subprocess.Popen(instant)
         try:
-            with serving(command, f"{url}/ready") as supervisor:
-                # Its only child is the conductor.
-                children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children")
-                yield Server(url, int(children.read_text()))
+            with contextlib.ExitStack() as nodes:
+                ours = nodes.enter_context(_node(conductor))
+                others = [nodes.enter_context(_node(other)) for _ in range(num_fronts)]
+                yield ours._replace(fronts=tuple(others))
         finally:
             workers.terminate()
             workers.wait()
+
+
+@contextlib.contextmanager
+def _node(arguments: Sequence[str]) -> Iterator[Server]:
+    """Of this role."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mooncake", "--port", str(port), "--role", *arguments]
+    with serving(command, f"{url}/ready") as supervisor:
+        # It has no other child.
+        children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children")
+        yield Server(url, int(children.read_text()))
 
 
 @contextlib.contextmanager
@@ -103,16 +124,18 @@ def cpu_s(pid: int) -> float:
 def measure(clients: Clients, server: Server, run: Run) -> Sample:
     """One round. Raises ServerError if a request fails."""
     found = find_server(server.url, None, None)
-    before_s = cpu_s(server.pid)
-    result = clients.run(replace(run, url=found.url, model=found.model), lambda _: None)
-    spent_s = cpu_s(server.pid) - before_s
+    before_s = [cpu_s(pid) for pid in server.pids]
+    wanted, urls = replace(run, url=found.url, model=found.model), [front.url for front in server.fronts]
+    result = clients.run(wanted, lambda _: None, urls)
+    spent_s = [cpu_s(pid) - before for pid, before in zip(server.pids, before_s, strict=True)]
     figures = summarize(result, _ANY_TIME)
     if result.was_interrupted:
         raise KeyboardInterrupt
     if figures.num_failed or figures.num_rejected or figures.ttft_s is None or figures.tbt_s is None:
         raise ServerError(f"of {run.num_requests} requests {figures.num_failed} failed: {figures.errors}")
     return Sample(
-        1000 * spent_s / figures.num_requests,
+        1000 * sum(spent_s) / figures.num_requests,
+        1000 * spent_s[0] / figures.num_requests,
         1000 * figures.ttft_s.p50,
         1000 * figures.ttft_s.p99,
         1000 * (figures.tbt_s.p99 - STEP_S),
@@ -120,10 +143,10 @@ def measure(clients: Clients, server: Server, run: Run) -> Sample:
     )
 
 
-def in_rounds(rates: Sequence[float], num_rounds: int, num_processes: int, run: Run) -> None:
+def in_rounds(rates: Sequence[float], num_rounds: int, num_processes: int, num_fronts: int, run: Run) -> None:
     """Print the table. Raises ServerError."""
     rows = []
-    with front() as ours, bare() as floor, Clients(num_processes) as clients:
+    with front(num_fronts=num_fronts) as ours, bare() as floor, Clients(num_processes) as clients:
         servers = {OURS: ours, BARE: floor}
         for server in servers.values():  # first calls allocate
             measure(clients, server, replace(run, concurrency=8, num_requests=64))
@@ -143,6 +166,7 @@ def in_rounds(rates: Sequence[float], num_rounds: int, num_processes: int, run: 
             "requests/s",
             "",
             "CPU a request",
+            "of it without other fronts",
             "TTFT p50",
             "TTFT p99",
             "TBT p99 beyond the step",
@@ -155,7 +179,7 @@ def in_rounds(rates: Sequence[float], num_rounds: int, num_processes: int, run: 
 
 
 def _row(rate: float, name: str, sample: Sample) -> tuple[str, ...]:
-    times = (sample.cpu, sample.ttft_p50, sample.ttft_p99, sample.tbt_p99)
+    times = (sample.cpu, sample.own_cpu, sample.ttft_p50, sample.ttft_p99, sample.tbt_p99)
     return (f"{rate:g}", name, *(f"{value:.2f} ms" for value in times), f"{sample.client_cpu_share:.0%}")
 
 
@@ -185,11 +209,18 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=500, metavar="N", help="a round; default: 500")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")
+    parser.add_argument(
+        "--fronts", type=int, default=0, metavar="N", help="beside the Conductor's own; default: 0"
+    )
     options = parser.parse_args()
+    if options.fronts and options.processes % options.fronts:
+        parser.error(
+            f"--processes {options.processes} cannot be divided evenly among {options.fronts} fronts"
+        )
     run = replace(load(), num_requests=options.num_requests)
     rates = [float(rate) for rate in options.rates.split(",")]
     try:
-        in_rounds(rates, options.rounds, options.processes, run)
+        in_rounds(rates, options.rounds, options.processes, options.fronts, run)
     except ServerError as error:
         sys.exit(str(error))
 

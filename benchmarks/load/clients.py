@@ -12,7 +12,8 @@ import gc
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import NamedTuple
@@ -79,14 +80,14 @@ class Clients:
             process.terminate()
             process.join()
 
-    def run(self, run: Run, on_news: Callable[[RunResult], None]) -> RunResult:
+    def run(self, run: Run, on_news: Callable[[RunResult], None], urls: Sequence[str] = ()) -> RunResult:
         """Until all outcomes are there; Ctrl-C ends it sooner, with those of the requests sent so far.
 
-        Raises ClientError.
+        `urls`: of several servers, which the processes take in turn instead of the run's. Raises ClientError.
         """
         result = RunResult()
-        for connection in self._connections:
-            connection.send(run)
+        for share, connection in enumerate(self._connections):
+            connection.send(replace(run, url=urls[share % len(urls)]) if urls else run)
         for connection in self._connections:
             if not connection.poll(READY_TIMEOUT_S):
                 raise ClientError(f"a client process was not ready within {READY_TIMEOUT_S:g} s")
