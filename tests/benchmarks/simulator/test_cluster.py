@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 
@@ -14,7 +15,9 @@ import workers.prefill_queue
 from benchmarks.simulator.cluster import DisaggregatedCluster
 from benchmarks.simulator.requests import Outcome, Results
 from benchmarks.simulator.setup import Setup, simulate
+from benchmarks.traces.mixes import Mix, RequestClass, mixed
 from benchmarks.traces.request import TraceRequest
+from conductor.placement import Reason
 from mooncake.sections import Overload, Scheduling
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
@@ -63,6 +66,19 @@ def test_what_is_rejected_leaves_nothing_behind(overload: Overload) -> None:
     assert len(results) == len(LOAD)
     assert sum(cluster.conductor.outcomes.num_rejections.values()) == results.num(Outcome.REJECTED)
     assert_is_empty(cluster)
+
+
+def test_what_decode_has_no_room_for_is_rejected_before_it_is_prefilled() -> None:
+    """Section 7.4: while batches grow to all that the SLO allows, and behind that."""
+    classes = tuple(RequestClass(1 / 3, 1_000, num_output_tokens) for num_output_tokens in (100, 200, 800))
+    mix = Mix(classes, ttft_slo_s=5.0, tbt_slo_s=0.02)
+    setup = msgspec.structs.replace(
+        SMALL, ttft_slo_s=mix.ttft_slo_s, tbt_slo_s=mix.tbt_slo_s, pool_tokens=None
+    )
+    load = itertools.takewhile(lambda request: request.arrival_s < 60, mixed(mix, 20.0, 1.0, seed=3))
+    simulated, _ = simulate(setup, load)
+    assert list(simulated.reasons) == [Reason.TBT]
+    assert simulated.reasons[Reason.TBT] > 0.2 * simulated.summary.num_finished
 
 
 def assert_is_empty(cluster: DisaggregatedCluster) -> None:
