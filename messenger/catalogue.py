@@ -121,7 +121,7 @@ class Catalogue:
             fetch.heads is not None
             or not 0 <= first_layer < first_layer + num_layers <= layout.num_layers
             or layout.layer_bytes <= SHORT_LAYER_BYTES
-            or set(map(len, views)) != {num_layers * layout.layer_bytes}
+            or [*map(len, views)] != num_blocks * [num_layers * layout.layer_bytes]
             or len(keys) != num_blocks * KEY_BYTES
             or self._native.count_blocks(self._address, keys, num_blocks) < num_blocks
         ):

@@ -7,7 +7,6 @@ Owns: one connection to a peer. Does not know: other lanes, what comes next.
 """
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from messenger.catalogue import Catalogue
+from messenger.deadline import Deadline
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
 from messenger.outbox import Outbox
@@ -134,7 +134,11 @@ class Lane:
         self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
         if self._direct is not None:
             self._stream.receive_first = partial(self._direct.receive, may_answer=False)
-        self._outbox = Outbox(self._stream, self._pump)
+        self._outbox = Outbox(self._stream, self._all_left)
+        self._leaving = Deadline(
+            answer_timeout_s, lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s")
+        )
+        """of what the other side has not taken yet: to what is said of reads there is no answer"""
         self._patience = Patience()
         self._left: Frame | None = None
         """that has come, and takes a while"""
@@ -240,15 +244,15 @@ class Lane:
             if self._shared is not None:
                 self._shared.leave()
             self._outstanding.end()
+            self._leaving.close()
             if self._later is not None:
                 self._later.cancel()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
             await self._outbox.close()
 
     def send(self, request: Request) -> None:
-        """Sends `request` now, whatever waits."""
-        with contextlib.suppress(OSError):  # the receiving side finds out, and says why
-            self._outbox.post(*self._begin(request))
+        """Sends `request` now, behind what was posted before, whatever else waits."""
+        self._post(*self._begin(request))
 
     def forget(self, transfer_id: int) -> None:
         """The transfer has ended: no more of it is written by RDMA than the device has got already."""
@@ -333,6 +337,12 @@ class Lane:
             self._outbox.post(*unsent, *begun)
         except OSError:
             self._stream.shut_down()  # the receiving side finds out, and says why
+        if self._outbox:
+            self._leaving.set()
+
+    def _all_left(self) -> None:
+        self._leaving.clear()
+        self._pump()
 
     def _pump_soon(self) -> None:
         if not self._is_pumping_soon:

@@ -258,7 +258,8 @@ class Peers:
             mapped = inlet = ShmInlet(
                 stream, stream.take_fd(), welcome.segment_bytes, is_writable=seat is not None
             )
-            if welcome.shelves is not None:
+            # Else it must be said which heads are wanted.
+            if welcome.shelves is not None and layout.heads == self._identity.layout.heads:
                 catalogue = Catalogue.at(mapped.segment, welcome.shelves, layout)
             if seat is not None:
                 shared = SharedPages(mapped.segment, seat, layout, source.buffer)

@@ -1,11 +1,13 @@
 """Blocks of another process's segment, found and read without asking."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from messenger.requests import Urgency
+from mooncake.errors import TransferError
 from tests.messenger.fabric import LARGE, Fabric, fabric, key, run, until
 
 SHM = {"transport": "shm", "streams": 1}
@@ -67,5 +69,39 @@ def test_what_is_not_found_intact_is_asked_for(tmp_path: Path, what: str) -> Non
             assert await node.fetch(range(4)) == [0, 1, 2, 3]
             assert_read(node, range(4))
             assert node.pages.num_asked == 1
+
+    run(test())
+
+
+def test_of_who_has_other_heads_nothing_is_read_without_saying_which(tmp_path: Path) -> None:
+    """There may be as many of them."""
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, **SHM) as node:
+            publish(node, [0])
+            heads = range(LARGE.num_kv_heads, 2 * LARGE.num_kv_heads)
+            peer = await node.peers_with(node.key, layout=LARGE.of_heads(heads)).peer(node.address)
+            with pytest.raises(TransferError, match=r"which heads of \[0, 4\) is not said"):
+                await peer.fetch([key(0)], [node.sender_memory.page(0)], range(LARGE.num_layers))
+
+    run(test())
+
+
+def test_a_holder_that_takes_no_word_any_more_is_given_up(tmp_path: Path) -> None:
+    """What is read at once has no answer to be late."""
+
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, **SHM, ack_timeout_s=0.2) as node:
+            publish(node, range(2))
+            (lane,) = (await node.peer()).lanes
+            lane._stream.send_now = list  # type: ignore[method-assign, assignment]
+            lane._stream.send = never  # type: ignore[method-assign, assignment]
+            assert await node.fetch([0]) == [0]
+            await until(lambda: lane._outbox)
+            with pytest.raises(TransferError, match=r"nothing was taken within 0\.2 s"):
+                await node.fetch([1])
 
     run(test())

@@ -9,7 +9,7 @@ import pytest
 
 from messenger import board
 from messenger.peer import MAX_QUEUED_REQUESTS, Peer
-from messenger.protocol import WriteEntry
+from messenger.protocol import Abandon, WriteEntry, encode_frame
 from messenger.requests import Outcome, ProbeRequest, Urgency
 from messenger.transports import Traffic, Transport
 from mooncake.blocks import KVLayout
@@ -243,12 +243,12 @@ def test_a_revoked_grant_ends_the_transfer(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_grant_revoked_under_a_write_refuses_it(tmp_path: Path) -> None:
+def test_a_grant_revoked_between_writes_refuses_those_to_come(tmp_path: Path) -> None:
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 24) as node:
             grant = node.pages.grant(1, range(20))
             write = asyncio.create_task(node.write(1, range(20)))
-            await until(lambda: grant.receiving or grant.arrived)
+            await until(lambda: grant.arrived)
             node.pages.revoke(1, "nobody wants it")
             with pytest.raises(TransferError, match=r"nobody wants it|revoked meanwhile|is unknown here"):
                 await write
@@ -556,6 +556,21 @@ def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
                     await urgent.write([node.entry(page)], LARGE.block_bytes, through)
                 await until(lambda: bulk.is_confirmed and urgent.is_confirmed and num_through == 12)
             assert "lane lane" not in " ".join(order)
+
+    run(test())
+
+
+def test_what_cannot_wait_for_its_turn_goes_behind_what_was_said_before(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path) as node:
+            (lane,) = (await node.peer()).lanes
+            sent, post, answers = list[bytes](), lane._outbox.post, list[str | None]()
+            lane._outbox.post = lambda *pieces: (sent.append(b"".join(pieces)), post(*pieces))  # type: ignore[func-returns-value]
+            lane.post(Abandon(99))
+            lane.send(ProbeRequest(memoryview(b"1"), Urgency.LATENCY, answers.append))
+            assert sent[0].startswith(encode_frame(Abandon(99)))
+            await until(lambda: answers == [None])
+            assert len(sent) == 1
 
     run(test())
 
