@@ -8,6 +8,7 @@ import pytest
 
 from mooncake.sections import TransportChoice
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node, StartNode
+from tests.native import compiled as compiled
 
 
 @pytest.fixture

@@ -1,11 +1,3 @@
-"""What is compiled when first needed is compiled before the tests: some of their deadlines are short."""
+"""What all tests of this folder need."""
 
-import pytest
-
-from messenger import checksums, direct
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    checksums.prepare()
-    direct.prepare()
+from tests.native import compiled as compiled

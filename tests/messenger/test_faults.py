@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from messenger.checksums import SHORT_LAYER_BYTES
 from messenger.lane import Lane
 from messenger.peer import Peer
 from messenger.requests import Outcome, Urgency
 from messenger.transports import Transport
+from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 from tests.messenger.fabric import DEADLINE_S, LARGE, SMALL, TINY, Fabric, fabric, run, until
 from tests.messenger.proxy import Link, Plan
@@ -50,9 +52,9 @@ def num_open_links(node: Fabric) -> int:
     return sum(link.is_open for proxy in node.proxies for link in proxy.links)
 
 
-async def bytes_of_a_transfer(folder: Path, num_lanes: int) -> tuple[int, int]:
+async def bytes_of_a_transfer(folder: Path, num_lanes: int, layout: KVLayout) -> tuple[int, int]:
     """Upwards and downwards, of the connection that moves most."""
-    async with fabric(folder, TINY, streams=num_lanes) as node:
+    async with fabric(folder, layout, streams=num_lanes) as node:
         proxy = node.proxy()
         node.publish(FETCHED)
         await transfer(node, 0, num_lanes)
@@ -60,9 +62,9 @@ async def bytes_of_a_transfer(folder: Path, num_lanes: int) -> tuple[int, int]:
         return max(link.num_up for link in proxy.links), max(link.num_down for link in proxy.links)
 
 
-async def reset_one_stream(folder: Path, plan: Plan) -> None:
+async def reset_one_stream(folder: Path, plan: Plan, layout: KVLayout) -> None:
     """The only connection is lost: an error that says so, and the next transfer works."""
-    async with fabric(folder, TINY, streams=1) as node:
+    async with fabric(folder, layout, streams=1) as node:
         proxy = node.proxy()
         proxy.plans.append(plan)
         node.publish(FETCHED)
@@ -100,12 +102,17 @@ def offsets(num_bytes: int, *, full: bool) -> list[int]:
 
 
 def every_reset(
-    folder: Path, num_lanes: int, reset: Callable[[Plan], Awaitable[None]], *, full: bool
+    folder: Path,
+    num_lanes: int,
+    reset: Callable[[Plan], Awaitable[None]],
+    *,
+    full: bool,
+    layout: KVLayout = TINY,
 ) -> None:
     """Resets at offsets of either direction. A failure says at which."""
 
     async def test() -> None:
-        num_up, num_down = await bytes_of_a_transfer(folder, num_lanes)
+        num_up, num_down = await bytes_of_a_transfer(folder, num_lanes, layout)
         plans = [Plan(reset_up_at=at) for at in offsets(num_up, full=full)]
         plans += [Plan(reset_down_at=at) for at in offsets(num_down, full=full)]
         for plan in plans:
@@ -128,7 +135,14 @@ sample = pytest.mark.parametrize(
 @pytest.mark.cluster
 @sample
 def test_the_only_connection_is_reset(tmp_path: Path, full: bool) -> None:
-    every_reset(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan), full=full)
+    every_reset(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, TINY), full=full)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.cluster
+def test_the_only_connection_is_reset_under_layers_that_compiled_code_places(tmp_path: Path) -> None:
+    assert SMALL.layer_bytes > SHORT_LAYER_BYTES >= TINY.layer_bytes
+    every_reset(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, SMALL), full=False, layout=SMALL)
 
 
 @pytest.mark.timeout(600)
