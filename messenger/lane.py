@@ -30,7 +30,6 @@ from messenger.protocol import (
     Frame,
     Message,
     Probe,
-    RefusalKind,
     WriteAck,
     encode_frame,
 )
@@ -39,6 +38,7 @@ from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.rdma.writes import RemoteWrites
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.results import Results, Teller
 from messenger.shared_pages import SharedPages
 from messenger.transports import Inlet, Path, TcpInlet, Transport
 from mooncake.blocks import KVLayout
@@ -58,10 +58,8 @@ _LISTENED_BYTES = 128 << 10
 """what listening for an answer counts for as a turn"""
 
 
-class Owner(Protocol):
+class Owner(Teller, Protocol):
     """Whose lane this is."""
-
-    name: str
 
     @property
     def has_more(self) -> bool:
@@ -75,12 +73,6 @@ class Owner(Protocol):
 
     def gives_way(self) -> bool:
         """Whether somebody has what he waited for, and goes on before more is copied."""
-
-    def moved(self, lane: "Lane", num_bytes: int, *, received: bool) -> None:
-        """Bytes have been placed and verified, at the other side or here."""
-
-    def damaged(self, lane: "Lane") -> None:
-        """What came did not match its checksums."""
 
     def ended(self, transfer_id: int, reason: str) -> None:
         """The receiver gave a transfer up."""
@@ -112,7 +104,6 @@ class Lane:
         """of the peer's blocks"""
         self._frames = frames
         self._stream = frames.stream
-        self._inlet = inlet
         self._source = source
         self._owner = owner
         self._answer_timeout_s = answer_timeout_s
@@ -121,6 +112,7 @@ class Lane:
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
+        self._results = Results(self._outstanding, inlet, path.transport, owner)
         self._remote: RemoteWrites | None = None
         """what is written by RDMA"""
         if endpoint is not None:
@@ -131,9 +123,8 @@ class Lane:
         self._catalogue = catalogue
         """what is read by ourselves"""
         self._copies = shared is not None or catalogue is not None
-        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
-        if self._direct is not None:
-            self._stream.receive_first = partial(self._direct.receive, may_answer=False)
+        if isinstance(inlet, TcpInlet) and inlet.direct is not None:
+            self._stream.receive_first = partial(inlet.direct.receive, may_answer=False)
         self._outbox = Outbox(self._stream, self._all_left)
         self._leaving = Deadline(
             answer_timeout_s, lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s")
@@ -382,16 +373,7 @@ class Lane:
         """Its answer is awaited."""
         self._outstanding.sent(request)
         if isinstance(request, FetchRequest):
-            self._expect()
-
-    def _expect(self) -> None:
-        """What comes goes straight to where the oldest fetch wants it, if that is one place."""
-        if self._direct is not None:
-            fetches = self._outstanding.fetches
-            if fetches and len(fetches[0].views) == 1:
-                self._direct.expect(fetches[0].views[0], fetches[0].layer_bytes)
-            else:
-                self._direct.expect(None)
+            self._results.expect()
 
     def _place(self, request: WriteRequest, shared: SharedPages) -> Sequence[bytes | memoryview]:
         """Writes it, unless that is the receiver's to do, and tells the receiver."""
@@ -402,7 +384,7 @@ class Lane:
         self._outstanding.sent(request)
         frame = encode_frame(request.write)
         if request.is_placed:
-            self._owner.moved(self, request.num_bytes, received=False)
+            self._results.moved(request, received=False)
             request.done(Outcome.PLACED, "")
         return [frame]
 
@@ -410,7 +392,7 @@ class Lane:
         """The blocks are there. Their holder is told in time: they have been of use."""
         request.is_read = True
         self.post(msgspec.structs.replace(request.fetch, is_read=True), within_s=NOT_URGENT_S)
-        self._owner.moved(self, request.num_bytes, received=True)
+        self._results.moved(request, received=True)
         request.done(checksums, None)
 
     def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
@@ -457,11 +439,9 @@ class Lane:
             await self._frames.heard(self._hear)
             if self._left is not None:
                 frame, self._left = self._left, None
-                found = frame.message
-                assert isinstance(found, Found)
-                views = self._views_of(found, frame.payload_bytes)
-                layer_bytes = self._outstanding.fetches[0].layer_bytes
-                self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
+                assert isinstance(frame.message, Found)
+                await self._results.found(frame.message, frame.payload_bytes)
+                self._was_found()
                 self._send_requests()
             await self._stream.take_turns()
 
@@ -488,15 +468,11 @@ class Lane:
         this raises."""
         match frame.message:
             case WriteAck() as ack:
-                self._acknowledged(ack)
+                self._results.acknowledged(ack)
             case Found() as found:
-                views = self._views_of(found, frame.payload_bytes)
-                checksums = self._inlet.place_now(
-                    found.blocks, views, self._outstanding.fetches[0].layer_bytes
-                )
-                if checksums is None:
+                if not self._results.found_now(found, frame.payload_bytes):
                     return False
-                self._found(found, views, checksums)
+                self._was_found()
             case Ended(transfer_id, reason):
                 self._owner.ended(transfer_id, reason)
             case Exposed() as exposed if self._remote is not None:
@@ -505,50 +481,9 @@ class Lane:
                 raise TransferError(f"{type(frame.message).__name__} came without RDMA")
         return True
 
-    def _acknowledged(self, ack: WriteAck) -> None:
-        if not self._outstanding.writes:
-            raise TransferError("an acknowledgement came for no write")
-        request = self._outstanding.take_write()
-        if isinstance(request, ProbeRequest):
-            request.done(None)
-        elif request.is_placed:
-            refused = f"{self._owner.name} refused a write: {ack.message}"
-            request.confirmed(None if ack.refusal is None else refused)
-        elif ack.refusal is None:
-            self._owner.moved(self, request.num_bytes, received=False)
-            request.done(Outcome.PLACED, "")
-        else:
-            is_corrupt = ack.refusal is RefusalKind.CORRUPT
-            reason = f"{self._owner.name} refused a write: {ack.message}"
-            request.done(Outcome.CORRUPT if is_corrupt else Outcome.FAILED, reason)
-
-    def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
-        """Where the blocks that have been found go. Raises TransferError."""
-        if not self._outstanding.fetches:
-            raise TransferError("blocks came that nobody has asked for")
-        wanted = self._outstanding.fetches[0].views
-        indices = [block.index for block in found.blocks]
-        if any(not 0 <= index < len(wanted) for index in indices) or len(set(indices)) < len(indices):
-            raise TransferError(f"blocks {indices} came of {len(wanted)} that were asked for")
-        views = [wanted[index] for index in indices]
-        self._inlet.check(sum(map(len, views)), payload_bytes)
-        return views
-
-    def _found(self, found: Found, views: Sequence[memoryview], checksums: Sequence[bytes]) -> None:
-        """The blocks are there."""
-        intact = {
-            block.index: actual
-            for block, actual in zip(found.blocks, checksums, strict=True)
-            if block.checksums == actual
-        }
-        request = self._outstanding.take_fetch()
-        self._expect()
+    def _was_found(self) -> None:
+        """Whoever has it need not keep it any more."""
         self.post(FetchDone(), within_s=NOT_URGENT_S)
-        if len(intact) < len(found.blocks):
-            self._owner.damaged(self)
-        self._owner.moved(self, sum(map(len, views)), received=True)
-        failure = found.failure
-        request.done(intact, failure and f"{self._owner.name} cannot send: {failure}")
 
 
 def _may_wait(request: Request) -> bool:

@@ -357,12 +357,12 @@ class Peer:
         self._num_turns_given = self._num_turns_given + 1 if gives_way else 0
         return gives_way
 
-    def moved(self, lane: Lane, num_bytes: int, *, received: bool) -> None:
-        self._last_transport = transport = lane.path.transport
+    def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
+        self._last_transport = transport
         for traffic in (self._traffic, self._own_traffic):
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
 
-    def damaged(self, lane: Lane) -> None:
+    def damaged(self) -> None:
         self._traffic.num_checksum_failures += 1
         log.warning("a block that %s sent did not match its checksums", self.name)
 
