@@ -269,6 +269,26 @@ def test_a_write_that_is_there_before_it_is_read_is_taken_before_others_have_the
     run(test())
 
 
+def test_a_write_whose_grant_is_revoked_under_it_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 4) as node:
+            grant = node.pages.grant(1, [0])
+            wire = await Wire.introduced(node)
+            message, payload = write(node, node.entry(0))
+            half = len(payload) // 2
+            await wire.say_bytes(encode_frame(message, len(payload)) + payload[:half])
+            await until(lambda: grant.receiving)
+            node.pages.revoke(1, "nobody wants it")
+            assert await wire.hear() == Ended(7, "nobody wants it")
+            await wire.say_bytes(payload[half:])
+            assert await wire.hear() == WriteAck(RefusalKind.STALE, "revoked meanwhile")
+            assert grant.arrived == {}
+            wire.close()
+            await node.assert_works()
+
+    run(test())
+
+
 def test_a_write_that_never_ends_is_given_up(tmp_path: Path) -> None:
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 4, ack_timeout_s=0.2) as node:
