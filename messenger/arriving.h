@@ -32,14 +32,14 @@ inline size_t hash_there(const uint8_t* block, size_t layer_bytes, size_t num_ha
 }
 
 // The same, off a socket: receives until `num_wanted` bytes of the block are there, `num_there` of them already,
-// and hashes them while they are in the processor's cache. It returns `patience_ns` after it first had to wait.
-// The result is how many are there now, or the negative errno if there came none at all (0: the end of the
-// stream).
+// and hashes them while they are in the processor's cache. It returns `patience_ns` after `waiting_since`, when it
+// first had to wait: 0 if that has not been. The result is how many are there now, or the negative errno if there
+// came none at all (0: the end of the stream).
 inline ssize_t receive_and_hash(int fd, uint8_t* block, size_t layer_bytes, size_t num_there, size_t num_wanted,
-                                int64_t patience_ns, size_t* num_hashed, uint64_t (&state)[8], uint64_t* digests) {
+                                int64_t patience_ns, int64_t& waiting_since, size_t* num_hashed,
+                                uint64_t (&state)[8], uint64_t* digests) {
     constexpr size_t kPiece = 256 * 1024;
     const size_t num_before = num_there;
-    int64_t waiting_since = 0;
     while (num_there < num_wanted) {
         const ssize_t received = recv(fd, block + num_there, std::min(kPiece, num_wanted - num_there), MSG_DONTWAIT);
         if (received > 0) {

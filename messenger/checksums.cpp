@@ -18,7 +18,9 @@ extern "C" size_t hash_arrived(const uint8_t* block, size_t layer_bytes, size_t 
 extern "C" ssize_t receive_layers(int fd, uint8_t* block, size_t layer_bytes, size_t num_there, size_t num_wanted,
                                   int64_t patience_ns, size_t* num_hashed, uint64_t (*state)[8],
                                   uint64_t* digests) {
-    return receive_and_hash(fd, block, layer_bytes, num_there, num_wanted, patience_ns, num_hashed, *state, digests);
+    int64_t waiting_since = 0;
+    return receive_and_hash(fd, block, layer_bytes, num_there, num_wanted, patience_ns, waiting_since, num_hashed,
+                            *state, digests);
 }
 
 extern "C" void copy_layers(uint8_t* target, const uint8_t* source, size_t layer_bytes, size_t num_layers,

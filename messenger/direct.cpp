@@ -219,6 +219,7 @@ uint8_t* find(uint8_t* buffer, Placement& placement, const uint8_t** checksums) 
 // Fills the targets in their order, at first from the buffer, where `payload` is the rest of it.
 void receive_payload(int fd, uint8_t* buffer, uint8_t* payload, Placement& p) {
     size_t budget = kMostReceived;
+    int64_t waiting_since = 0;  // for whichever of them: others wait for all of this
     uint64_t* digests = p.digests;
     for (const Target* target = p.targets; target < p.targets + p.num_targets; target++) {
         uint8_t* const end = buffer + p.num_ahead;
@@ -229,8 +230,8 @@ void receive_payload(int fd, uint8_t* buffer, uint8_t* payload, Placement& p) {
         p.num_hashed = hash_there(target->begin, p.layer_bytes, 0, num_ready, p.state, digests);
         const ssize_t there =
             receive_and_hash(fd, target->begin, p.layer_bytes, num_ready,
-                             std::min<size_t>(target->num_bytes, num_ready + budget), kPatienceNs, &p.num_hashed,
-                             p.state, digests);
+                             std::min<size_t>(target->num_bytes, num_ready + budget), kPatienceNs, waiting_since,
+                             &p.num_hashed, p.state, digests);
         const size_t num_there = std::max<ssize_t>(there, num_ready);  // whoever receives next finds out why
         p.num_received += num_there - num_ready;
         p.num_there += num_there;
