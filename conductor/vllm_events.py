@@ -10,7 +10,6 @@ Owns: vLLM's event structs, which of its hashes is which key. Does not know: soc
 import ctypes
 import functools
 import itertools
-import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,10 +18,8 @@ import msgspec
 
 from mooncake.blocks import BlockKey, block_keys
 from mooncake.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
-from mooncake.native import NativeCodeError, load
+from mooncake.native import load_or_do_without
 from mooncake.pools import Tier
-
-log = logging.getLogger(__name__)
 
 _MEDIA = {"GPU": 1, "CPU": 2, "DISK": 4, "STORAGE": 4, "FS": 4}
 """a bit for each place a block may be in"""
@@ -181,10 +178,9 @@ def _unpacked(packed: bytes, num_wanted: int) -> "array[int] | None":
 @functools.cache
 def _native() -> ctypes.CDLL | None:
     """None where nothing can be compiled."""
-    try:
-        code = load(Path(__file__).with_name("token_ids.cpp"))
-    except NativeCodeError as error:
-        log.warning("vLLM's KV events are read more slowly: %s", error)
+    source = Path(__file__).with_name("token_ids.cpp")
+    code = load_or_do_without(source, "vLLM's KV events are read more slowly")
+    if code is None:
         return None
     code.unpack_token_ids.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
     code.unpack_token_ids.restype = ctypes.c_int64

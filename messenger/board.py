@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from messenger.checksums import address_of
-from mooncake.errors import ConfigError
-from mooncake.native import load
+from mooncake.native import load_or_do_without
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +37,10 @@ _LONGEST_PAUSE_S = 0.05
 @functools.cache
 def native() -> CDLL | None:
     """What looks at boards, and copies; None where there is no compiler: then nobody sits there."""
-    try:
-        library = load(Path(__file__).with_suffix(".cpp"))
-    except ConfigError as error:
-        # The error itself, in a record of the log, would keep what the callers have open.
-        log.warning("blocks from this host are copied by who receives them: %s", str(error))
+    library = load_or_do_without(
+        Path(__file__).with_suffix(".cpp"), "blocks from this host are copied by who receives them"
+    )
+    if library is None:
         return None
     library.open_grant.argtypes = (c_void_p, c_uint64)
     library.close_grant.argtypes = (c_void_p, c_uint64)

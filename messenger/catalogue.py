@@ -8,7 +8,6 @@ Owns: finding blocks, and reading them. Does not know: who evicts them, connecti
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 from ctypes import CDLL, Structure, addressof, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
@@ -18,10 +17,8 @@ import msgspec
 from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, address_of
 from messenger.protocol import Fetch, Shelves
 from mooncake.blocks import KEY_BYTES, KVLayout
-from mooncake.errors import ConfigError, TransferError
-from mooncake.native import load
-
-log = logging.getLogger(__name__)
+from mooncake.errors import TransferError
+from mooncake.native import load_or_do_without
 
 PLACES = 4
 """hints of the catalogue for each page, four bytes each"""
@@ -39,11 +36,8 @@ class _Arrays(Structure):
 @functools.cache
 def native() -> CDLL | None:
     """What looks into catalogues; None where there is no compiler: then everybody asks."""
-    try:
-        library = load(Path(__file__).with_suffix(".cpp"))
-    except ConfigError as error:
-        # The error itself, in a record of the log, would keep what the callers have open.
-        log.warning("blocks on this host are asked for: %s", str(error))
+    library = load_or_do_without(Path(__file__).with_suffix(".cpp"), "blocks on this host are asked for")
+    if library is None:
         return None
     library.note_pages.argtypes = (c_void_p, c_void_p, c_size_t)
     library.count_blocks.argtypes = (c_void_p, c_char_p, c_size_t)

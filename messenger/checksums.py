@@ -7,7 +7,6 @@ Owns: how checksums are computed. Does not know: whose bytes these are, where ch
 """
 
 import functools
-import logging
 import os
 from array import array
 from ctypes import CDLL, addressof, byref, c_char, c_int, c_int64, c_size_t, c_ssize_t, c_void_p, memmove
@@ -17,10 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mooncake.errors import ConfigError
-from mooncake.native import load
-
-log = logging.getLogger(__name__)
+from mooncake.native import load_or_do_without
 
 Addresses = np.ndarray[Any, np.dtype[np.int64]]
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
@@ -204,11 +200,10 @@ def _copy_in_pieces(source: memoryview, target: memoryview, layer_bytes: int) ->
 
 @functools.cache
 def _native() -> CDLL | None:
-    try:
-        library = load(Path(__file__).with_suffix(".cpp"))
-    except ConfigError as error:
-        # The error itself, in a record of the log, would keep what the callers have open.
-        log.warning("blocks are copied and checked more slowly: %s", str(error))
+    library = load_or_do_without(
+        Path(__file__).with_suffix(".cpp"), "blocks are copied and checked more slowly"
+    )
+    if library is None:
         return None
     library.hash_layers.argtypes = (c_void_p, c_size_t, c_size_t, c_void_p)
     library.copy_layers.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_int)

@@ -8,7 +8,6 @@ Owns: what was received ahead of whoever reads the frame. Does not know: connect
 """
 
 import functools
-import logging
 import os
 from collections.abc import Sequence
 from ctypes import CDLL, Structure, addressof, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p
@@ -17,10 +16,7 @@ from typing import NamedTuple, Self
 
 from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, LayerChecksums, address_of
 from messenger.openings import OpenPages, OpenTransfers
-from mooncake.errors import ConfigError
-from mooncake.native import load
-
-log = logging.getLogger(__name__)
+from mooncake.native import load_or_do_without
 
 _MOST_TARGETS, _MOST_LAYERS = 64, 256
 
@@ -57,11 +53,10 @@ class _Placement(Structure):
 
 @functools.cache
 def _native() -> CDLL | None:
-    try:
-        library = load(Path(__file__).with_suffix(".cpp"))
-    except ConfigError as error:
-        # The error itself, in a record of the log, would keep what the callers have open.
-        log.warning("what comes by TCP is placed more slowly: %s", str(error))
+    library = load_or_do_without(
+        Path(__file__).with_suffix(".cpp"), "what comes by TCP is placed more slowly"
+    )
+    if library is None:
         return None
     library.receive_direct.argtypes = (c_int, c_void_p, c_size_t, c_void_p)
     library.receive_direct.restype = c_ssize_t

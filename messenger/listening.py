@@ -5,7 +5,6 @@ Owns: how long that is worth it. Does not know: who speaks.
 
 import asyncio
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -13,10 +12,7 @@ from ctypes import CDLL, c_int, c_int64
 from pathlib import Path
 from selectors import EpollSelector, SelectorKey
 
-from mooncake.errors import ConfigError
-from mooncake.native import load
-
-log = logging.getLogger(__name__)
+from mooncake.native import load_or_do_without
 
 LISTEN_S = 300e-6
 _MOST_SKIPPED = 64
@@ -25,10 +21,8 @@ _MOST_SKIPPED = 64
 @functools.cache
 def _native() -> CDLL | None:
     """None where there is no compiler: then the interpreter asks, and hears of it some microseconds later."""
-    try:
-        library = load(Path(__file__).with_suffix(".cpp"))
-    except ConfigError as error:
-        log.warning("what comes is noticed more slowly: %s", str(error))
+    library = load_or_do_without(Path(__file__).with_suffix(".cpp"), "what comes is noticed more slowly")
+    if library is None:
         return None
     library.listen_to.argtypes = (c_int, c_int64)
     library.listen_to.restype = c_int

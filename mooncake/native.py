@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ import tempfile
 from pathlib import Path
 
 from mooncake.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 THIS_PROCESSOR = ("-march=native",)
@@ -54,6 +57,16 @@ def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
         raise NativeCodeError(
             f"cannot compile and load {source.name} in {ENV_CACHE} or ~/.cache: {error}"
         ) from error
+
+
+def load_or_do_without(source: Path, otherwise: str) -> ctypes.CDLL | None:
+    """As `load`; None where that cannot be, of which the log says what is so `otherwise`."""
+    try:
+        return load(source)
+    except NativeCodeError as error:
+        # The error itself, in a record of the log, would keep what the callers have open.
+        log.warning("%s: %s", otherwise, str(error))
+        return None
 
 
 def _cache() -> Path:
