@@ -25,7 +25,7 @@ from kvstore.segment import Segment
 from messenger.board import Board
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.door import Writer, WriteRefused
-from messenger.protocol import WriteEntry
+from messenger.messages import WriteEntry
 from messenger.rdma.windows import Range
 from mooncake.errors import PoolError, TransferError
 from mooncake.pools import (

@@ -24,8 +24,8 @@ from messenger.board import BOARD_BYTES, Board
 from messenger.catalogue import Catalogue
 from messenger.checksums import layer_checksums
 from messenger.door import Landing
+from messenger.messages import Shelves
 from messenger.openings import OpenPages
-from messenger.protocol import Shelves
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile

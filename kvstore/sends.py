@@ -20,8 +20,9 @@ from kvstore.claims import Block, Reservation, layer_mask
 from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.messages import WriteEntry
 from messenger.peers import Peers
-from messenger.protocol import MAX_FRAME_ENTRIES, WriteEntry
+from messenger.protocol import MAX_FRAME_ENTRIES
 from messenger.requests import Outcome, Urgency
 from messenger.transfer import Transfer
 from mooncake.blocks import KVLayout, common

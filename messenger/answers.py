@@ -8,16 +8,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 
 from messenger.door import Door, Readable
+from messenger.messages import Fetch, Found, FoundBlock, brief
 from messenger.placing import Parts
-from messenger.protocol import (
-    MAX_FRAME_BYTES,
-    MAX_FRAME_ENTRIES,
-    Fetch,
-    Found,
-    FoundBlock,
-    brief,
-    encode_frame,
-)
+from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.windows import Range
 from messenger.replies import Replies

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, address_of
-from messenger.protocol import Fetch, Shelves
+from messenger.messages import Fetch, Shelves
 from mooncake.blocks import KEY_BYTES, KVLayout
 from mooncake.errors import TransferError
 from mooncake.native import load_or_do_without

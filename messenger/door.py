@@ -9,8 +9,8 @@ from typing import Protocol
 
 from messenger.board import Board
 from messenger.identity import Identity
+from messenger.messages import Seat, Shelves, WriteEntry
 from messenger.openings import OpenPages
-from messenger.protocol import Seat, Shelves, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment, Traffic

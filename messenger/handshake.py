@@ -7,20 +7,8 @@ from dataclasses import dataclass
 
 from messenger.frames import Frames
 from messenger.identity import Identity
-from messenger.protocol import (
-    PROTOCOL_VERSION,
-    Challenge,
-    Hello,
-    Introduction,
-    Message,
-    Refused,
-    Seat,
-    Shelves,
-    Welcome,
-    check_identity,
-    check_version,
-    encode_frame,
-)
+from messenger.messages import Challenge, Hello, Introduction, Message, Refused, Seat, Shelves, Welcome
+from messenger.protocol import PROTOCOL_VERSION, check_identity, check_version, encode_frame
 from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.stream import Stream
 from mooncake.errors import MismatchError, TransferError

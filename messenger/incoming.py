@@ -12,18 +12,13 @@ from messenger.answers import Answers
 from messenger.deadline import Deadline
 from messenger.door import Door, WriteRefused
 from messenger.frames import Frames
-from messenger.placing import Parts, Placing
-from messenger.protocol import (
-    MAX_FRAME_BYTES,
-    MAX_FRAME_ENTRIES,
-    NOT_URGENT_S,
+from messenger.messages import (
     Abandon,
     Close,
     Expose,
     Exposed,
     Fetch,
     FetchDone,
-    Frame,
     Open,
     Probe,
     RefusalKind,
@@ -32,8 +27,9 @@ from messenger.protocol import (
     WriteAck,
     WriteEntry,
     brief,
-    encode_frame,
 )
+from messenger.placing import Parts, Placing
+from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, NOT_URGENT_S, Frame, encode_frame
 from messenger.rdma.exposures import Exposures
 from messenger.replies import Replies
 from messenger.session import Session, SessionLane

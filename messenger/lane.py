@@ -18,21 +18,10 @@ from messenger.catalogue import Catalogue
 from messenger.deadline import Deadline
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
+from messenger.messages import Close, Ended, Exposed, FetchDone, Found, Message, Probe, WriteAck
 from messenger.outbox import Outbox
 from messenger.outstanding import Outstanding
-from messenger.protocol import (
-    NOT_URGENT_S,
-    Close,
-    Ended,
-    Exposed,
-    FetchDone,
-    Found,
-    Frame,
-    Message,
-    Probe,
-    WriteAck,
-    encode_frame,
-)
+from messenger.protocol import NOT_URGENT_S, Frame, encode_frame
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from messenger.deadline import Deadline
-from messenger.protocol import Close
+from messenger.messages import Close
 from messenger.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteRequest
 
 _MOST_CLOSES = 1024

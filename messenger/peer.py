@@ -19,7 +19,8 @@ from typing import Any
 
 from messenger.flow import Flow
 from messenger.lane import Lane
-from messenger.protocol import NOT_URGENT_S, Abandon, Close, Fetch, Open, brief
+from messenger.messages import Abandon, Close, Fetch, Open, brief
+from messenger.protocol import NOT_URGENT_S
 from messenger.queues import BULK_WAITS_S, Queues
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.transfer import Answer, Transfer

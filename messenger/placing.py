@@ -4,7 +4,7 @@ Owns: that all of a write is placed or none. Does not know: how bytes come, what
 """
 
 from messenger.door import WriteRefused, WriteTarget
-from messenger.protocol import Write, WriteEntry
+from messenger.messages import Write, WriteEntry
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 

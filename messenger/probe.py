@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 from messenger.frames import Frames
 from messenger.handshake import introduce
 from messenger.lane import Lane
+from messenger.messages import Welcome
 from messenger.peer import SESSION_BYTES, Peer
-from messenger.protocol import Side, Welcome
+from messenger.protocol import Side
 from messenger.rdma.cards import Cards
 from messenger.rdma.info import EndpointInfo
 from messenger.stream import Stream

@@ -14,7 +14,8 @@ from messenger.door import Door
 from messenger.frames import Frames
 from messenger.handshake import StrangerError, admit, check_introduction, welcome
 from messenger.incoming import IncomingLane
-from messenger.protocol import Introduction, Side
+from messenger.messages import Introduction
+from messenger.protocol import Side
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.remote import InPlace
 from messenger.session import Session

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 
-from messenger.protocol import Fetch, Write
+from messenger.messages import Fetch, Write
 
 
 class Outcome(Enum):

@@ -7,8 +7,8 @@ what is sent over it.
 from collections.abc import Sequence
 from typing import Protocol
 
+from messenger.messages import Found, RefusalKind, WriteAck
 from messenger.outstanding import Outstanding
-from messenger.protocol import Found, RefusalKind, WriteAck
 from messenger.requests import Outcome, ProbeRequest, Request
 from messenger.transports import Inlet, TcpInlet, Transport
 from mooncake.errors import TransferError

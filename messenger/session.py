@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from messenger.door import WriteRefused, WriteTarget
+from messenger.messages import Ended, Message, brief
 from messenger.openings import OpenTransfers
-from messenger.protocol import Ended, Message, brief, encode_frame
+from messenger.protocol import encode_frame
 from mooncake.errors import TransferError
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import struct
 
 from messenger.board import BOARD_BYTES, NUM_SEATS, native
 from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, address_of
-from messenger.protocol import Seat, Write
+from messenger.messages import Seat, Write
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from messenger.protocol import Open, Write, WriteEntry
+from messenger.messages import Open, Write, WriteEntry
 from messenger.requests import Outcome, Request, Urgency, WriteRequest
 from mooncake.errors import TransferError
 

@@ -31,9 +31,9 @@ from messenger import checksums, direct
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.identity import host_id
 from messenger.listening import listening_loop
+from messenger.messages import WriteEntry
 from messenger.peer import Peer
 from messenger.peers import Peers
-from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.requests import Outcome, Urgency
 from messenger.transports import SourceSegment, Traffic

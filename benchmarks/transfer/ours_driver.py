@@ -24,8 +24,8 @@ from messenger.checksums import CHECKSUM_BYTES
 from messenger.door import Door, Landing, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
 from messenger.listening import listening_loop
+from messenger.messages import Shelves, WriteEntry
 from messenger.openings import OpenPages
-from messenger.protocol import Shelves, WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.receiver import Sessions

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from messenger.protocol import ExposedPage
+from messenger.messages import ExposedPage
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.windows import Access, Grant, Range, grant, revoke

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from messenger.checksums import address_of, layer_checksums
-from messenger.protocol import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
+from messenger.messages import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory

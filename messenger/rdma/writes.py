@@ -7,7 +7,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from messenger.protocol import Exposed
+from messenger.messages import Exposed
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.remote import RemotePages
 from messenger.requests import WriteRequest

@@ -9,17 +9,8 @@ import msgspec
 import xxhash
 
 from messenger.identity import Identity
-from messenger.protocol import (
-    PROTOCOL_VERSION,
-    Challenge,
-    Hello,
-    Introduction,
-    Message,
-    Open,
-    Write,
-    WriteEntry,
-    encode_frame,
-)
+from messenger.messages import Challenge, Hello, Introduction, Message, Open, Write, WriteEntry
+from messenger.protocol import PROTOCOL_VERSION, encode_frame
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
 from mooncake.pools import Grant, MessengerAddress

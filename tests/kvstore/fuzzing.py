@@ -20,9 +20,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from messenger.protocol import (
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
+from messenger.messages import (
     Abandon,
     Challenge,
     Close,
@@ -37,8 +35,8 @@ from messenger.protocol import (
     Write,
     WriteAck,
     WriteEntry,
-    encode_frame,
 )
+from messenger.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, encode_frame
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
 from mooncake.pools import (

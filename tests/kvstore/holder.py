@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from messenger.identity import Identity
-from messenger.protocol import Challenge, Fetch, Found, FoundBlock, Hello, Message, Welcome
+from messenger.messages import Challenge, Fetch, Found, FoundBlock, Hello, Message, Welcome
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.pools import MessengerAddress
 from mooncake.proofs import NONCE_BYTES

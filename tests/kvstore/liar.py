@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from messenger.identity import Identity
-from messenger.protocol import (
+from messenger.messages import (
     Challenge,
     Ended,
     Found,

@@ -13,7 +13,7 @@ from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.catalogue import Catalogue
 from messenger.checksums import layer_checksums
-from messenger.protocol import Fetch
+from messenger.messages import Fetch
 from mooncake.blocks import KVLayout
 from tests.kvstore.nodes import FINGERPRINT
 

@@ -14,7 +14,7 @@ from kvstore.pool import Pool
 from kvstore.segment import Segment
 from messenger.checksums import layer_checksums
 from messenger.door import Landing
-from messenger.protocol import Write, WriteEntry
+from messenger.messages import Write, WriteEntry
 from messenger.shared_pages import SharedPages
 from mooncake.pools import MessengerAddress
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT, block_bytes, prompt_keys

@@ -20,7 +20,8 @@ import pytest
 from kvstore import messages as m
 from kvstore.pages import PageState
 from kvstore.segment import Segment
-from messenger.protocol import Abandon, Close, Probe, Write, WriteAck, encode_frame
+from messenger.messages import Abandon, Close, Probe, Write, WriteAck
+from messenger.protocol import encode_frame
 from mooncake.blocks import KVLayout
 from mooncake.pools import (
     Grant,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from messenger.protocol import Abandon, Close, RefusalKind, Write, WriteAck, WriteEntry
+from messenger.messages import Abandon, Close, RefusalKind, Write, WriteAck, WriteEntry
 from mooncake.errors import PoolFullError, TransferError
 from tests.kvstore.by_hand import IDENTITY, HandMadeSender, entry_for, part_for
 from tests.kvstore.nodes import (

@@ -17,9 +17,9 @@ import numpy as np
 
 from messenger.door import Door
 from messenger.identity import Identity, host_id
+from messenger.messages import WriteEntry
 from messenger.peer import Peer
 from messenger.peers import Peers
-from messenger.protocol import WriteEntry
 from messenger.rdma.cards import Cards
 from messenger.receiver import Sessions
 from messenger.requests import Outcome, Urgency

@@ -13,8 +13,8 @@ from messenger.board import BOARD_BYTES, Board
 from messenger.catalogue import PLACES, Catalogue
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.door import Landing, Readable, Writer, WriteRefused
+from messenger.messages import Shelves, WriteEntry
 from messenger.openings import OpenPages
-from messenger.protocol import Shelves, WriteEntry
 from messenger.rdma.windows import Range
 from messenger.transports import SourceSegment
 from mooncake.blocks import KEY_BYTES, KVLayout

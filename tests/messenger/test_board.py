@@ -13,7 +13,7 @@ import pytest
 
 from messenger.board import BOARD_BYTES, NUM_SEATS, Board
 from messenger.checksums import layer_checksums
-from messenger.protocol import Seat, Write, WriteEntry
+from messenger.messages import Seat, Write, WriteEntry
 from messenger.shared_pages import SharedPages
 from mooncake.errors import TransferError
 from tests.messenger.fabric import LARGE, until

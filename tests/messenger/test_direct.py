@@ -9,19 +9,9 @@ import pytest
 
 from messenger.checksums import layer_checksums
 from messenger.direct import DirectPlacement
+from messenger.messages import Close, FetchDone, Found, FoundBlock, Message, Open, Write, WriteAck, WriteEntry
 from messenger.openings import OpenPages, OpenTransfers
-from messenger.protocol import (
-    Close,
-    FetchDone,
-    Found,
-    FoundBlock,
-    Message,
-    Open,
-    Write,
-    WriteAck,
-    WriteEntry,
-    encode_frame,
-)
+from messenger.protocol import encode_frame
 from messenger.stream import AHEAD_BYTES
 from mooncake.blocks import KVLayout
 

@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from messenger.frames import Frames
-from messenger.protocol import Hello, Introduction, Probe, Side, encode_frame
+from messenger.messages import Hello, Introduction, Probe
+from messenger.protocol import Side, encode_frame
 from messenger.stream import AHEAD_BYTES, Stream
 from tests.messenger.fabric import run
 

@@ -13,19 +13,8 @@ from pathlib import Path
 import pytest
 
 from messenger.handshake import Segment
-from messenger.protocol import (
-    MAX_GREETING_BYTES,
-    PROTOCOL_VERSION,
-    Challenge,
-    FetchDone,
-    Hello,
-    Introduction,
-    Message,
-    Open,
-    Refused,
-    Welcome,
-    encode_frame,
-)
+from messenger.messages import Challenge, FetchDone, Hello, Introduction, Message, Open, Refused, Welcome
+from messenger.protocol import MAX_GREETING_BYTES, PROTOCOL_VERSION, encode_frame
 from messenger.receiver import turn_away
 from messenger.stream import Stream
 from messenger.transports import Transport

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from messenger.messages import Close, Fetch
 from messenger.outstanding import Outstanding
-from messenger.protocol import Close, Fetch
 from messenger.requests import FetchRequest, ProbeRequest, Urgency
 from tests.messenger.fabric import run
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from messenger import board
+from messenger.messages import Abandon, WriteEntry
 from messenger.peer import MAX_QUEUED_REQUESTS, Peer
-from messenger.protocol import Abandon, WriteEntry, encode_frame
+from messenger.protocol import encode_frame
 from messenger.requests import Outcome, ProbeRequest, Urgency
 from messenger.transports import Traffic, Transport
 from mooncake.blocks import KVLayout

@@ -4,27 +4,29 @@ import msgspec
 import pytest
 
 from messenger.identity import Identity
-from messenger.protocol import (
-    EXPECTED,
-    MAX_GREETING_BYTES,
-    PROTOCOL_VERSION,
+from messenger.messages import (
     Challenge,
     Close,
-    Frame,
-    FrameReader,
     Hello,
     Introduction,
     Message,
     Open,
-    Phase,
     RefusalKind,
     Refused,
-    Side,
     Welcome,
     Write,
     WriteAck,
     WriteEntry,
     brief,
+)
+from messenger.protocol import (
+    EXPECTED,
+    MAX_GREETING_BYTES,
+    PROTOCOL_VERSION,
+    Frame,
+    FrameReader,
+    Phase,
+    Side,
     check_identity,
     check_version,
     encode_frame,

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from messenger.protocol import MAX_FRAME_BYTES, Fetch
+from messenger.messages import Fetch
+from messenger.protocol import MAX_FRAME_BYTES
 from messenger.queues import BULK_WAITS_S, Queues
 from messenger.requests import FetchRequest, ProbeRequest, Request, Urgency
 from messenger.transports import Path, Transport

@@ -10,9 +10,7 @@ import pytest
 
 from messenger import receiver, session
 from messenger.answers import MOST_FETCHES, Answers
-from messenger.protocol import (
-    MAX_FRAME_BYTES,
-    MAX_FRAME_ENTRIES,
+from messenger.messages import (
     Abandon,
     Close,
     Ended,
@@ -28,8 +26,8 @@ from messenger.protocol import (
     Write,
     WriteAck,
     WriteEntry,
-    encode_frame,
 )
+from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from messenger.stream import Stream
 from mooncake.errors import TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, run, until

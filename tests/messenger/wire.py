@@ -7,7 +7,8 @@ import secrets
 from messenger.frames import Frames
 from messenger.handshake import Segment, introduce, read_message
 from messenger.identity import Identity
-from messenger.protocol import Message, Side, Welcome, encode_frame
+from messenger.messages import Message, Welcome
+from messenger.protocol import Side, encode_frame
 from messenger.stream import Stream
 from messenger.transports import Path, Transport, connect
 from tests.messenger.fabric import DEADLINE_S, Fabric
