@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from kvstore.answers import Detached
+from kvstore.calls import MAX_MESSAGE_BYTES
 from kvstore.frames import encode
-from kvstore.messages import MAX_MESSAGE_BYTES, Detached
 from mooncake.errors import PoolError
 
 log = logging.getLogger(__name__)

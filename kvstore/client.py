@@ -14,28 +14,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from kvstore.answers import LOCATIONS, BlockInfo, Count, Listing, Located, Stats, Verified
+from kvstore.calls import (
+    GetStats,
+    ListBlocks,
+    Lookup,
+    PinBlocks,
+    Prefetch,
+    RemoveBlocks,
+    UnpinBlocks,
+    VerifyBlocks,
+)
 from kvstore.connections import Place, PoolConnection
 from kvstore.frames import LONGEST_WAIT_S, max_keys
 from kvstore.holders import Holder, Holders, Unreachable, nobody_answers
 from kvstore.leases import Lease
 from kvstore.mapped import MappedConnection
-from kvstore.messages import (
-    LOCATIONS,
-    BlockInfo,
-    Count,
-    GetStats,
-    ListBlocks,
-    Listing,
-    Located,
-    Lookup,
-    PinBlocks,
-    Prefetch,
-    RemoveBlocks,
-    Stats,
-    UnpinBlocks,
-    Verified,
-    VerifyBlocks,
-)
 from kvstore.replicas import Replicas, change_replica
 from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
 from mooncake.errors import ConfigError, PoolError

@@ -17,25 +17,18 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvstore.messages import (
+from kvstore.answers import (
     Answer,
-    AwaitSpace,
-    Call,
     CallFailed,
     Detached,
     Done,
     ErrorKind,
     FromRemotePool,
-    GetBlocks,
     GotBlocks,
-    Notice,
-    PutBlocks,
-    Release,
     Reservation,
-    ReservePages,
     Verified,
-    VerifyBlocks,
 )
+from kvstore.calls import AwaitSpace, Call, GetBlocks, Notice, PutBlocks, Release, ReservePages, VerifyBlocks
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.pools import MessengerAddress

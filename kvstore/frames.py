@@ -11,7 +11,7 @@ import struct
 
 import msgspec
 
-from kvstore.messages import MAX_MESSAGE_BYTES
+from kvstore.calls import MAX_MESSAGE_BYTES
 from messenger.checksums import CHECKSUM_BYTES
 from mooncake.errors import PoolError
 

@@ -8,11 +8,36 @@
 Owns: the messages of `mooncake.proofs` here. Does not know: sockets, what is said after it.
 """
 
-from kvstore.messages import Challenge, Greeting, Proof
+from typing import Annotated
+
+import msgspec
+
 from mooncake import proofs
 from mooncake.keys import ClusterKey
+from mooncake.proofs import NONCE_BYTES
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 _LABELS = proofs.Labels(visitor=b"pool client", host=b"pool")
+
+
+class Greeting(msgspec.Struct, tag=True, frozen=True):
+    """From the client. Answered by `Challenge`."""
+
+    nonce: Nonce
+
+
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """The pool's proof that it knows the cluster's key. Answered by `Proof`."""
+
+    nonce: Nonce
+    proof: bytes
+
+
+class Proof(msgspec.Struct, tag=True, frozen=True):
+    """The client's proof. Not answered; whoever fails it has his connection closed."""
+
+    proof: bytes
 
 
 class Visitor:

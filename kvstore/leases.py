@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 
+from kvstore.answers import Leased
 from kvstore.mapped import MappedConnection
-from kvstore.messages import Leased
 from mooncake.blocks import BlockKey
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvstore.messages import BlockInfo, Listing
+from kvstore.answers import BlockInfo, Listing
 from kvstore.pages import PageState
 from kvstore.shelf import Shelf
 from kvstore.store import Store

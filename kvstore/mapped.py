@@ -15,21 +15,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvstore.answers import Connected, Done, FromPool, Leased
+from kvstore.calls import MAX_MESSAGE_BYTES, Connect, EndLease, LeaseBlocks, Notice, SealBlocks
 from kvstore.channel import receive_soon
 from kvstore.connections import Place, PoolConnection, RemoteCall
 from kvstore.frames import encode
-from kvstore.messages import (
-    MAX_MESSAGE_BYTES,
-    Connect,
-    Connected,
-    Done,
-    EndLease,
-    FromPool,
-    LeaseBlocks,
-    Leased,
-    Notice,
-    SealBlocks,
-)
 from kvstore.pages import PageState
 from kvstore.segment import Segment
 from messenger.checksums import copy_layers, layer_checksums

@@ -17,28 +17,22 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvstore.claims import Block, Reservation
-from kvstore.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
-from kvstore.greeting import Doorkeeper
-from kvstore.messages import (
+from kvstore.answers import Connected, Detached, Done, FromRemotePool, GotBlocks
+from kvstore.calls import (
     Commit,
     Connect,
-    Connected,
     DescribeTokens,
-    Detached,
-    Done,
     EndLease,
-    FromRemotePool,
     GetBlocks,
-    GotBlocks,
-    Greeting,
     Prefetch,
-    Proof,
     PutBlocks,
     SealBlocks,
     ToPool,
     ToRemotePool,
 )
+from kvstore.claims import Block, Reservation
+from kvstore.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
+from kvstore.greeting import Doorkeeper, Greeting, Proof
 from kvstore.session import Session, User, failed_call
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums

@@ -11,20 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvstore.answers import Count, Done, Granted, Located
+from kvstore.calls import AwaitArrived, AwaitSent, Lookup, OpenGrant, RemoveBlocks, StartSend
 from kvstore.connections import PoolConnection
 from kvstore.holders import Holder, Unreachable, nobody_answers
-from kvstore.messages import (
-    AwaitArrived,
-    AwaitSent,
-    Count,
-    Done,
-    Granted,
-    Located,
-    Lookup,
-    OpenGrant,
-    RemoveBlocks,
-    StartSend,
-)
 from mooncake.blocks import BlockKey
 from mooncake.errors import MooncakeError, PoolError, TransferError
 from mooncake.pools import Grant, MessengerAddress

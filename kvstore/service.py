@@ -18,10 +18,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvstore.answers import Attached, Connected
+from kvstore.calls import Attach, Connect, ToPool
 from kvstore.channel import Connection
 from kvstore.event_publisher import InternalPublisher, VllmPublisher
 from kvstore.events import EventLog
-from kvstore.messages import Attach, Attached, Connect, Connected, ToPool
 from kvstore.pages import Writer
 from kvstore.remote import serve_client
 from kvstore.segment import Segment

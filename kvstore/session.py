@@ -12,53 +12,55 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-from kvstore.claims import Lease, Reservation, layer_mask
-from kvstore.events import BlockTokens
-from kvstore.fetches import BlockFetch
-from kvstore.listing import list_blocks, pool_stats, verify_block
-from kvstore.messages import (
+from kvstore.answers import (
     LOCATIONS,
     Answer,
+    CallFailed,
+    Count,
+    Done,
+    ErrorKind,
+    Fetched,
+    FromPool,
+    Granted,
+    LayersFetched,
+    Leased,
+    Located,
+    ReservedBlock,
+    Stats,
+    Verified,
+)
+from kvstore.answers import Reservation as ReservationAnswer
+from kvstore.calls import (
     AwaitArrived,
     AwaitSent,
     AwaitSpace,
     Call,
-    CallFailed,
     Commit,
-    Count,
     DescribeTokens,
-    Done,
     DropIdle,
     EndLease,
-    ErrorKind,
     FetchBlocks,
-    Fetched,
-    FromPool,
     GetStats,
-    Granted,
-    LayersFetched,
     LeaseBlocks,
-    Leased,
     ListBlocks,
-    Located,
     Lookup,
     OpenGrant,
     PinBlocks,
     Prefetch,
     Release,
     RemoveBlocks,
-    ReservedBlock,
     ReservePages,
     SealBlocks,
     StartSend,
-    Stats,
     StopFetch,
     ToPool,
     UnpinBlocks,
-    Verified,
     VerifyBlocks,
 )
-from kvstore.messages import Reservation as ReservationAnswer
+from kvstore.claims import Lease, Reservation, layer_mask
+from kvstore.events import BlockTokens
+from kvstore.fetches import BlockFetch
+from kvstore.listing import list_blocks, pool_stats, verify_block
 from kvstore.pages import Writer
 from kvstore.sends import Send
 from kvstore.store import Store

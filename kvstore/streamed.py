@@ -10,26 +10,11 @@ from itertools import compress
 
 import msgspec
 
+from kvstore.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
+from kvstore.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
 from kvstore.connections import Place, PoolConnection, RemoteCall
 from kvstore.frames import SMALL_BYTES, FrameBuffer, encode_frame
-from kvstore.greeting import Visitor
-from kvstore.messages import (
-    Challenge,
-    Connect,
-    Connected,
-    Done,
-    FromRemotePool,
-    GetBlocks,
-    GetStats,
-    GotBlocks,
-    Greeting,
-    Located,
-    Lookup,
-    Notice,
-    Proof,
-    PutBlocks,
-    Stats,
-)
+from kvstore.greeting import Challenge, Greeting, Proof, Visitor
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, PoolError

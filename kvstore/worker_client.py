@@ -16,44 +16,46 @@ from collections.abc import Callable, Coroutine, Sequence
 import msgspec
 import numpy as np
 
-from kvstore.channel import Channel
-from kvstore.messages import (
+from kvstore.answers import (
     Answer,
-    Attach,
     Attached,
+    CallFailed,
+    Count,
+    Detached,
+    ErrorKind,
+    Fetched,
+    FromPool,
+    Granted,
+    LayersFetched,
+    Reservation,
+    Stats,
+    Verified,
+)
+from kvstore.calls import (
+    Attach,
     AwaitArrived,
     AwaitSent,
     AwaitSpace,
     Call,
-    CallFailed,
     Commit,
-    Count,
     DescribeTokens,
-    Detached,
     DropIdle,
-    ErrorKind,
     FetchBlocks,
-    Fetched,
-    FromPool,
     GetStats,
-    Granted,
-    LayersFetched,
     Lookup,
     Notice,
     OpenGrant,
     PinBlocks,
     Prefetch,
     Release,
-    Reservation,
     ReservePages,
     StartSend,
-    Stats,
     StopFetch,
     UnpinBlocks,
-    Verified,
     VerifyBlocks,
     Waiting,
 )
+from kvstore.channel import Channel
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
 from messenger.requests import Urgency

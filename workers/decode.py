@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.messages import ReservedBlock
+from kvstore.answers import ReservedBlock
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError, PoolError, TransferError
 from mooncake.messages import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError

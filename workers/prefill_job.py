@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.grammar import GrammarState
 from mooncake.messages import Prefill

@@ -3,7 +3,7 @@
 Owns: the wait for room. Does not know: what is computed.
 """
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import PoolFullError
 from mooncake.requests import Request

@@ -8,7 +8,7 @@ Owns: the blocks of a sequence in the pool. Does not know: when, or what for.
 
 import asyncio
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, extended_keys
 from mooncake.errors import PoolFullError

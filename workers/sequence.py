@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 import torch
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from mooncake.aging import standing_s
 from mooncake.grammar import GrammarState
 from mooncake.messages import TokenOutput

@@ -7,11 +7,11 @@ import time
 
 import msgspec
 
-from kvstore import messages as m
+from kvstore import answers, calls
 from mooncake.pools import MessengerAddress
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 
-_DECODER = msgspec.msgpack.Decoder(m.FromPool)
+_DECODER = msgspec.msgpack.Decoder(answers.FromPool)
 
 
 class Caller:
@@ -23,26 +23,26 @@ class Caller:
         self._call_ids = itertools.count(1)
         self._sock = _connect(socket_path)
         if connects:
-            answer = self.call(m.Connect(self.next_id(), FINGERPRINT, LAYOUT, serial, may_format=True))
-            assert isinstance(answer, m.Connected), answer
+            answer = self.call(calls.Connect(self.next_id(), FINGERPRINT, LAYOUT, serial, may_format=True))
+            assert isinstance(answer, answers.Connected), answer
             self.address = answer.address
 
     def next_id(self) -> int:
         return next(self._call_ids)
 
-    def call(self, call: m.Call) -> m.FromPool | None:
+    def call(self, call: calls.Call) -> answers.FromPool | None:
         self.send(msgspec.msgpack.encode(call))
         return self.receive()
 
     def send(self, packet: bytes) -> None:
         self._sock.sendall(packet)
 
-    def receive(self) -> m.FromPool | None:
+    def receive(self) -> answers.FromPool | None:
         """None at the end."""
-        packet, fds, _, _ = socket.recv_fds(self._sock, m.MAX_MESSAGE_BYTES, 1)
+        packet, fds, _, _ = socket.recv_fds(self._sock, calls.MAX_MESSAGE_BYTES, 1)
         for fd in fds:
             os.close(fd)
-        answer: m.FromPool | None = _DECODER.decode(packet) if packet else None
+        answer: answers.FromPool | None = _DECODER.decode(packet) if packet else None
         return answer
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from kvstore import messages as m
+from kvstore import answers, calls
 from mooncake.blocks import KEY_BYTES
 from mooncake.pools import (
     Grant,
@@ -19,8 +19,8 @@ from tests.kvstore.fuzzing import FLIGHT_FRAMES, Target, may_be_hung_up_on
 from tests.kvstore.mutations import Mutator
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 
-_TO_POOL = msgspec.msgpack.Decoder(m.ToPool)
-_FROM_POOL = msgspec.msgpack.Decoder(m.FromPool)
+_TO_POOL = msgspec.msgpack.Decoder(calls.ToPool)
+_FROM_POOL = msgspec.msgpack.Decoder(answers.FromPool)
 
 
 class ClientFuzzer:
@@ -40,11 +40,11 @@ class ClientFuzzer:
         random = self._random
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, may_be_hung_up_on():
             sock.settimeout(DEADLINE_S)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * m.MAX_MESSAGE_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * calls.MAX_MESSAGE_BYTES)
             sock.connect(self._target.socket_path)
-            first: m.Connect | m.Attach = m.Connect(1, FINGERPRINT, LAYOUT, random.randrange(8))
+            first: calls.Connect | calls.Attach = calls.Connect(1, FINGERPRINT, LAYOUT, random.randrange(8))
             if random.random() < 0.2:
-                first = m.Attach(1, "fuzzed", 1, FINGERPRINT, LAYOUT, 0)
+                first = calls.Attach(1, "fuzzed", 1, FINGERPRINT, LAYOUT, 0)
             if random.random() < 0.2:
                 self.num_frames += 1
                 sock.send(self._mutator.fields(first))
@@ -67,7 +67,7 @@ class ClientFuzzer:
                 self.num_frames += 1
                 yield
             sock.shutdown(socket.SHUT_WR)
-            while sock.recv(m.MAX_MESSAGE_BYTES):
+            while sock.recv(calls.MAX_MESSAGE_BYTES):
                 pass
 
     def _flight(self, leftovers: list[bytes]) -> tuple[list[bytes], int]:
@@ -79,16 +79,16 @@ class ClientFuzzer:
             packet = self._mutator.fields(self._message(call_id))
             message = _decoded(packet)
             if message is None:
-                leftovers.append(packet[: m.MAX_MESSAGE_BYTES])
+                leftovers.append(packet[: calls.MAX_MESSAGE_BYTES])
                 continue
-            if _leaves_this_host(message) or len(packet) > m.MAX_MESSAGE_BYTES:
+            if _leaves_this_host(message) or len(packet) > calls.MAX_MESSAGE_BYTES:
                 continue
             if getattr(message, "call_id", None) == call_id:
                 self._call_ids[call_id] = len(packets)
             packets.append(packet)
         last_id = self._random.getrandbits(40)
         self._call_ids[last_id] = len(packets)
-        return [*packets, msgspec.msgpack.encode(m.Lookup(last_id, []))], last_id
+        return [*packets, msgspec.msgpack.encode(calls.Lookup(last_id, []))], last_id
 
     def _send(self, sock: socket.socket, packets: list[bytes]) -> None:
         """Reads answers whenever the messenger stops to read because of them."""
@@ -110,7 +110,7 @@ class ClientFuzzer:
         try:
             while True:
                 answer = self._take(sock)
-                if isinstance(answer, m.Detached):
+                if isinstance(answer, answers.Detached):
                     num_read += 1
                     return False
                 num_read = max(num_read, self._call_ids.get(answer.call_id, -1) + 1)
@@ -119,49 +119,49 @@ class ClientFuzzer:
         finally:
             self.num_frames += min(num_read, num_mutated)
 
-    def _take(self, sock: socket.socket) -> m.FromPool:
-        packet = sock.recv(m.MAX_MESSAGE_BYTES)
+    def _take(self, sock: socket.socket) -> answers.FromPool:
+        packet = sock.recv(calls.MAX_MESSAGE_BYTES)
         if not packet:
             raise ConnectionResetError("the messenger has hung up")
-        answer: m.FromPool = _FROM_POOL.decode(packet)
+        answer: answers.FromPool = _FROM_POOL.decode(packet)
         match answer:
-            case m.Reservation():
+            case answers.Reservation():
                 self._reservation_id = answer.reservation_id
-            case m.Leased():
+            case answers.Leased():
                 self._lease_id = answer.lease_id
         return answer
 
-    def _message(self, call_id: int) -> m.ToPool:
+    def _message(self, call_id: int) -> calls.ToPool:
         random = self._random
         keys = random.sample(self._target.keys, random.randrange(1, 5))
         keys += [random.randbytes(KEY_BYTES)] * random.randrange(2)
         # Ids are counted up, so what belongs to others is named too.
         reservation_id = self._reservation_id - random.choice((0, 0, 0, 1, 2, 5))
         checksums = random.randbytes(8 * LAYOUT.num_layers)
-        choices: tuple[m.ToPool, ...] = (
-            m.ReservePages(call_id, keys, random.randrange(2)),
-            m.ReservePages(call_id, [random.randbytes(KEY_BYTES)], 0),
-            m.AwaitSpace(call_id, random.randrange(3)),
-            m.Commit(reservation_id, 0, LAYOUT.num_layers, [random.randrange(64)], checksums),
-            m.SealBlocks(call_id, reservation_id, checksums),
-            m.DescribeTokens(reservation_id, 0, bytes(4 * LAYOUT.block_size)),
-            m.OpenGrant(call_id, reservation_id),
-            m.StartSend(call_id, reservation_id, self._bogus_grant(), "fuzz"),
-            m.AwaitSent(call_id, reservation_id),
-            m.AwaitArrived(call_id, reservation_id),
-            m.Release(call_id, reservation_id),
-            m.Release(call_id, reservation_id),
-            m.Lookup(call_id, keys),
-            m.LeaseBlocks(call_id, keys, random.choice((0.001, 60.0))),
-            m.EndLease(self._lease_id),
-            m.Prefetch(keys),
-            m.DropIdle(keys[:1]),
-            m.PinBlocks(call_id, keys, 60.0, random.random() < 0.5),
-            m.UnpinBlocks(call_id, keys),
-            m.RemoveBlocks(call_id, keys[:1]),
-            m.ListBlocks(call_id, 0, 4),
-            m.VerifyBlocks(call_id, keys[:1]),
-            m.GetStats(call_id, False),
+        choices: tuple[calls.ToPool, ...] = (
+            calls.ReservePages(call_id, keys, random.randrange(2)),
+            calls.ReservePages(call_id, [random.randbytes(KEY_BYTES)], 0),
+            calls.AwaitSpace(call_id, random.randrange(3)),
+            calls.Commit(reservation_id, 0, LAYOUT.num_layers, [random.randrange(64)], checksums),
+            calls.SealBlocks(call_id, reservation_id, checksums),
+            calls.DescribeTokens(reservation_id, 0, bytes(4 * LAYOUT.block_size)),
+            calls.OpenGrant(call_id, reservation_id),
+            calls.StartSend(call_id, reservation_id, self._bogus_grant(), "fuzz"),
+            calls.AwaitSent(call_id, reservation_id),
+            calls.AwaitArrived(call_id, reservation_id),
+            calls.Release(call_id, reservation_id),
+            calls.Release(call_id, reservation_id),
+            calls.Lookup(call_id, keys),
+            calls.LeaseBlocks(call_id, keys, random.choice((0.001, 60.0))),
+            calls.EndLease(self._lease_id),
+            calls.Prefetch(keys),
+            calls.DropIdle(keys[:1]),
+            calls.PinBlocks(call_id, keys, 60.0, random.random() < 0.5),
+            calls.UnpinBlocks(call_id, keys),
+            calls.RemoveBlocks(call_id, keys[:1]),
+            calls.ListBlocks(call_id, 0, 4),
+            calls.VerifyBlocks(call_id, keys[:1]),
+            calls.GetStats(call_id, False),
         )
         return random.choice(choices)
 
@@ -174,16 +174,16 @@ class ClientFuzzer:
         return Grant(random.getrandbits(63), address, [GrantedPage(0, 0, 0)])
 
 
-def _decoded(packet: bytes) -> m.ToPool | None:
+def _decoded(packet: bytes) -> calls.ToPool | None:
     try:
-        message: m.ToPool = _TO_POOL.decode(packet)
+        message: calls.ToPool = _TO_POOL.decode(packet)
     except (msgspec.MsgspecError, ValueError):
         return None
     return message
 
 
-def _leaves_this_host(message: m.ToPool | None) -> bool:
+def _leaves_this_host(message: calls.ToPool | None) -> bool:
     """Tests look no name up and send nothing to other hosts."""
-    if not isinstance(message, m.StartSend):
+    if not isinstance(message, calls.StartSend):
         return False
     return any(host not in ("127.0.0.1", "") for host, _ in message.grant.messenger.tcp_endpoints)

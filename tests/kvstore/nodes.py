@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
 from mooncake.keys import ClusterKey

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import mapped
+from kvstore.calls import Commit
 from kvstore.client import KVCachePool
 from kvstore.connections import Place
-from kvstore.messages import Commit
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import ConfigError, MismatchError, PoolError, PoolFullError
 from mooncake.keys import ClusterKey

@@ -10,12 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.client import KVCachePool
-from kvstore.messages import (
+from kvstore.answers import (
     LOCATIONS,
-    AwaitSpace,
     CallFailed,
-    Connect,
     Connected,
     Count,
     Detached,
@@ -23,10 +20,9 @@ from kvstore.messages import (
     ErrorKind,
     FromPool,
     Located,
-    Lookup,
-    ReservePages,
-    ToPool,
 )
+from kvstore.calls import AwaitSpace, Connect, Lookup, ReservePages, ToPool
+from kvstore.client import KVCachePool
 from kvstore.segment import Segment
 from mooncake.errors import ConfigError, PoolError, PoolFullError, TransferError
 from mooncake.pools import MessengerAddress, Tier

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvstore import claims
+from kvstore.answers import Reservation
 from kvstore.fetches import BlockFetch
-from kvstore.messages import Reservation
 from kvstore.pool import Pool
 from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient

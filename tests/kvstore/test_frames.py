@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.answers import GotBlocks
+from kvstore.calls import MAX_MESSAGE_BYTES, Lookup, PutBlocks
 from kvstore.frames import MAX_GREETING_BYTES, FrameBuffer, encode_frame, max_keys
-from kvstore.messages import MAX_MESSAGE_BYTES, GotBlocks, Greeting, Lookup, PutBlocks
+from kvstore.greeting import Greeting
 from mooncake.errors import PoolError
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore import messages as m
+from kvstore import answers, calls
 from kvstore.pages import PageState
 from kvstore.segment import Segment
 from messenger.messages import Abandon, Close, Probe, Write, WriteAck
@@ -87,12 +87,12 @@ class Watched:
     def grant(self, num_pages: int) -> tuple[int, Grant] | None:
         """Pages that may be written from now on; and their reservation. None if there are none left."""
         keys = [os.urandom(16) for _ in range(num_pages - 1)]
-        reservation = self.caller.call(m.ReservePages(self.caller.next_id(), keys, 1))
-        if isinstance(reservation, m.CallFailed):
+        reservation = self.caller.call(calls.ReservePages(self.caller.next_id(), keys, 1))
+        if isinstance(reservation, answers.CallFailed):
             return None
-        assert isinstance(reservation, m.Reservation)
-        granted = self.caller.call(m.OpenGrant(self.caller.next_id(), reservation.reservation_id))
-        assert isinstance(granted, m.Granted)
+        assert isinstance(reservation, answers.Reservation)
+        granted = self.caller.call(calls.OpenGrant(self.caller.next_id(), reservation.reservation_id))
+        assert isinstance(granted, answers.Granted)
         self._granted.update(page.page for page in granted.grant.pages)
         self.target.grants.append(granted.grant)
         del self.target.grants[:-8]
@@ -105,7 +105,7 @@ class Watched:
         stats = self._until_unclaimed()
         assert (stats.integrity, stats.num_orphaned) == (None, 0)
         self._check_pages()
-        assert self.caller.call(m.RemoveBlocks(self.caller.next_id(), None))
+        assert self.caller.call(calls.RemoveBlocks(self.caller.next_id(), None))
         assert self._stats().num_free == self.segment.num_pages
         self._until(lambda: descriptors(self.pid) == self.descriptors, "descriptors leak")
         self._mark_all()
@@ -139,48 +139,48 @@ class Watched:
         self._expected = marks
 
     def _seal_all(self) -> None:
-        reservation = self.caller.call(m.ReservePages(self.caller.next_id(), self.keys, 0))
-        assert isinstance(reservation, m.Reservation)
+        reservation = self.caller.call(calls.ReservePages(self.caller.next_id(), self.keys, 0))
+        assert isinstance(reservation, answers.Reservation)
         checksums = b""
         for key, block in zip(self.keys, reservation.blocks, strict=True):
             data = b"".join(block_bytes(key, layer) for layer in range(LAYOUT.num_layers))
             self.segment.page_view(block.page)[:] = data
             self._expected[block.page] = self._pages[block.page]
             checksums += checksums_of(data)
-        sealed = m.SealBlocks(self.caller.next_id(), reservation.reservation_id, checksums)
-        assert isinstance(self.caller.call(sealed), m.Done)
+        sealed = calls.SealBlocks(self.caller.next_id(), reservation.reservation_id, checksums)
+        assert isinstance(self.caller.call(sealed), answers.Done)
 
     def _serves_a_peer(self) -> None:
         """One whole transfer by one who behaves."""
-        reservation = self.caller.call(m.ReservePages(self.caller.next_id(), [PEER_KEY], 0))
-        assert isinstance(reservation, m.Reservation)
-        granted = self.caller.call(m.OpenGrant(self.caller.next_id(), reservation.reservation_id))
-        assert isinstance(granted, m.Granted)
+        reservation = self.caller.call(calls.ReservePages(self.caller.next_id(), [PEER_KEY], 0))
+        assert isinstance(reservation, answers.Reservation)
+        granted = self.caller.call(calls.OpenGrant(self.caller.next_id(), reservation.reservation_id))
+        assert isinstance(granted, answers.Granted)
         sender = HandMadeSender(granted.grant.messenger)
         sender.open(granted.grant)
         for layer in range(LAYOUT.num_layers):
             sender.write(granted.grant, *entry_for(granted.grant, PEER_KEY, layer=layer))
             assert sender.receive() == WriteAck()
         sender.send(Close(1, None))
-        arrived = m.AwaitArrived(self.caller.next_id(), reservation.reservation_id)
-        assert isinstance(self.caller.call(arrived), m.Done)
+        arrived = calls.AwaitArrived(self.caller.next_id(), reservation.reservation_id)
+        assert isinstance(self.caller.call(arrived), answers.Done)
         sender.sock.close()
         page = reservation.blocks[0].page
         for layer in range(LAYOUT.num_layers):
             assert self.segment.layer_view(page, layer) == block_bytes(PEER_KEY, layer)
         self._expected[page] = self._pages[page]
-        self.caller.call(m.Release(self.caller.next_id(), reservation.reservation_id))
+        self.caller.call(calls.Release(self.caller.next_id(), reservation.reservation_id))
 
     def _serves_a_client(self) -> None:
         """One who is new finds what is there."""
         with contextlib.closing(Caller(self.node.socket_path, SERIAL + 1)) as client:
-            leased = client.call(m.LeaseBlocks(client.next_id(), [*self.keys, PEER_KEY, CLIENT_KEY], 5.0))
-            assert isinstance(leased, m.Leased)
+            leased = client.call(calls.LeaseBlocks(client.next_id(), [*self.keys, PEER_KEY, CLIENT_KEY], 5.0))
+            assert isinstance(leased, answers.Leased)
             assert [page is not None for page in leased.pages] == [True] * (NUM_SEALED + 1) + [False]
 
     def _stats(self) -> PoolStats:
-        answer = self.caller.call(m.GetStats(self.caller.next_id(), True))
-        assert isinstance(answer, m.Stats)
+        answer = self.caller.call(calls.GetStats(self.caller.next_id(), True))
+        assert isinstance(answer, answers.Stats)
         return answer.stats
 
     def _until_unclaimed(self) -> PoolStats:
@@ -243,7 +243,7 @@ def fuzz(watched: Watched, seed: int, *, num_frames: int, duration_s: float) -> 
                     continue
                 sent[type(fuzzer).__name__] += fuzzer.num_frames
                 if reservation_id is not None:
-                    watched.caller.call(m.Release(watched.caller.next_id(), reservation_id))
+                    watched.caller.call(calls.Release(watched.caller.next_id(), reservation_id))
             memory_bytes.append(watched.check())
         except BaseException:
             print(f"seed {seed}, conversations {first_number + 1} to {number}, after {sent}")
@@ -311,17 +311,17 @@ def lie(watched: Watched, seed: int, *, num_sends: int) -> int:
     """Sends blocks to somebody whose answers are mutated. Returns the number of these."""
     caller, random, num_frames = watched.caller, Random(seed), 0
     for number in range(num_sends):
-        reserved = caller.call(m.ReservePages(caller.next_id(), watched.keys[:4], 0))
-        assert isinstance(reserved, m.Reservation)
+        reserved = caller.call(calls.ReservePages(caller.next_id(), watched.keys[:4], 0))
+        assert isinstance(reserved, answers.Reservation)
         with contextlib.closing(Liar()) as liar:
             grant = Grant(number, liar.address, [GrantedPage(index, index, 0) for index in range(4)])
-            caller.call(m.StartSend(caller.next_id(), reserved.reservation_id, grant, "to a liar"))
+            caller.call(calls.StartSend(caller.next_id(), reserved.reservation_id, grant, "to a liar"))
             num_frames += liar.meet(random, num_lanes=MessengerConfig().streams)
-        sent = caller.call(m.AwaitSent(caller.next_id(), reserved.reservation_id))
-        assert isinstance(sent, m.Done | m.CallFailed), f"seed {seed}, send {number}: {sent}"
-        caller.call(m.Release(caller.next_id(), reserved.reservation_id))
-        if isinstance(sent, m.CallFailed):
-            assert sent.kind is m.ErrorKind.TRANSFER
+        sent = caller.call(calls.AwaitSent(caller.next_id(), reserved.reservation_id))
+        assert isinstance(sent, answers.Done | answers.CallFailed), f"seed {seed}, send {number}: {sent}"
+        caller.call(calls.Release(caller.next_id(), reserved.reservation_id))
+        if isinstance(sent, answers.CallFailed):
+            assert sent.kind is answers.ErrorKind.TRANSFER
     watched.check()
     return num_frames
 
@@ -355,14 +355,14 @@ def test_unformatted_messenger_survives_impossible_layouts(
         for sizes in [(1 << 62, 1, 1, 1), (1 << 62,) * 4, (1, 1, 1, 1 << 40), (2**63 - 1, 1, 1, 2**63 - 1)]:
             with contextlib.closing(Caller(node.socket_path, SERIAL, connects=False)) as caller:
                 layout = KVLayout(*sizes, dtype="float32")
-                answer = caller.call(m.Connect(1, FINGERPRINT, layout, SERIAL, may_format=True))
-                assert isinstance(answer, m.CallFailed), answer
+                answer = caller.call(calls.Connect(1, FINGERPRINT, layout, SERIAL, may_format=True))
+                assert isinstance(answer, answers.CallFailed), answer
         for _ in range(300):
             with contextlib.closing(Caller(node.socket_path, SERIAL, connects=False)) as caller:
-                caller.send(mutator.fields(m.Connect(1, None, None, SERIAL)))
-                assert not isinstance(caller.receive(), m.Connected)
+                caller.send(mutator.fields(calls.Connect(1, None, None, SERIAL)))
+                assert not isinstance(caller.receive(), answers.Connected)
         with contextlib.closing(Caller(node.socket_path, SERIAL)) as caller:
-            assert isinstance(caller.call(m.Lookup(caller.next_id(), [])), m.Located)
+            assert isinstance(caller.call(calls.Lookup(caller.next_id(), [])), answers.Located)
         assert node.process.poll() is None
 
 
@@ -382,7 +382,7 @@ def test_backward_layers_in_a_complete_grant_are_refused(watched: Watched) -> No
     sender.write(grant, entry, data)
     assert sender.receive() == WriteAck()
     sender.sock.close()
-    watched.caller.call(m.Release(watched.caller.next_id(), granted[0]))
+    watched.caller.call(calls.Release(watched.caller.next_id(), granted[0]))
 
 
 @pytest.mark.cluster

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvstore.answers import Connected
+from kvstore.calls import Connect
 from kvstore.client import KVCachePool
 from kvstore.frames import MAX_GREETING_BYTES, FrameBuffer, encode_frame
-from kvstore.greeting import Doorkeeper, Visitor
-from kvstore.messages import Challenge, Connect, Connected, Greeting, Proof
+from kvstore.greeting import Challenge, Doorkeeper, Greeting, Proof, Visitor
 from kvstore.remote import serve_client
 from kvstore.session import User
 from kvstore.store import Store

@@ -16,31 +16,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import remote
-from kvstore.client import KVCachePool
-from kvstore.frames import FrameBuffer, encode_frame, max_keys
-from kvstore.greeting import Visitor
-from kvstore.listing import pool_stats
-from kvstore.messages import (
-    AwaitSpace,
+from kvstore.answers import (
     CallFailed,
-    Challenge,
-    Commit,
-    Connect,
     Connected,
     Detached,
     Done,
     ErrorKind,
     FromRemotePool,
+    Leased,
+    Reservation,
+    Stats,
+)
+from kvstore.calls import (
+    AwaitSpace,
+    Commit,
+    Connect,
     GetBlocks,
     GetStats,
     LeaseBlocks,
-    Leased,
     PutBlocks,
-    Reservation,
     ReservePages,
     SealBlocks,
-    Stats,
 )
+from kvstore.client import KVCachePool
+from kvstore.frames import FrameBuffer, encode_frame, max_keys
+from kvstore.greeting import Challenge, Visitor
+from kvstore.listing import pool_stats
 from kvstore.service import Service
 from kvstore.session import Session
 from kvstore.streamed import StreamedConnection

@@ -19,49 +19,51 @@ import pytest
 
 from kvstore import listing
 from kvstore import store as store_module
-from kvstore.listing import pool_stats, verify_block
-from kvstore.messages import (
+from kvstore.answers import (
+    CallFailed,
+    Count,
+    Detached,
+    Done,
+    ErrorKind,
+    Fetched,
+    FromPool,
+    Leased,
+    Listing,
+    Located,
+    Reservation,
+    Stats,
+    Verified,
+)
+from kvstore.calls import (
     MAX_MESSAGE_BYTES,
     Attach,
     AwaitArrived,
     AwaitSent,
     AwaitSpace,
-    CallFailed,
     Commit,
     Connect,
-    Count,
     DescribeTokens,
-    Detached,
-    Done,
     DropIdle,
     EndLease,
-    ErrorKind,
     FetchBlocks,
-    Fetched,
-    FromPool,
     GetStats,
     LeaseBlocks,
-    Leased,
     ListBlocks,
-    Listing,
-    Located,
     Lookup,
     OpenGrant,
     PinBlocks,
     Prefetch,
     Release,
     RemoveBlocks,
-    Reservation,
     ReservePages,
     SealBlocks,
     StartSend,
-    Stats,
     StopFetch,
     ToPool,
     UnpinBlocks,
-    Verified,
     VerifyBlocks,
 )
+from kvstore.listing import pool_stats, verify_block
 from kvstore.pages import record_bytes
 from kvstore.segment import ALIGNMENT
 from kvstore.session import Session, User

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.messages import Reservation
+from kvstore.answers import Reservation
 from kvstore.worker_client import WorkerClient
 from messenger.transports import Transport
 from mooncake.blocks import BlockKey, KVLayout

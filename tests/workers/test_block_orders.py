@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from kvstore.messages import Reservation, ReservedBlock
+from kvstore.answers import Reservation, ReservedBlock
 from mooncake.blocks import KVLayout
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages import (

@@ -1,4 +1,4 @@
-"""Every message between a messenger and those who use its part of the pool.
+"""What those who use an instance's part of the pool say to its messenger.
 
 A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
 a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
@@ -9,55 +9,21 @@ A call carries a `call_id` and is answered by exactly one message with the same 
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `StopFetch` and `DropIdle` are no calls: they are frequent
 or ordered, and what is wrong with one ends the session.
 
-Owns: the vocabulary. Does not know: sockets.
+Owns: their vocabulary. Does not know: the answers (`answers`), sockets.
 """
 
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 
 from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.pools import (
-    Grant,
-    MessengerAddress,
-    PoolShard,
-    PoolStats,
-    Tier,
-)
-from mooncake.proofs import NONCE_BYTES
+from mooncake.pools import Grant, PoolShard
 
 MAX_MESSAGE_BYTES = 384 * 1024
-"""Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
-
+"""Of an answer too. Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
 
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
-"""Where a block is: `Located` names these by index."""
-Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-
-# -- before the first message, TCP only: see greeting -----------------------------------------------
-
-
-class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """From the client. Answered by `Challenge`."""
-
-    nonce: Nonce
-
-
-class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The pool's proof that it knows the cluster's key. Answered by `Proof`."""
-
-    nonce: Nonce
-    proof: bytes
-
-
-class Proof(msgspec.Struct, tag=True, frozen=True):
-    """The client's proof. Not answered; whoever fails it has his connection closed."""
-
-    proof: bytes
-
 
 # -- first messages ---------------------------------------------------------------------------------
 
@@ -317,159 +283,6 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     check_integrity: bool
 
 
-# -- answers ----------------------------------------------------------------------------------------
-
-
-class Attached(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    address: MessengerAddress
-    wants_token_ids: bool
-
-
-class Connected(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    address: MessengerAddress
-    fingerprint: str
-    layout: KVLayout
-
-
-class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A page of a reservation. `sealed`: the block is there already and may only be read.
-
-    `tier`: where a sealed block was before anybody asked for it.
-    """
-
-    page: int
-    generation: int
-    sealed: bool
-    tier: Tier | None = None
-
-
-class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
-    """The pages of a request: those of its keys, in order, then private ones."""
-
-    call_id: int
-    reservation_id: int
-    blocks: list[ReservedBlock]
-
-
-class Granted(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    grant: Grant
-
-
-class LayersFetched(msgspec.Struct, tag=True, frozen=True):
-    """Layers `[0, num_layers)` of the first `num_blocks` blocks of that fetch are there, verified.
-
-    No answer: several come during a fetch, with the same numbers again while nothing but a part of the next
-    layers has come. Blocks from `num_blocks` on have been given up: they keep the layers that they had, and
-    are the caller's to write.
-    """
-
-    call_id: int
-    num_blocks: int
-    num_layers: int
-
-
-class Fetched(msgspec.Struct, tag=True, frozen=True):
-    """Of each block of the fetch, how many layers from 0 on are there. A block with all of them is sealed.
-
-    `pages`: where the blocks are now. Those that were to be written when the source hung have other ones.
-    """
-
-    call_id: int
-    num_layers: list[int]
-    pages: list[int]
-
-
-class Located(msgspec.Struct, tag=True, frozen=True):
-    """One byte a key: an index into `LOCATIONS`."""
-
-    call_id: int
-    locations: bytes
-
-
-class Leased(msgspec.Struct, tag=True, frozen=True):
-    """The page of each block, or None for those that are not here (or cannot be had now)."""
-
-    call_id: int
-    lease_id: int
-    pages: list[int | None]
-
-
-class Count(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    num_blocks: int
-
-
-class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One copy of a block. `num_users`: leases and transfers that keep it where it is."""
-
-    key: BlockKey
-    tier: Tier
-    num_uses: int
-    num_users: int
-
-
-class Listing(msgspec.Struct, tag=True, frozen=True):
-    """`next_cursor` is None at the end. Blocks that come and go meanwhile may be missed or named twice."""
-
-    call_id: int
-    blocks: list[BlockInfo]
-    next_cursor: int | None
-
-
-class Verified(msgspec.Struct, tag=True, frozen=True):
-    """`damaged`: keys of which a copy was dropped."""
-
-    call_id: int
-    num_intact: int
-    damaged: list[BlockKey]
-
-
-class GotBlocks(msgspec.Struct, tag=True, frozen=True):
-    """The layers of those blocks that are `found` follow, in order; `checksums` as in `PutBlocks`."""
-
-    call_id: int
-    found: list[bool]
-    checksums: bytes
-
-
-class Stats(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    stats: PoolStats
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-
-
-class ErrorKind(StrEnum):
-    """Which error of `mooncake.errors` a failed call raises."""
-
-    POOL_FULL = "pool_full"
-    POOL = "pool"
-    TRANSFER = "transfer"
-    MISMATCH = "mismatch"
-    CONFIG = "config"
-
-
-class CallFailed(msgspec.Struct, tag=True, frozen=True):
-    """`space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH."""
-
-    call_id: int
-    kind: ErrorKind
-    message: str
-    space_epoch: int = 0
-    mismatch: tuple[str, str, str] | None = None
-
-
-class Detached(msgspec.Struct, tag=True, frozen=True):
-    """The messenger ends the session because of what it was sent."""
-
-    reason: str
-
-
 Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
 """Calls that may take as long as others need; all others are answered within seconds."""
 Call = (
@@ -493,20 +306,3 @@ Call = (
 Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch | DropIdle
 ToPool = Call | Notice
 ToRemotePool = ToPool | GetBlocks | PutBlocks
-Answer = (
-    Attached
-    | Connected
-    | Reservation
-    | Granted
-    | Fetched
-    | Located
-    | Leased
-    | Count
-    | Listing
-    | Verified
-    | Stats
-    | Done
-    | CallFailed
-)
-FromPool = Answer | LayersFetched | Detached
-FromRemotePool = FromPool | GotBlocks
