@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import operator
 import os
-import signal
 import statistics
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -196,7 +195,6 @@ def main() -> None:
         "--peer-chunks", nargs="*", default=["256"], help="goodput: vLLM's, beside its default"
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="goodput: how long requests come")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would leave vLLM behind
     arguments, flags = parser.parse_known_args()
     is_met = True
     with telling_why(PeerError, ServerError) as log:

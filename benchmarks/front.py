@@ -33,7 +33,7 @@ from benchmarks.load.clients import Clients
 from benchmarks.load.instant_workers import STEP_S
 from benchmarks.load.measures import Slo, summarize
 from benchmarks.load.sources import MixSource, Run
-from benchmarks.servers import ServerError, free_port, serving
+from benchmarks.servers import ServerError, free_port, heeding_sigterm, serving
 from benchmarks.store.rounds import print_table, progress
 from benchmarks.traces.mixes import Mix, RequestClass
 from mooncake.keys import ClusterKey
@@ -72,7 +72,7 @@ class Sample(NamedTuple):
 @contextlib.contextmanager
 def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
     """With so many prefill and decode instances, and fronts beside the Conductor's. Raises ServerError."""
-    with tempfile.TemporaryDirectory() as folder:
+    with heeding_sigterm(), tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
         ClusterKey.generate().save(key)
         endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]

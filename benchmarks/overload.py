@@ -17,7 +17,6 @@ standard deviation of (prefill load - decode load) under early rejection and und
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -200,7 +199,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=20.0, help="swing: requests a second")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long requests come, each time")
     parser.add_argument("--picture", type=Path, help="swing: where to draw the loads")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would leave the cluster behind
     arguments, flags = parser.parse_known_args()
     rates = [float(rate) for rate in arguments.rates.split(",")]
     is_met = True

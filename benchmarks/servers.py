@@ -62,32 +62,45 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """SIGTERM ends the program as Ctrl-C does: what it has started is ended too."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
 def serving(
     command: Sequence[str],
     ready_url: str,
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> Iterator[Server]:
-    """Runs `command` from when `ready_url` answers 200 on. `output`: a descriptor instead of our own stdout
-    and stderr. Raises ServerError.
+    """Runs `command` from when `ready_url` answers 200 on, and ends it, after SIGTERM too. `output`: a
+    descriptor instead of our own stdout and stderr. Raises ServerError.
     """
-    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    try:
-        deadline_s = time.monotonic() + START_DEADLINE_S
-        while not _is_ready(ready_url):
-            if process.poll() is not None:
-                raise ServerError(f"{command[0]} ended with {process.returncode} instead of starting")
-            if time.monotonic() > deadline_s:
-                raise ServerError(f"{command[0]} was not ready after {START_DEADLINE_S:.0f} s")
-            time.sleep(0.2)
-        yield Server(process)
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with heeding_sigterm():
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
-            process.wait(END_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            deadline_s = time.monotonic() + START_DEADLINE_S
+            while not _is_ready(ready_url):
+                if process.poll() is not None:
+                    raise ServerError(f"{command[0]} ended with {process.returncode} instead of starting")
+                if time.monotonic() > deadline_s:
+                    raise ServerError(f"{command[0]} was not ready after {START_DEADLINE_S:.0f} s")
+                time.sleep(0.2)
+            yield Server(process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(END_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _is_ready(url: str) -> bool:

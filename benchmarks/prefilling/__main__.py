@@ -21,7 +21,6 @@ Owns: the comparisons, their tables and bars. Does not know: how a prefill is ru
 
 import argparse
 import asyncio
-import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -36,6 +35,7 @@ from benchmarks.prefilling.peer import SIZES as PEER_TOKENS
 from benchmarks.prefilling.peer import beside_vllm
 from benchmarks.prefilling.pipeline import SIZES as PIPELINE_TOKENS
 from benchmarks.prefilling.pipeline import pipeline
+from benchmarks.servers import heeding_sigterm
 from benchmarks.store.peer import PeerError
 from kvstore.worker_client import WorkerClient
 from mooncake.messages import PrefixSource
@@ -226,11 +226,11 @@ def main() -> None:
     torch.set_num_threads(1)
     is_met = asyncio.run(measure(arguments))
     if arguments.only in (None, "vllm"):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would leave vLLM behind
         print()
         sizes = [int(size) for size in arguments.tokens.split(",")] if arguments.tokens else PEER_TOKENS
         try:
-            is_met &= beside_vllm(arguments.rounds, sizes, arguments.peer_home)
+            with heeding_sigterm():
+                is_met &= beside_vllm(arguments.rounds, sizes, arguments.peer_home)
         except PeerError as error:
             sys.exit(str(error))
     if not is_met:

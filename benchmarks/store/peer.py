@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.servers import heeding_sigterm
 from benchmarks.store.rounds import progress
 from benchmarks.store.workload import WORKING_SET_BYTES, Op
 
@@ -143,7 +144,7 @@ class Driver:
 @contextlib.contextmanager
 def same_process(python: Path, settings: Mapping[str, str]) -> Iterator[tuple[Master, Driver]]:
     """The client that puts and gets also mounts the segment: copies in memory."""
-    with contextlib.closing(Master(python)) as master:
+    with heeding_sigterm(), contextlib.closing(Master(python)) as master:
         driver = _driver(master, SEGMENT_BYTES, {**SAME_PROCESS, **settings})
         with contextlib.closing(driver):
             yield master, driver
@@ -154,6 +155,7 @@ def second_process(python: Path, settings: Mapping[str, str]) -> Iterator[Driver
     """One process mounts the segment, the other puts and gets over TCP."""
     settings = {**SECOND_PROCESS, **settings}
     with (
+        heeding_sigterm(),
         contextlib.closing(Master(python)) as master,
         contextlib.closing(_driver(master, SEGMENT_BYTES, settings)),
         contextlib.closing(_driver(master, 0, settings)) as client,
