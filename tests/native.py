@@ -6,11 +6,16 @@ from messenger import board, catalogue, checksums, direct
 from messenger.listening import Patience
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """For the folder whose conftest.py imports it."""
+def load() -> None:
+    """All that a messenger needs."""
     checksums.prepare()
     direct.prepare()
     board.native()
     catalogue.native()
     Patience()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """For the folder whose conftest.py imports it."""
+    load()

@@ -1,9 +1,7 @@
 """Two hosts on this machine: network namespaces with two links between them, and messengers in them."""
 
 import contextlib
-import ctypes
 import json
-import os
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from mooncake.sections import MessengerConfig
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node
 
 LINKS = ("link0", "link1")
-_CLONE_NEWNET = 0x40000000
 _DEADLINE_S = 10.0
 
 
@@ -45,19 +42,6 @@ class Host:
         shown = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show"))
         return {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in shown if link["ifname"] in LINKS}
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Processes that are started within are on this host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/self/ns/net") as home, open(f"/run/netns/{self.namespace}") as namespace:
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
-            try:
-                yield
-            finally:
-                if libc.setns(home.fileno(), _CLONE_NEWNET):
-                    os._exit(1)  # nothing that follows would be where it should be
-
 
 class HostNode(Node):
     """A messenger on a host, reached at all of its addresses."""
@@ -65,14 +49,11 @@ class HostNode(Node):
     def __init__(self, folder: Path, name: str, num_pages: int, host: Host) -> None:
         super().__init__(folder, name, num_pages * SEGMENT_PAGE_BYTES + 3 * 4096, "tcp")
         self.host = host
+        self.network = Path("/run/netns") / host.namespace
 
     @property
     def settings(self) -> MessengerConfig:
         return MessengerConfig(transport=self.transport, hosts=self.host.addresses)
-
-    def start(self) -> None:
-        with self.host.entered():
-            super().start()
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,12 +16,8 @@ from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
 from mooncake.keys import ClusterKey
 from mooncake.pools import PoolStats
 from mooncake.process_config import MessengerProcess
-from mooncake.sections import (
-    KVCacheConfig,
-    MessengerConfig,
-    SecurityConfig,
-    TransportChoice,
-)
+from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, TransportChoice
+from tests.kvstore.forked import ForkedMessenger
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
@@ -51,7 +45,9 @@ class Node:
         self.event_endpoints = f"ipc://{folder}/{name}-ev", f"ipc://{folder}/{name}-rp"
         self.segment_fd = os.memfd_create(name)
         os.posix_fallocate(self.segment_fd, 0, segment_bytes)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.network: Path | None = None
+        """the namespace, if it is not that of the tests"""
+        self.process: ForkedMessenger | None = None
 
     @property
     def settings(self) -> MessengerConfig:
@@ -72,17 +68,9 @@ class Node:
             event_endpoints=self.event_endpoints,
             segment_fd=self.segment_fd,
         )
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.service"],
-            stdin=subprocess.PIPE,
-            pass_fds=[self.segment_fd],
-            cwd=ROOT,
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(config.model_dump_json().encode() + b"\n")
-        self.process.stdin.flush()
+        if self.process is not None:
+            self.process.hang_up()
+        self.process = ForkedMessenger(config, self.network)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -110,10 +98,7 @@ class Node:
 
     def close(self) -> None:
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+            self.process.close()
         os.close(self.segment_fd)
 
 

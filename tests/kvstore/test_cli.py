@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -19,11 +20,13 @@ from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
 from mooncake.pools import PoolStats
+from tests.forked import Forked, preload
 from tests.kvstore.nodes import DEADLINE_S, LAYOUT, ROOT
 from tests.kvstore.pools import Pool, Pools, block_of, keys_of
 
 pytestmark = pytest.mark.cluster
 
+preload("kvstore.cli")
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
 
 
@@ -47,29 +50,30 @@ def keys(pool: Pool) -> list[BlockKey]:
 
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=3 * DEADLINE_S,
-        check=False,
-    )
+    with open(os.devnull) as stdin, TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
+        process = Forked(
+            call,
+            arguments,
+            stdin=stdin.fileno(),
+            stdout=stdout.fileno(),
+            stderr=stderr.fileno(),
+            environ={**os.environ, **(environment or {})},
+        )
+        code = process.wait(3 * DEADLINE_S)
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
+
+
+def call(arguments: Sequence[str]) -> None:
+    sys.exit(cli.run(arguments))
 
 
 def run_on_terminal(*arguments: str, typed: str = "") -> tuple[int, str]:
     """Exit code, and what a person would see."""
     terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        cwd=ROOT,
-        stdin=end,
-        stdout=end,
-        stderr=end,
-        env={**os.environ, "COLUMNS": "140"},
-    )
+    environ = {**os.environ, "COLUMNS": "140"}
+    process = Forked(call, arguments, stdin=end, stdout=end, stderr=end, environ=environ)
     os.close(end)
     os.write(terminal, typed.encode())
     seen = b""

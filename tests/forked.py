@@ -1,0 +1,100 @@
+"""Processes that are forked from one which has imported what they need: that is most of a start.
+
+Owns: the fork server, what a process has of this one. Does not know: what processes do.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_preloaded = ["__main__"]
+
+
+def preload(module: str) -> None:
+    """The process that is forked imports this module, if it has not been started yet."""
+    _preloaded.append(module)
+    _CONTEXT.set_forkserver_preload(_preloaded)
+
+
+class Descriptor:
+    """As an argument it arrives as the number of a duplicate."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Callable[..., int], tuple[object]]:
+        return _number_of, (DupFd(self._fd),)
+
+
+def _number_of(duplicate: Any) -> int:
+    number: int = duplicate.detach()
+    return number
+
+
+class Forked:
+    """A process that calls `function(*arguments)`, with `environ` and three descriptors of its own, and ends.
+
+    What else is named as in `subprocess.Popen` is as there.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *arguments: object,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        environ: dict[str, str],
+    ) -> None:
+        streams = map(Descriptor, (stdin, stdout, stderr))
+        self._process = _CONTEXT.Process(target=_call, args=(environ, *streams, function, *arguments))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _call(
+    environ: dict[str, str],
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    function: Callable[..., None],
+    *arguments: object,
+) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, fd in enumerate((stdin, stdout, stderr)):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    function(*arguments)

@@ -1,0 +1,58 @@
+"""Messenger processes, forked (`tests.forked`).
+
+Owns: what is a messenger's alone. Does not know: what its configuration says.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+from kvstore import service
+from messenger.listening import listening_loop
+from mooncake.process import child_main
+from mooncake.process_config import MessengerProcess
+from tests.forked import Descriptor, Forked, preload
+
+_CLONE_NEWNET = 0x40000000
+preload("tests.kvstore.preloaded")
+
+
+class ForkedMessenger(Forked):
+    """As `python -m kvstore.service` with this process's environment, stdout and stderr.
+
+    `network`: the namespace that it is in, if that is another one.
+    """
+
+    def __init__(self, config: MessengerProcess, network: Path | None) -> None:
+        read_fd, write_fd = os.pipe()
+        self._stdin = os.fdopen(write_fd, "wb", buffering=0)
+        segment, environ = Descriptor(config.segment_fd), dict(os.environ)
+        super().__init__(_serve, network, segment, stdin=read_fd, stdout=1, stderr=2, environ=environ)
+        os.close(read_fd)
+        self._stdin.write(config.model_dump_json().encode() + b"\n")
+
+    def hang_up(self) -> None:
+        """Closes its stdin, which ends it."""
+        self._stdin.close()
+
+    def close(self) -> None:
+        self.kill()
+        self.wait()
+        self.hang_up()
+
+
+def _serve(network: Path | None, segment_fd: int) -> None:
+    if network is not None:
+        _enter(network)
+
+    async def serve(config: MessengerProcess) -> None:
+        await service.serve(config.model_copy(update={"segment_fd": segment_fd}))
+
+    child_main(MessengerProcess, serve, listening_loop)
+
+
+def _enter(network: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(network) as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
