@@ -53,6 +53,8 @@ class NativeTable:
         self._table = self._code.table_new()
         weakref.finalize(self, self._code.table_free, self._table)
         self._removed = array("i", bytes(4 * SWEPT_PLACES))
+        self._numbers, self._ends = array("i"), array("i")
+        """with room for the runs of the longest prompt so far"""
 
     def __len__(self) -> int:
         return int(self._code.table_len(self._table))
@@ -63,13 +65,14 @@ class NativeTable:
         return numbers
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple["array[int]", "array[int]"]:
-        num_keys = len(keys)
-        found = array("i", bytes(8 * num_keys))
-        numbers = found.buffer_info()[0]
+        num_keys, numbers, ends = len(keys), self._numbers, self._ends
+        if num_keys > len(numbers):
+            self._numbers = numbers = array("i", bytes(4 * num_keys))
+            self._ends = ends = array("i", bytes(4 * num_keys))
         num_runs = self._code.table_runs(
-            self._table, _joined(keys), num_keys, numbers, numbers + 4 * num_keys
+            self._table, _joined(keys), num_keys, numbers.buffer_info()[0], ends.buffer_info()[0]
         )
-        return found[:num_runs], found[num_keys : num_keys + num_runs]
+        return numbers[:num_runs], ends[:num_runs]
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
         values = array("i", numbers)

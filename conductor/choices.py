@@ -29,23 +29,14 @@ _BUSY_S = 1.0
 class Candidates(NamedTuple):
     """What a prompt would take; arrays by slot. `ttft_s` is infinite where the prompt cannot go."""
 
-    depths: list[int]
-    """of each way to have a prefix: the blocks of the own one"""
-    masks: list[int]
-    """the slots whose way it is"""
-    num_local: int
-    """the first so many use the own prefix, the others fetch the best one"""
-    ways_s: Floats
-    """one row a way: to have the prefix, and the prefill behind it"""
     queue_s: Floats
+    rest_s: Floats
+    """to have the prefix, and the prefill behind it"""
     ttft_s: Floats
-
-    def best_way(self, slot: int) -> tuple[float, int, bool]:
-        """What the quickest takes on one instance; the blocks of its own prefix; whether it fetches."""
-        least_s, way = min(
-            (self.ways_s.item(way, slot), way) for way, mask in enumerate(self.masks) if mask >> slot & 1
-        )
-        return least_s, self.depths[way], way >= self.num_local
+    is_remote: NDArray[np.bool_]
+    """whether the best prefix is fetched, or else the own one used"""
+    least: int
+    """the slot with the least TTFT; of several the first"""
 
 
 Choice = Callable[[Candidates, Loads], int]
@@ -67,7 +58,7 @@ def choice_of(rules: Rules) -> Choice:
 
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
     """Algorithm 1, lines 10 and 18: of several the first."""
-    return int(candidates.ttft_s.argmin())
+    return candidates.least
 
 
 def fewest_requests(candidates: Candidates, loads: Loads) -> int:

@@ -17,6 +17,7 @@ from conductor.estimators import (
     GENERIC_PREFILL_COSTS,
     PREFILL_DOUBT,
     CostEstimator,
+    Floats,
 )
 from conductor.instances import Instance
 from conductor.loads import Loads
@@ -53,6 +54,8 @@ class DecodePool(NamedTuple):
     """All decode instances together."""
 
     num_instances: int
+    are_in: Floats
+    """by slot: 1 for each of them, 0 for others"""
     mean_costs: Costs
 
 
@@ -81,8 +84,12 @@ class ClusterView:
         self.balancing = BalancingThreshold(threshold)
         self.layout: KVLayout | None = None
         """of all instances; None before the first one"""
+        self.block_bytes = 0
+        """of that layout, which every decision asks for"""
         self.next_step_s = np.zeros(0)
         """of decode instances, by slot, with one more request that has no tokens yet"""
+        self.num_changes = 0
+        """how often the arrays by slot have been replaced: when an instance has come or gone"""
         self._decode_pool: DecodePool | None = None
         self._seats: dict[int, _Seat] = {}
         self._slots: dict[str, int] = {}
@@ -111,7 +118,8 @@ class ClusterView:
         checked_s = now_s if self._is_profiled else -math.inf
         self._seats[slot], self._slots[instance.name] = _Seat(instance, checked_s), slot
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
-        self.layout = registration.layout
+        self.num_changes += 1
+        self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
         self.loads.reset(slot, registration.role, instance.max_sequence_blocks)
         self._decode_pool = None
         for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
@@ -127,6 +135,7 @@ class ClusterView:
             name: other for name, other in self._slot_of_messenger.items() if other != slot
         }
         self.prefixes.remove_instance(instance.name)
+        self.num_changes += 1
         self.loads.reset(slot, None)
         self._decode_pool = None
         self.transfers.reset(slot)
@@ -155,22 +164,22 @@ class ClusterView:
         if pools:
             self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
 
-    def decode_pool(self) -> DecodePool:
-        """All decode instances, of which there is at least one."""
-        if self._decode_pool is None:
-            is_decode = self.loads.is_decode
-            self._decode_pool = DecodePool(int(is_decode.sum()), self.decode_costs.mean(is_decode))
+    def decode_pool(self) -> DecodePool | None:
+        """All decode instances; None if there is none."""
+        is_decode = self.loads.is_decode
+        if self._decode_pool is None and is_decode.any():
+            mean_costs = self.decode_costs.mean(is_decode)
+            self._decode_pool = DecodePool(int(is_decode.sum()), is_decode.astype(np.float64), mean_costs)
         return self._decode_pool
 
     def mean_step_s(self) -> float | None:
         """Of all decode instances, with what they decode now; None without one."""
-        loads = self.loads
-        if not loads.is_decode.any():
+        loads, pool = self.loads, self.decode_pool()
+        if pool is None:
             return None
-        num_instances, mean_costs = self.decode_pool()
-        num_requests = float(loads.num_decoding @ loads.is_decode)
-        num_tokens = float(loads.num_decoding_tokens @ loads.is_decode)
-        return mean_costs.seconds(num_requests / num_instances, num_tokens / num_instances)
+        num_requests = float(loads.num_decoding.dot(pool.are_in))
+        num_tokens = float(loads.num_decoding_tokens.dot(pool.are_in))
+        return pool.mean_costs.seconds(num_requests / pool.num_instances, num_tokens / pool.num_instances)
 
     def mean_prefill_costs(self) -> Costs | None:
         """Of all prefill instances; None without one."""

@@ -20,8 +20,6 @@ from mooncake.costs import Costs
 
 Floats = NDArray[np.floating[Any]]
 """float64"""
-Quantities = tuple[float, float, float, float]
-"""of one (for the constant), of the first and of the second; and seconds that are added to them"""
 
 _COMMON_DOUBT = 0.5
 """of all start coefficients together, relative"""
@@ -62,9 +60,9 @@ class CostEstimator:
     def __init__(self, start: Costs, doubt: Doubt, *, is_profiled: bool) -> None:
         self._start, self._doubt = start, doubt
         self._is_profiled = is_profiled
-        self._coefficients = np.ones((4, 0))
-        self.constant_s, self.first_s, self.second_s, _ = self._coefficients
-        """its rows: coefficients by slot; the fourth has ones, for what takes as long everywhere"""
+        self._coefficients = np.ones((3, 0))
+        self.constant_s, self.first_s, self.second_s = self._coefficients
+        """its rows: coefficients by slot"""
         self._covariances: list[_Covariance] = []
         self._has_scale: list[bool] = []
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
@@ -76,9 +74,9 @@ class CostEstimator:
             self._num_surprises.append(0)
             self._covariances.append(self._covariance((0.0, 0.0, 0.0)))
         num_slots = len(self._has_scale)
-        missing = np.ones((4, num_slots - len(self.constant_s)))
+        missing = np.ones((3, num_slots - len(self.constant_s)))
         self._coefficients = np.append(self._coefficients, missing, axis=1)
-        self.constant_s, self.first_s, self.second_s, _ = self._coefficients
+        self.constant_s, self.first_s, self.second_s = self._coefficients
         self._begin_at(slot, self._start)
         self._has_scale[slot] = self._is_profiled
 
@@ -87,15 +85,10 @@ class CostEstimator:
         constant_s, first_s, second_s = self._of(slot)
         return constant_s + first * first_s + second * second_s
 
-    def predict_all_s(self, quantities: Sequence[Quantities]) -> Floats:
-        """Seconds on every instance: one row for each of `quantities`, one column a slot."""
-        seconds: Floats = np.array(quantities).dot(self._coefficients)
-        return seconds
-
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
         """Of these slots, of which there is at least one."""
         num_slots = int(np.count_nonzero(slots))
-        return Costs(*(self._coefficients[:3] @ slots / num_slots).tolist())
+        return Costs(*(self._coefficients @ slots / num_slots).tolist())
 
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
         """So long it took."""
@@ -151,7 +144,7 @@ class CostEstimator:
         return self.constant_s.item(slot), self.first_s.item(slot), self.second_s.item(slot)
 
     def _put(self, slot: int, coefficients: Sequence[float]) -> None:
-        self._coefficients[:3, slot] = coefficients
+        self._coefficients[:, slot] = coefficients
 
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:

@@ -65,8 +65,15 @@ class Forecast(Protocol):
     """`decode_s`: how long a request is decoded, on average; infinite before the first. `steps`: to be told
     what they take."""
 
-    decode_s: float
     steps: Steps
+
+    @property
+    def decode_s(self) -> float:
+        """See above."""
+
+    @property
+    def everything(self) -> Work:
+        """That is expected or decoded now: at no time is there more of it."""
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """Its prefill will end at `prefilled_s`, its tokens will be `tbt_s` apart."""
@@ -83,15 +90,39 @@ class Forecast(Protocol):
         """On all decode instances together, at a time that is not before now, if steps take so long."""
 
 
+class DecodeTime:
+    """The mean of the latest, t_d."""
+
+    def __init__(self) -> None:
+        self.mean_s = math.inf
+        self._num_decoded = 0
+
+    def learn(self, decode_s: float) -> None:
+        """A request has been decoded for so long."""
+        self._num_decoded += 1
+        if self._num_decoded == 1:
+            self.mean_s = decode_s
+        self.mean_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.mean_s)
+
+
 class SystemForecast:
     """Requests are decoded for as many steps as the latest were."""
 
     def __init__(self) -> None:
-        self.decode_s = math.inf
         self.steps = Steps()
-        self._num_decoded = 0
+        self._decode_time = DecodeTime()
         self._lifetimes = Lifetimes()
         self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_STEPS)
+
+    @property
+    def decode_s(self) -> float:
+        """As in `Forecast`."""
+        return self._decode_time.mean_s
+
+    @property
+    def everything(self) -> Work:
+        """As in `Forecast`."""
+        return self._prefills.total.plus(self._decodes.total)
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """As in `Forecast`."""
@@ -108,10 +139,7 @@ class SystemForecast:
         """As in `Forecast`."""
         assert stay.began_steps is not None
         self._lifetimes.learn(self.steps.at(now_s) - stay.began_steps)
-        self._num_decoded += 1
-        if self._num_decoded == 1:
-            self.decode_s = decode_s
-        self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
+        self._decode_time.learn(decode_s)
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
         """As in `Forecast`."""
@@ -129,17 +157,27 @@ class SystemForecast:
         return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / step_s), time_s)
 
 
-class RequestForecast(SystemForecast):
+class RequestForecast:
     """Every request is decoded until it has the tokens that it is expected to have.
 
     Who has more of them stays until it has ended: it is one of those that are longer than most.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._lengths = OutputLengths()
+        self.steps = Steps()
+        self._decode_time, self._lengths = DecodeTime(), OutputLengths()
         self._joins, self._leaves = Timeline(BUCKET_S), Timeline(BUCKET_S)
         self._ends = Timeline(BUCKET_STEPS)
+
+    @property
+    def decode_s(self) -> float:
+        """As in `Forecast`."""
+        return self._decode_time.mean_s
+
+    @property
+    def everything(self) -> Work:
+        """As in `Forecast`."""
+        return self._joins.total.plus(self._ends.total)
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """As in `Forecast`."""
@@ -156,7 +194,7 @@ class RequestForecast(SystemForecast):
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
         """As in `Forecast`."""
-        super().learn(request, stay, decode_s, num_output_tokens, now_s)
+        self._decode_time.learn(decode_s)
         self._lengths.learn(request, num_output_tokens)
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:

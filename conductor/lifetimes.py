@@ -17,6 +17,8 @@ from conductor.estimators import Floats
 
 BUCKET_STEPS = 2.0
 _NUM_RECENT = 256
+_MOST_LOOKS = 64
+"""ahead, of which the shares are kept"""
 
 
 class Lifetimes:
@@ -41,6 +43,8 @@ class Lifetimes:
         num_later = int(num_steps / BUCKET_STEPS)
         shares = self._shares.get(num_later)
         if shares is None:
+            if len(self._shares) >= _MOST_LOOKS:
+                self._shares.clear()
             shares = self._shares[num_later] = self._left(num_later)
         return shares
 

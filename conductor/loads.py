@@ -130,13 +130,18 @@ class Loads:
         """Until each instance has computed all that it was given and that is not of a higher priority number;
         what the one that is computed has had of its time is taken off."""
         left_s: Floats = np.maximum(self.ends_s - now_s, self.behind_head_s)
+        behind_s = self.behind_s(priority)
+        return left_s if behind_s is None else left_s - behind_s
+
+    def behind_s(self, priority: int) -> Floats | None:
+        """Of that, what has a higher priority number; None if nothing has."""
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
-            return left_s
+            return None
         # What is computed is not interrupted for long.
         stays_s = np.where(self.head_priority > priority, self.queued_s - self.behind_head_s, 0.0)
-        ahead_s: Floats = left_s - np.sum(behind, axis=0) + stays_s
-        return ahead_s
+        behind_s: Floats = np.sum(behind, axis=0) - stays_s
+        return behind_s
 
     # -- prefill ------------------------------------------------------------------------------------
 

@@ -95,14 +95,18 @@ class Admission:
                 return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
         if slos.tbt_s is None:
             return None
+        factor = self._refusals.factor(now_s)
         match self._policy:
             case Overload.BASELINE:
                 return None
             case Overload.EARLY_REJECTION:
                 tbt_s = self._tbt_now_s(num_tokens)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
-                tbt_s = self._tbt_at_s(now_s + queue_s + prompt_s, now_s, num_tokens, freed.work)
-        return self._check_tbt(None if tbt_s is None else self._refusals.factor(now_s) * tbt_s, slos.tbt_s)
+                tbt_s = self._tbt_with_s(self._forecast.everything.less(freed.work), num_tokens)
+                if tbt_s is not None and factor * tbt_s > slos.tbt_s:  # else there is never enough to miss it
+                    work = self._forecast.at(now_s + queue_s + prompt_s, now_s, self._next_step_s())
+                    tbt_s = self._tbt_with_s(work.less(freed.work), num_tokens)
+        return self._check_tbt(None if tbt_s is None else factor * tbt_s, slos.tbt_s)
 
     def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """A request was rejected so."""
@@ -162,12 +166,18 @@ class Admission:
         )
         return float(step_s.min())
 
-    def _tbt_at_s(self, time_s: float, now_s: float, num_tokens: int, freed: Work) -> float | None:
-        """The same at a later time, when the work that is there then is spread evenly."""
-        num_instances, mean_costs = self._view.decode_pool()
-        step_s = float(self._view.next_step_s[self._view.loads.is_decode].sum()) / num_instances
-        work = self._forecast.at(time_s, now_s, step_s).less(freed)
+    def _next_step_s(self) -> float:
+        """Of all decode instances on average, each with one more request."""
+        pool = self._view.decode_pool()
+        assert pool is not None
+        return float(self._view.next_step_s.dot(pool.are_in)) / pool.num_instances
+
+    def _tbt_with_s(self, work: Work, num_tokens: int) -> float | None:
+        """The same when there is so much work, spread evenly."""
+        pool = self._view.decode_pool()
+        assert pool is not None
+        num_instances = pool.num_instances
         if work.num_requests < num_instances:
             return None
         num_requests = round(work.num_requests) // num_instances + 1
-        return mean_costs.seconds(num_requests, work.num_tokens / num_instances + num_tokens)
+        return pool.mean_costs.seconds(num_requests, work.num_tokens / num_instances + num_tokens)

@@ -38,10 +38,14 @@ class PrefixMatch(NamedTuple):
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
         """One row a mask, one column a slot: whether it is in it."""
-        num_bytes = -(-self.num_slots // 8)
-        joined = b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
-        rows = np.frombuffer(joined, np.uint8).reshape(len(masks), num_bytes)
+        rows = np.frombuffer(packed(masks, self.num_slots), np.uint8).reshape(
+            len(masks), -(-self.num_slots // 8)
+        )
         return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
+
+    def num_blocks_at(self, slot: int) -> int:
+        """Of the prompt's leading ones, how many one instance holds."""
+        return next(depth for depth, mask in zip(self.depths, self.masks, strict=True) if mask >> slot & 1)
 
     def num_ssd_blocks_at(self, slot: int) -> int:
         """Of those that one instance holds, how many have to be read from SSD."""
@@ -77,6 +81,12 @@ class PrefixMatch(NamedTuple):
         """By slot: those numbers whose masks it is in."""
         sums: NDArray[np.int32] = np.array(numbers, np.int32).dot(self.rows_of(masks))
         return sums
+
+
+def packed(masks: Sequence[int], num_slots: int) -> bytes:
+    """Rows of bits, one after the other, each in whole bytes; that of slot 0 is the lowest of the first."""
+    num_bytes = -(-num_slots // 8)
+    return b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
 
 
 class PrefixIndex:

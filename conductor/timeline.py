@@ -34,26 +34,27 @@ class Timeline:
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
         self._first = 0  # bucket of index 0
-        self._total = Work(0, 0)
+        self.total = Work(0, 0)
+        """of all times"""
         self._work = np.zeros((2, _FEWEST_BUCKETS))
         self._ones = np.ones(_FEWEST_BUCKETS)  # the quickest way to a sum
 
     def add(self, time: float, num_tokens: int) -> int:
         """One request. What to call `remove` with."""
         bucket = math.floor(time / self._bucket)
-        if not self._total.num_requests:
+        if not self.total.num_requests:
             self._first = bucket
         bucket = max(bucket, self._first)
         if bucket - self._first >= self._work.shape[1]:
             self._make_room(bucket)
         self._change(bucket, 1, num_tokens)
-        self._total = Work(self._total.num_requests + 1, self._total.num_tokens + num_tokens)
+        self.total = Work(self.total.num_requests + 1, self.total.num_tokens + num_tokens)
         return bucket
 
     def remove(self, bucket: int, num_tokens: int) -> None:
         """Undoes `add`."""
         self._change(bucket, -1, -num_tokens)
-        self._total = Work(self._total.num_requests - 1, self._total.num_tokens - num_tokens)
+        self.total = Work(self.total.num_requests - 1, self.total.num_tokens - num_tokens)
 
     def _change(self, bucket: int, num_requests: int, num_tokens: int) -> None:
         index = bucket - self._first
@@ -64,7 +65,7 @@ class Timeline:
         """All up to a time, or up to a bucket's length more."""
         end = self._index(time) + 1
         if end >= self._work.shape[1]:
-            return self._total
+            return self.total
         return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
     def weighted(self, by_age: Floats, now: float) -> Work:

@@ -59,10 +59,12 @@ def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
         ) from error
 
 
-def load_or_do_without(source: Path, otherwise: str) -> ctypes.CDLL | None:
+def load_or_do_without(
+    source: Path, otherwise: str, flags: tuple[str, ...] = THIS_PROCESSOR
+) -> ctypes.CDLL | None:
     """As `load`; None where that cannot be, of which the log says what is so `otherwise`."""
     try:
-        return load(source)
+        return load(source, flags)
     except NativeCodeError as error:
         # The error itself, in a record of the log, would keep what the callers have open.
         log.warning("%s: %s", otherwise, str(error))

@@ -1,13 +1,14 @@
 """The decode load of the near future (Mooncake, section 7.4)."""
 
 import math
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.forecast import BUCKET_S, OutputLengths, RequestForecast, Steps, SystemForecast
+from conductor.forecast import BUCKET_S, Forecast, OutputLengths, RequestForecast, Steps, SystemForecast
 from conductor.timeline import Timeline, Work
 from mooncake.requests import Request, SamplingParams
 
@@ -59,9 +60,10 @@ def request(num_tokens: int, kind: str = "a", max_tokens: int = 1000) -> Request
 
 
 STEP_S = 0.1
+F = TypeVar("F", bound=Forecast)
 
 
-def having_learned(forecast: SystemForecast, *seconds: float, kind: str = "a") -> SystemForecast:
+def having_learned(forecast: F, *seconds: float, kind: str = "a") -> F:
     """Decodes that have ended, all with steps of `STEP_S`."""
     forecast.steps.take(STEP_S, 0.0)
     for decode_s in seconds:
@@ -138,7 +140,7 @@ def test_t_d_is_a_mean_of_the_latest() -> None:
 
 
 @pytest.mark.parametrize("forecast", [SystemForecast(), RequestForecast()])
-def test_who_is_not_expected_any_more_is_nobodys_load(forecast: SystemForecast) -> None:
+def test_who_is_not_expected_any_more_is_nobodys_load(forecast: Forecast) -> None:
     for stay in (forecast.expect(request(100), 10.0, STEP_S), forecast.begin(request(9), 3.0)):
         stay.end()
     for time_s in (3.0, 10.05, 50.0):
@@ -176,3 +178,21 @@ def test_lengths_are_those_of_the_kind_once_it_is_known() -> None:
     assert lengths.expected(request(1, "b")) == 7
     assert lengths.expected(request(1, "a")) == 100
     assert lengths.expected(request(1, "a", max_tokens=50)) == 50
+
+
+@pytest.mark.parametrize("new_forecast", [SystemForecast, RequestForecast])
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(times, st.integers(1, 1000), st.booleans()), max_size=30), times, times)
+def test_at_no_time_is_there_more_than_everything(
+    new_forecast: type[Forecast], entries: list[tuple[float, int, bool]], now_s: float, later_s: float
+) -> None:
+    forecast = having_learned(new_forecast(), 0.5, 3.0, 20.0)
+    for at_s, num_tokens, begins in sorted(entries):
+        if begins:
+            forecast.begin(request(num_tokens), at_s)
+        else:
+            forecast.expect(request(num_tokens), at_s, STEP_S)
+    most, work = forecast.everything, forecast.at(now_s + later_s, now_s, STEP_S)
+    assert most == Work(len(entries), sum(num_tokens for _, num_tokens, _ in entries))
+    assert work.num_requests <= most.num_requests + 1e-9
+    assert work.num_tokens <= most.num_tokens + 1e-6
