@@ -172,6 +172,7 @@ class DecodeInstance:
         else:
             self._refuse(sequence, self._num_begun, tbt_s)
             self._forget(sequence)
+        self._take_turns()
 
     def _begin(self, sequence: Sequence) -> None:
         now_s = self.node.clock.now_s
