@@ -1,141 +1,128 @@
 """What the front costs: processor time of a request, and the latency that it adds.
 
-    python benchmarks/front.py [--rates R,R] [--num-requests N] [--rounds N] [--processes N] [--fronts N]
+    python benchmarks/front.py [--connections N,N] [--turns N] [--rates R,R] [--num-requests N] [--rounds N]
+                               [--processes N] [--fronts N]
 
 The conductor process, front included, with instances that compute nothing (`load.instant_workers`): a
 request of 1,000 tokens of text is parsed, validated, tokenized, placed, dispatched, and answered by 64
 tokens, each an event of its own, every 20 ms. Beside it a bare FastAPI application that streams as many
-events and does nothing else. The two are loaded in turn, at the same rates, by the clients of
-`mooncake-bench`. TTFT and gaps beyond 20 ms are what the front adds. Processor time is that of the
-server's process alone.
+events and does nothing else. The two are loaded in turn.
+
+Processor time is that of the server's process, all threads, under the load of wrk (`load.wrk`): connections
+that stay open, each with its next request as soon as it has the answer to the one before. Latency is what the
+clients of `mooncake-bench` see, who know when each event came, at a rate: TTFT, and gaps beyond 20 ms.
 
 With `--fronts N` the load goes to N fronts in processes of their own, and the Conductor's process decides.
 Processor time is that of all of them then, and what the Conductor has of it is shown beside.
 """
 
 import argparse
-import contextlib
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import msgspec
+
+from benchmarks.debian import CannotFetchError
 from benchmarks.load.bench import find_server
-from benchmarks.load.clients import Clients
+from benchmarks.load.clients import ClientError, Clients
+from benchmarks.load.fronts import Server, bare, cpu_s, front
 from benchmarks.load.instant_workers import STEP_S
 from benchmarks.load.measures import Slo, summarize
-from benchmarks.load.sources import MixSource, Run
-from benchmarks.servers import ServerError, free_port, heeding_sigterm, serving
+from benchmarks.load.prompts import PromptMaker
+from benchmarks.load.sources import MixSource, Planned, Run
+from benchmarks.load.wrk import Wrk, WrkError
+from benchmarks.servers import ServerError
 from benchmarks.store.rounds import print_table, progress
 from benchmarks.traces.mixes import Mix, RequestClass
-from mooncake.keys import ClusterKey
 
 NUM_INPUT, NUM_OUTPUT = 1000, 64
-MAX_CPU_MS = 3.3
+MAX_CPU_MS, MAX_CPU_RATIO = 3.3, 1.12
 MAX_ADDED_MS = 20.0
 OURS, BARE = "front and Conductor", "bare FastAPI"
+_TOKEN_IDS = (1000, 30_000)
 _ANY_TIME = Slo(600.0, 600.0, NUM_INPUT + 1)
+_WARM_UP_CONNECTIONS, _WARM_UP_TURNS = 32, 2
 
 
-class Server(NamedTuple):
-    """One that is ready. `pid` is the process whose processor time counts. `fronts` take its requests, if
-    there are any."""
+class Cost(NamedTuple):
+    """Processor time of a request, of one round or the median of several. `own_cpu_ms` is without that of
+    other fronts."""
 
-    url: str
-    pid: int
-    fronts: tuple["Server", ...] = ()
-
-    @property
-    def pids(self) -> list[int]:
-        return [self.pid, *(front.pid for front in self.fronts)]
+    rate_per_s: float
+    cpu_ms: float
+    own_cpu_ms: float
+    answer_bytes: float
 
 
-class Sample(NamedTuple):
-    """Of one round, or the medians of several, in ms. `own_cpu` is without that of other fronts."""
+class Latency(NamedTuple):
+    """Of one round, or the medians of several."""
 
-    cpu: float
-    own_cpu: float
-    ttft_p50: float
-    ttft_p99: float
-    tbt_p99: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tbt_p99_ms: float
+    """beyond the step"""
     client_cpu_share: float
 
 
-@contextlib.contextmanager
-def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
-    """With so many prefill and decode instances, and fronts beside the Conductor's. Raises ServerError."""
-    with heeding_sigterm(), tempfile.TemporaryDirectory() as folder:
-        key = Path(folder) / "cluster.key"
-        ClusterKey.generate().save(key)
-        endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-        cluster = ["--security-key-file", str(key), "--conductor-endpoint", endpoints[0]]
-        conductor = ["conductor", *cluster, "--conductor-reply-endpoint", endpoints[1]]
-        conductor += ["--conductor-max-running-requests", "10000"]
-        other = ["front", *cluster, "--conductor-reply-endpoint", "tcp://127.0.0.1:*"]
-        instant = [sys.executable, "-m", "benchmarks.load.instant_workers", *cluster]
-        instant += ["--prefill", str(num_each), "--decode", str(num_each)]
-        workers = subprocess.Popen(instant)
-        try:
-            with contextlib.ExitStack() as nodes:
-                ours = nodes.enter_context(_node(conductor))
-                others = [nodes.enter_context(_node(other)) for _ in range(num_fronts)]
-                yield ours._replace(fronts=tuple(others))
-        finally:
-            workers.terminate()
-            workers.wait()
+S = TypeVar("S", Cost, Latency)
 
 
-@contextlib.contextmanager
-def _node(arguments: Sequence[str]) -> Iterator[Server]:
-    """Of this role."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mooncake", "--port", str(port), "--role", *arguments]
-    with serving(command, f"{url}/ready") as supervisor:
-        # It has no other child.
-        children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children")
-        yield Server(url, int(children.read_text()))
+def cost(wrk: Wrk, server: Server, num_connections: int, num_turns: int, seed: int) -> Cost:
+    """One round. Raises WrkError if an answer is not whole."""
+    model = find_server(server.url, None, None).model
+    urls = [front.url for front in server.fronts] or [server.url]
+    shares = [
+        (url, _bodies(model, num_turns * num_connections // len(urls), seed * len(urls) + index))
+        for index, url in enumerate(urls)
+    ]
+    connections = num_connections // len(urls)
+    before_s = [cpu_s(pid) for pid in server.pids]
+    with ThreadPoolExecutor() as threads:
+        answers = list(
+            threads.map(
+                lambda share: wrk.post(*share, NUM_OUTPUT, connections, NUM_OUTPUT * STEP_S),
+                shares,
+            )
+        )
+    spent_s = [cpu_s(pid) - before for pid, before in zip(server.pids, before_s, strict=True)]
+    num_requests = sum(len(bodies) for _, bodies in shares)
+    return Cost(
+        sum(answer.rate_per_s for answer in answers),
+        1000 * sum(spent_s) / num_requests,
+        1000 * spent_s[0] / num_requests,
+        statistics.mean(answer.mean_bytes for answer in answers),
+    )
 
 
-@contextlib.contextmanager
-def bare() -> Iterator[Server]:
-    """Raises ServerError."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "benchmarks.load.bare_front", str(port)]
-    with serving(command, f"{url}/v1/models") as process:
-        yield Server(url, process.pid)
+def _bodies(model: str, number: int, seed: int) -> list[bytes]:
+    """Requests for as many different prompts."""
+    prompts = PromptMaker(_TOKEN_IDS, seed, 1.0)
+    fixed = {"model": model, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
+    return [
+        msgspec.json.encode({**fixed, "prompt": prompts.text(Planned(index, 0.0, NUM_INPUT, NUM_OUTPUT, ()))})
+        for index in range(number)
+    ]
 
 
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has used, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def measure(clients: Clients, server: Server, run: Run) -> Sample:
+def latency(clients: Clients, server: Server, run: Run) -> Latency:
     """One round. Raises ServerError if a request fails."""
     found = find_server(server.url, None, None)
-    before_s = [cpu_s(pid) for pid in server.pids]
     wanted, urls = replace(run, url=found.url, model=found.model), [front.url for front in server.fronts]
     result = clients.run(wanted, lambda _: None, urls)
-    spent_s = [cpu_s(pid) - before for pid, before in zip(server.pids, before_s, strict=True)]
     figures = summarize(result, _ANY_TIME)
     if result.was_interrupted:
         raise KeyboardInterrupt
     if figures.num_failed or figures.num_rejected or figures.ttft_s is None or figures.tbt_s is None:
         raise ServerError(f"of {run.num_requests} requests {figures.num_failed} failed: {figures.errors}")
-    return Sample(
-        1000 * sum(spent_s) / figures.num_requests,
-        1000 * spent_s[0] / figures.num_requests,
+    return Latency(
         1000 * figures.ttft_s.p50,
         1000 * figures.ttft_s.p99,
         1000 * (figures.tbt_s.p99 - STEP_S),
@@ -143,44 +130,105 @@ def measure(clients: Clients, server: Server, run: Run) -> Sample:
     )
 
 
-def in_rounds(rates: Sequence[float], num_rounds: int, num_processes: int, num_fronts: int, run: Run) -> None:
-    """Print the table. Raises ServerError."""
+def in_turn(ours: Server, floor: Server, num_rounds: int, measure: Callable[[Server, int], S]) -> tuple[S, S]:
+    """Medians of both. `measure` gets the round's number as well; each round begins with the other server."""
+    of_ours: list[S] = []
+    of_floor: list[S] = []
+    sides = [(of_ours, ours), (of_floor, floor)]
+    for index in range(num_rounds):
+        progress(f"round {index + 1} of {num_rounds}")
+        for samples, server in reversed(sides) if index % 2 else sides:
+            samples.append(measure(server, index))
+    return _medians(of_ours), _medians(of_floor)
+
+
+def _medians(samples: list[S]) -> S:
+    return samples[0]._make(map(statistics.median, zip(*samples, strict=True)))
+
+
+def print_costs(
+    ours: Server, floor: Server, connections: Sequence[int], num_turns: int, num_rounds: int
+) -> None:
+    """Raises WrkError, CannotFetchError."""
+    wrk = Wrk()
     rows = []
-    with front(num_fronts=num_fronts) as ours, bare() as floor, Clients(num_processes) as clients:
-        servers = {OURS: ours, BARE: floor}
-        for server in servers.values():  # first calls allocate
-            measure(clients, server, replace(run, concurrency=8, num_requests=64))
-        for rate in rates:
-            samples: dict[str, list[Sample]] = {name: [] for name in servers}
-            for index in range(num_rounds):
-                progress(f"{rate:g} requests/s, round {index + 1} of {num_rounds}")
-                for name in sorted(servers, reverse=bool(index % 2)):
-                    seeded = replace(run, rate_per_s=rate, seed=run.seed + index)
-                    samples[name].append(measure(clients, servers[name], seeded))
-            for name, of_server in samples.items():
-                medians = Sample(*map(statistics.median, zip(*of_server, strict=True)))
-                rows.append(_row(rate, name, medians))
+    for server in (ours, floor):  # first calls allocate
+        cost(wrk, server, _WARM_UP_CONNECTIONS, _WARM_UP_TURNS, 0)
+    for number in connections:
+        progress(f"{number} connections")
+        of_ours, of_floor = in_turn(
+            ours,
+            floor,
+            num_rounds,
+            lambda server, index, number=number: cost(wrk, server, number, num_turns, 1 + index),
+        )
+        for name, sample in ((OURS, of_ours), (BARE, of_floor)):
+            rows.append(
+                (
+                    str(number),
+                    name,
+                    f"{sample.rate_per_s:.0f}",
+                    f"{sample.cpu_ms:.2f} ms",
+                    f"{sample.own_cpu_ms:.2f} ms",
+                    f"{sample.cpu_ms / of_floor.cpu_ms:.2f}",
+                    f"{sample.answer_bytes / 1024:.1f} KiB",
+                )
+            )
     print_table(
-        "Front",
+        "Front: processor time",
+        (
+            "connections",
+            "",
+            "requests/s",
+            "CPU a request",
+            "of it without other fronts",
+            "of bare FastAPI's",
+            "an answer",
+        ),
+        rows,
+        f"Bar: {MAX_CPU_MS} ms, which is {MAX_CPU_RATIO} of what bare FastAPI took where that was set.",
+    )
+
+
+def print_latencies(
+    ours: Server, floor: Server, rates: Sequence[float], num_rounds: int, num_processes: int, run: Run
+) -> None:
+    """Raises ServerError, ClientError."""
+    rows = []
+    with Clients(num_processes) as clients:
+        for server in (ours, floor):
+            latency(clients, server, replace(run, concurrency=8, num_requests=64))
+        for rate in rates:
+            progress(f"{rate:g} requests/s")
+            at_rate = replace(run, rate_per_s=rate)
+            of_ours, of_floor = in_turn(
+                ours,
+                floor,
+                num_rounds,
+                lambda server, index, run=at_rate: latency(
+                    clients, server, replace(run, seed=run.seed + index)
+                ),
+            )
+            for name, sample in ((OURS, of_ours), (BARE, of_floor)):
+                added_ms = sample.ttft_p99_ms - of_floor.ttft_p99_ms
+                times_ms = (*sample[:2], added_ms, sample.tbt_p99_ms)
+                shown = [f"{time_ms:.1f} ms" for time_ms in times_ms]
+                rows.append((f"{rate:g}", name, *shown, f"{sample.client_cpu_share:.0%}"))
+    print_table(
+        "Front: latency",
         (
             "requests/s",
             "",
-            "CPU a request",
-            "of it without other fronts",
             "TTFT p50",
             "TTFT p99",
+            "beyond bare FastAPI's",
             "TBT p99 beyond the step",
             "client's CPU",
         ),
         rows,
-        f"Bars for ours: {MAX_CPU_MS} ms of CPU, and at half the rate that it allows a core, "
-        f"{500 / MAX_CPU_MS:.0f} requests/s, {MAX_ADDED_MS:.0f} ms of added latency at p99.",
+        f"Bar: at half the rate that {MAX_CPU_MS} ms allow a core, {500 / MAX_CPU_MS:.0f} requests/s, "
+        f"{MAX_ADDED_MS:.0f} ms of added latency at p99.",
     )
-
-
-def _row(rate: float, name: str, sample: Sample) -> tuple[str, ...]:
-    times = (sample.cpu, sample.own_cpu, sample.ttft_p50, sample.ttft_p99, sample.tbt_p99)
-    return (f"{rate:g}", name, *(f"{value:.2f} ms" for value in times), f"{sample.client_cpu_share:.0%}")
 
 
 def load() -> Run:
@@ -196,7 +244,7 @@ def load() -> Run:
         duration_s=None,
         scale_lengths=1.0,
         context_len=None,
-        token_ids=(1000, 30_000),
+        token_ids=_TOKEN_IDS,
         as_text=True,
         ignore_eos=True,
         timeout_s=600.0,
@@ -205,7 +253,13 @@ def load() -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", default="50,150", metavar="R,R", help="requests a second; default: 50,150")
+    parser.add_argument(
+        "--connections", default="64,192,384", metavar="N,N", help="of wrk; default: 64,192,384; '': none"
+    )
+    parser.add_argument("--turns", type=int, default=8, metavar="N", help="requests of each; default: 8")
+    parser.add_argument(
+        "--rates", default="150", metavar="R,R", help="requests a second; default: 150; '': none"
+    )
     parser.add_argument("--num-requests", type=int, default=500, metavar="N", help="a round; default: 500")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")
@@ -218,10 +272,15 @@ def main() -> None:
             f"--processes {options.processes} cannot be divided evenly among {options.fronts} fronts"
         )
     run = replace(load(), num_requests=options.num_requests)
-    rates = [float(rate) for rate in options.rates.split(",")]
+    connections = [int(number) for number in options.connections.split(",") if number]
+    rates = [float(rate) for rate in options.rates.split(",") if rate]
     try:
-        in_rounds(rates, options.rounds, options.processes, options.fronts, run)
-    except ServerError as error:
+        with front(num_fronts=options.fronts) as ours, bare() as floor:
+            if connections:
+                print_costs(ours, floor, connections, options.turns, options.rounds)
+            if rates:
+                print_latencies(ours, floor, rates, options.rounds, options.processes, run)
+    except (ServerError, ClientError, WrkError, CannotFetchError) as error:
         sys.exit(str(error))
 
 

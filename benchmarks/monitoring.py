@@ -23,9 +23,10 @@ if __name__ == "__main__":
 import httpx
 from prometheus_client import CollectorRegistry
 
-from benchmarks.front import NUM_OUTPUT, front, load
+from benchmarks.front import NUM_OUTPUT, load
 from benchmarks.load.bench import find_server
 from benchmarks.load.clients import Clients
+from benchmarks.load.fronts import front
 from benchmarks.servers import ServerError
 from benchmarks.store.rounds import print_table, progress
 from conductor.front.metrics import Metrics, Outcome

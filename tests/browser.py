@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.debian import environment, fetched
+from benchmarks.debian import environment
+from tests.debian import fetched
 
 PROGRAM = "usr/lib/chromium/chromium"
 DEADLINE_S = 60.0

@@ -1,0 +1,58 @@
+-- For wrk: posts each of the bodies in a file, one a line, once, and ends when all answers are there, whole.
+-- Arguments: the file; how many events an answer has before [DONE]; how many connections there are, and over how
+-- many ms they spread their first requests.
+local ffi = require("ffi")
+ffi.cdef("int getpid(void); int kill(int pid, int signal);")
+local SIGINT, FOREVER_MS = 2, 3600 * 1000
+local bodies, num_events, num_connections, spread_ms = {}, nil, nil, nil
+local num_asked, num_due = 0, 0
+num_whole = 0 -- a global: `done` runs in another state than the rest, and asks the only thread for it
+local only_thread
+
+function setup(thread)
+   only_thread = thread
+end
+
+function init(arguments)
+   for line in io.lines(arguments[1]) do
+      bodies[#bodies + 1] = line
+   end
+   num_events, num_connections, spread_ms = tonumber(arguments[2]), tonumber(arguments[3]), tonumber(arguments[4])
+   wrk.headers["Content-Type"] = "application/json"
+end
+
+function delay()
+   num_due = num_due + 1
+   if num_due > #bodies then
+      return FOREVER_MS
+   end
+   return num_due <= num_connections and num_due * spread_ms / num_connections or 0
+end
+
+function request()
+   num_asked = num_asked + 1 -- once before anything is due, on trial: so the first one is sent as the last
+   return wrk.format("POST", "/v1/completions", nil, bodies[num_asked % #bodies + 1])
+end
+
+local function stop()
+   ffi.C.kill(ffi.C.getpid(), SIGINT) -- else it goes on for as long as it was told to
+end
+
+function response(status, headers, body)
+   local _, num_found = body:gsub("data: ", "")
+   if status ~= 200 or num_found ~= num_events + 1 or body:sub(-14) ~= "data: [DONE]\n\n" then
+      io.stderr:write(status, ", ", num_found, " events: ", body:sub(-300), "\n")
+      stop()
+      return
+   end
+   num_whole = num_whole + 1
+   if num_whole == #bodies then
+      stop()
+   end
+end
+
+function done(summary, latency)
+   local errors = summary.errors
+   local num_errors = errors.connect + errors.read + errors.write + errors.status + errors.timeout
+   io.write(string.format("\n%d %d %d %f\n", only_thread:get("num_whole"), num_errors, summary.bytes, latency.mean / 1e6))
+end

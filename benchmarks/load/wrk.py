@@ -1,0 +1,76 @@
+"""Load by wrk, which leaves more of the processor to a server on the same cores than clients in Python do.
+
+It sees whole answers; when an event came only the clients of `mooncake-bench` know.
+
+Owns: the program, this host's or that of Debian's package, and its script. Does not know: what is measured.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.debian import environment, fetch
+
+_TIMEOUT_S = 100
+_EXIT_S = 10
+_SCRIPT = Path(__file__).with_suffix(".lua")
+
+
+class WrkError(Exception):
+    """Not every answer came whole."""
+
+
+class Answers(NamedTuple):
+    """`rate_per_s`: while all connections had requests. `mean_bytes`: of an answer with its head."""
+
+    rate_per_s: float
+    mean_bytes: float
+
+
+class Wrk:
+    """The program. Raises CannotFetchError if this host has none and none can be fetched."""
+
+    def __init__(self) -> None:
+        self._environment: Mapping[str, str] = os.environ
+        installed = shutil.which("wrk")
+        if installed is not None:
+            self._program = installed
+        else:
+            self._program = str(fetch("wrk") / "usr/bin/wrk")
+            self._environment = environment("wrk")
+
+    def post(
+        self, url: str, bodies: Sequence[bytes], num_events: int, num_connections: int, spread_s: float
+    ) -> Answers:
+        """Post each of `bodies` to `/v1/completions` once; an answer has `num_events` before [DONE].
+
+        Connections stay open, and each sends its next request when it has the answer to the one before. Their
+        first ones are spread over `spread_s`, so that they do not go on all at once. Raises WrkError.
+        """
+        with tempfile.NamedTemporaryFile() as file:
+            file.writelines(body + b"\n" for body in bodies)
+            file.flush()
+            command = [self._program, "--threads", "1", "--connections", str(num_connections)]
+            command += ["--duration", str(_TIMEOUT_S), "--timeout", str(_TIMEOUT_S), "--script", str(_SCRIPT)]
+            command += [url, "--", file.name, str(num_events), str(num_connections), str(1000 * spread_s)]
+            ended = subprocess.run(
+                command,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S + _EXIT_S,
+                check=False,
+            )
+        if ended.returncode != 0:
+            raise WrkError(f"wrk ended with {ended.returncode}: {ended.stderr or ended.stdout}")
+        num_whole, num_errors, num_bytes, mean_s = map(float, ended.stdout.splitlines()[-1].split())
+        if num_whole != len(bodies) or num_errors:
+            raise WrkError(
+                f"of {len(bodies)} answers {num_whole:.0f} came whole within {_TIMEOUT_S} s, and wrk met"
+                f" {num_errors:.0f} errors: {ended.stderr or 'it does not say more'}"
+            )
+        return Answers(num_connections / mean_s, num_bytes / num_whole)
