@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvstore.pages import COPIER_SERIAL
 from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.pools import Grant, PoolShard
@@ -23,7 +24,7 @@ from mooncake.pools import Grant, PoolShard
 MAX_MESSAGE_BYTES = 384 * 1024
 """Of an answer too. Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
 
-Serial = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 
 # -- first messages ---------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ _ALIGNMENT = 64
 _GENERATIONS = 1 << 32
 _MOST_USES = (1 << 32) - 1
 _NOBODY = 0
+COPIER_SERIAL = (1 << 32) - 1
+"""no client's"""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -63,11 +65,19 @@ _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for 
 
 
 class Writer(NamedTuple):
-    """Who may have a page mapped for writing: a process, and which of its clients (numbered from 1); 0: a
-    messenger that copies to granted pages."""
+    """Who may have a page mapped for writing: a process, and which of its clients."""
 
     pid: int
     serial: int
+
+    @classmethod
+    def copier(cls, pid: int) -> "Writer":
+        """A messenger that copies to granted pages."""
+        return cls(pid, COPIER_SERIAL)
+
+    @property
+    def is_copier(self) -> bool:
+        return self.serial == COPIER_SERIAL
 
 
 class Adopted(NamedTuple):

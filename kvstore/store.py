@@ -4,6 +4,7 @@ Owns: how the parts fit together, their opening and their closing. Does not know
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -19,6 +20,7 @@ from kvstore.reads import Reads
 from kvstore.segment import Segment
 from kvstore.slab import Slab
 from kvstore.ssd import SsdTier
+from messenger.board import Board
 from messenger.door import Door
 from messenger.identity import Identity
 from messenger.peers import Peers
@@ -55,6 +57,7 @@ class Store:
     traffic: Traffic
     cards: Cards
     events: EventLog
+    board: Board | None
     space: asyncio.Event
     """set whenever a page becomes free or evictable"""
     problem: str | None = None
@@ -152,28 +155,31 @@ class Store:
         self.num_orphaned = len(self.pool.orphans())
 
     async def _await_end(self, writer: Writer) -> None:
-        """Frees the pages that a former life of the messenger gave to a process, when that has ended.
+        """Frees the pages that a former life of the messenger gave to a process, when that has ended, or the
+        copy that it was making.
 
         Those of a process that cannot be watched from here stay aside until it comes again by itself.
         """
-        while True:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        if writer.is_copier and self.board is not None:
+            self.board.await_former(writer.pid, ended.set)
+        while not ended.is_set():
             try:
                 process = os.pidfd_open(writer.pid)
-                break
             except ProcessLookupError:
-                self.pool.writer_gone(writer)
-                return
+                break
             except OSError as error:
                 log.warning("cannot tell whether process %d still writes: %s", writer.pid, error)
-                await asyncio.sleep(_WATCH_AGAIN_S)
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            loop.add_reader(process, ended.set)
-            await ended.wait()
-            self.pool.writer_gone(writer)
-        finally:
-            loop.remove_reader(process)
-            os.close(process)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), _WATCH_AGAIN_S)
+                continue
+            try:
+                loop.add_reader(process, ended.set)
+                await ended.wait()
+            finally:
+                loop.remove_reader(process)
+                os.close(process)
+        self.pool.writer_gone(writer)
 
     def close(self) -> None:
         if self.ssd is not None:
@@ -202,7 +208,8 @@ def open_store(
     ssd = _open_ssd(config, segment, events)
     landing = segment.landing(config.segment_fd)
     table = segment.page_table()
-    copiers = [Writer(pid, 0) for pid in landing.board.former_copiers] if landing is not None else []
+    board = landing.board if landing is not None else None
+    copiers = [Writer.copier(pid) for pid in board.former_copiers] if board is not None else []
     for copier in copiers[:1]:
         table.assign(copier)
     catalogue = segment.catalogue()
@@ -231,7 +238,7 @@ def open_store(
         ssd.on_health = pool.room_changed
     for copier in copiers:
         pool.keep_aside(copier)
-    grants = Grants(pool, segment, address, landing.board if landing is not None else None)
+    grants = Grants(pool, segment, address, board)
     source = SourceSegment.of(config.segment_fd, segment.buffer)
     peers = Peers(
         tasks,
@@ -261,6 +268,7 @@ def open_store(
         traffic,
         cards,
         events,
+        board,
         space,
     )
     log.info(

@@ -61,6 +61,9 @@ extern "C" int is_copying(const Board* board, size_t seat, uint64_t grant) {
     return board->seats[seat].copied == grant + 1;
 }
 
+// One more than that grant; 0: to none.
+extern "C" uint64_t copied_to(const Board* board, size_t seat) { return board->seats[seat].copied; }
+
 extern "C" uint64_t owner_of(const Board* board, size_t seat) { return board->seats[seat].owner; }
 
 extern "C" void give_seat(Board* board, size_t seat, uint64_t ticket) {

@@ -16,10 +16,12 @@ import logging
 import os
 import secrets
 import select
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from ctypes import CDLL, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from messenger.checksums import address_of
 from mooncake.native import load_or_do_without
@@ -46,7 +48,7 @@ def native() -> CDLL | None:
     library.close_grant.argtypes = (c_void_p, c_uint64)
     library.close_all.argtypes = (c_void_p,)
     library.is_copying.argtypes = (c_void_p, c_size_t, c_uint64)
-    library.owner_of.argtypes = (c_void_p, c_size_t)
+    library.owner_of.argtypes = library.copied_to.argtypes = (c_void_p, c_size_t)
     library.give_seat.argtypes = (c_void_p, c_size_t, c_uint64)
     library.is_vacant.argtypes = (c_void_p, c_size_t)
     library.sit_down.argtypes = (c_void_p, c_size_t, c_uint64)
@@ -64,17 +66,24 @@ def native() -> CDLL | None:
     )
     library.open_grant.restype = library.is_copying.restype = library.place.restype = c_int
     library.is_vacant.restype = library.sit_down.restype = c_int
-    library.close_grant.restype = library.close_all.restype = library.owner_of.restype = c_uint64
+    library.close_grant.restype = library.close_all.restype = c_uint64
+    library.owner_of.restype = library.copied_to.restype = c_uint64
     library.give_seat.restype = library.leave_seat.restype = None
     return library
 
 
-@dataclass(slots=True)
-class _Closing:
-    """A grant that was closed while somebody was copying to it."""
+class Copy(NamedTuple):
+    """What whoever sits there is copying to."""
 
+    seat: int
     grant_id: int
-    seats: list[int]
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Copies to grants that are closed."""
+
+    copies: list[Copy]
     on_quiet: Callable[[], None]
 
 
@@ -88,17 +97,24 @@ class Board:
         self._board = board  # keeps it mapped
         self._address = address_of(board)
         self._processes: dict[int, int | None] = {}
-        """by seat that is taken: a descriptor of its process, None if that has ended or cannot be watched"""
+        """by seat that is taken: a descriptor of its process, None if that has ended"""
+        weakref.finalize(self, _close_all, self._processes)
+        self._unwatched: set[int] = set()
+        """seats of an earlier life of which nobody can say when their process ends"""
         self._left: set[int] = set()
         """seats whose lane has ended, and which may not have been left yet"""
         self._has_warned = False
-        self._closing: list[_Closing] = []
+        self._awaited: list[_Awaited] = []
         self._looking: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_LOOK_S
         busy = library.close_all(self._address)
         owners = [self.ticket(seat) & _PID_MASK for seat in range(NUM_SEATS)]
-        self.former_copiers = [owners[seat] for seat in _seats_of(busy) if owners[seat]]
-        """processes that were copying to pages of an earlier life when this one began"""
+        self._former: dict[int, list[Copy]] = {}
+        """by process: copies to pages of an earlier life that were under way when this one began"""
+        for seat in _seats_of(busy):
+            grant_id = library.copied_to(self._address, seat) - 1
+            if owners[seat] and grant_id >= 0:
+                self._former.setdefault(owners[seat], []).append(Copy(seat, grant_id))
         for seat, owner in enumerate(owners):
             if owner:
                 self._take_over(seat, owner)
@@ -113,7 +129,7 @@ class Board:
 
     def take_seat(self, pid: int) -> int | None:
         """For a lane of this process; None if all are taken, or it cannot be seen from here when it ends."""
-        seat = next((seat for seat in range(NUM_SEATS) if seat not in self._processes), None)
+        seat = next((seat for seat in range(NUM_SEATS) if self._is_free(seat)), None)
         if seat is None:
             return None
         try:
@@ -134,12 +150,12 @@ class Board:
         return int(self._native.owner_of(self._address, seat))
 
     def _take_over(self, seat: int, owner: int) -> None:
-        """From an earlier life. If nobody can say when the owner ends it is not given again in this one."""
+        """From an earlier life. Unwatched it is not given again in this one."""
         try:
             self._processes[seat] = _watch(owner)
         except OSError as error:
             log.warning("seat %d is kept aside: process %d cannot be watched: %s", seat, owner, error)
-            self._processes[seat] = None
+            self._unwatched.add(seat)
         else:
             self.leave(seat)
 
@@ -158,23 +174,29 @@ class Board:
     def close(self, grant_id: int, on_quiet: Callable[[], None]) -> bool:
         """Nobody begins to copy to it any more. Whether nobody is copying to it: else `on_quiet` is called
         when that has ended."""
-        seats = _seats_of(self._native.close_grant(self._address, grant_id))
-        if not seats:
-            return True
-        self._closing.append(_Closing(grant_id, seats, on_quiet))
-        self._look_soon()
-        return False
+        busy = self._native.close_grant(self._address, grant_id)
+        copies = [Copy(seat, grant_id) for seat in _seats_of(busy)]
+        if copies:
+            self._await(copies, on_quiet)
+        return not copies
 
-    def shut_down(self) -> None:
-        """Nobody looks any more; what is not quiet now is left as it is."""
-        if self._looking is not None:
-            self._looking.cancel()
-        for process in self._processes.values():
-            if process is not None:
-                os.close(process)
-        self._processes.clear()
+    # -- of an earlier life -----------------------------------------------------------------------
+
+    @property
+    def former_copiers(self) -> list[int]:
+        """Processes that were copying to its pages when this life began."""
+        return list(self._former)
+
+    def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
+        """`on_quiet` is called when what this one was copying, if it was, has ended; or the process has, if
+        that can be watched."""
+        self._await(self._former.get(pid, []), on_quiet)
 
     # ---------------------------------------------------------------------------------------------
+
+    def _await(self, copies: list[Copy], on_quiet: Callable[[], None]) -> None:
+        self._awaited.append(_Awaited(copies, on_quiet))
+        self._look_soon()
 
     def _look_soon(self) -> None:
         self._pause_s = _FIRST_LOOK_S
@@ -184,28 +206,33 @@ class Board:
     def _look(self) -> None:
         """Whether those have ended that are awaited."""
         self._looking = None
-        closing, self._closing = self._closing, []
-        for each in closing:
-            each.seats = [seat for seat in each.seats if self._is_copying(seat, each.grant_id)]
-            if each.seats:
-                self._closing.append(each)
+        awaited, self._awaited = self._awaited, []
+        for each in awaited:
+            each.copies = [copy for copy in each.copies if self._is_under_way(copy)]
+            if each.copies:
+                self._awaited.append(each)
             else:
                 each.on_quiet()
         for seat in list(self._left):
             if self._native.is_vacant(self._address, seat) or self._has_ended(seat):
                 self._free(seat)
-        if self._closing or self._left:
+        if self._awaited or self._left:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
-    def _is_copying(self, seat: int, grant_id: int) -> bool:
-        is_copying = self._native.is_copying(self._address, seat, grant_id)
-        return bool(is_copying) and not self._has_ended(seat)
+    def _is_under_way(self, copy: Copy) -> bool:
+        is_copying = self._native.is_copying(self._address, copy.seat, copy.grant_id)
+        return bool(is_copying) and not self._has_ended(copy.seat)
 
     def _has_ended(self, seat: int) -> bool:
-        """Whether the process has that sits there."""
+        """Whether the process has that sits there, as far as can be seen."""
+        if seat in self._unwatched:
+            return False
         process = self._processes.get(seat)
         return process is None or _is_over(process)
+
+    def _is_free(self, seat: int) -> bool:
+        return seat not in self._processes and seat not in self._unwatched
 
     def _free(self, seat: int) -> None:
         self._left.discard(seat)
@@ -213,6 +240,12 @@ class Board:
         if process is not None:
             os.close(process)
         self._native.give_seat(self._address, seat, 0)
+
+
+def _close_all(processes: Mapping[int, int | None]) -> None:
+    for process in processes.values():
+        if process is not None:
+            os.close(process)
 
 
 def _seats_of(mask: int) -> list[int]:

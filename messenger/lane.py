@@ -111,6 +111,8 @@ class Lane:
         """what is written by ourselves"""
         self._catalogue = catalogue
         """what is read by ourselves"""
+        self._has_read = False
+        """by it"""
         self._copies = shared is not None or catalogue is not None
         if isinstance(inlet, TcpInlet) and inlet.direct is not None:
             self._stream.receive_first = partial(inlet.direct.receive, may_answer=False)
@@ -137,7 +139,7 @@ class Lane:
     @property
     def has_answered(self) -> bool:
         """Whether it was of any use."""
-        return self._outstanding.num_answered > 0
+        return self._outstanding.num_answered > 0 or self._has_read
 
     @property
     def was_asked(self) -> bool:
@@ -379,7 +381,7 @@ class Lane:
 
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
         """The blocks are there. Their holder is told in time: they have been of use."""
-        request.is_read = True
+        request.is_read = self._has_read = True
         self.post(msgspec.structs.replace(request.fetch, is_read=True), within_s=NOT_URGENT_S)
         self._results.moved(request, received=True)
         request.done(checksums, None)

@@ -204,8 +204,6 @@ class Member:
             proxy.close()
         for listener in self._listeners:
             listener.close()
-        if self.landing is not None:
-            self.landing.board.shut_down()
         os.close(self.source.read_only_fd)
         os.close(self._fd)
 

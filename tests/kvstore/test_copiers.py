@@ -1,23 +1,31 @@
 """Pages that others of this host write to themselves: when they are free again, in this life and the next."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from kvstore.events import EventLog
 from kvstore.grants import Grants
-from kvstore.pages import PageState
+from kvstore.pages import PageState, Writer
 from kvstore.pool import Pool
 from kvstore.segment import Segment
+from kvstore.store import Store, open_store
 from messenger.checksums import layer_checksums
 from messenger.door import Landing
 from messenger.messages import Write, WriteEntry
+from messenger.rdma.cards import Cards
 from messenger.shared_pages import SharedPages
+from messenger.transports import Traffic
 from mooncake.pools import MessengerAddress
-from tests.kvstore.nodes import FINGERPRINT, LAYOUT, block_bytes, prompt_keys
+from mooncake.process_config import MessengerProcess
+from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig
+from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT, LAYOUT, block_bytes, prompt_keys, run
 from tests.messenger.fabric import until
 
 ADDRESS = MessengerAddress("decode", 1, "host", "decode.sock", ())
@@ -77,9 +85,64 @@ def test_a_revoked_page_is_quarantined_until_the_copy_to_it_has_ended(
             copier.kill()
         await until(lambda: pool.table.state(page) is PageState.FREE)
         assert pool.check_integrity() is None
-        node.landing.board.shut_down()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("ending", ["copy", "process"])
+def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended(
+    fd: int, copier: subprocess.Popen[bytes], tmp_path: Path, ending: str
+) -> None:
+    async def test() -> None:
+        former, keys = Node(fd), prompt_keys(2)
+        seat = former.landing.take_seat(copier.pid)
+        assert seat is not None
+        grant = former.grants.grant(former.pool.reserve(OWNER, keys[:1], 0))
+        former.pool.reserve(OWNER, keys[1:], 0, Writer(os.getpid(), 0))  # its worker lives on
+        words = former.segment.buffer[seat.board_offset :][:2048].cast("Q")
+        words[2 * seat.number] = grant.grant_id + 1
+
+        async with store_over(fd, tmp_path) as store:
+            table, (granted,) = store.pool.table, grant.pages
+            await asyncio.sleep(0)  # it begins to look after them
+            assert table.state(granted.page) is PageState.QUARANTINED
+            if ending == "copy":
+                words[2 * seat.number] = 0
+            else:
+                copier.kill()
+            await until(lambda: table.state(granted.page) is PageState.FREE)
+            assert store.pool.former_writers == [Writer(os.getpid(), 0)]
+            assert table.count()[PageState.QUARANTINED] == 1
+            assert store.pool.check_integrity() is None
+
+    run(test())
+
+
+@contextlib.asynccontextmanager
+async def store_over(fd: int, folder: Path) -> AsyncIterator[Store]:
+    """What the messenger's next life makes of the segment."""
+    config = MessengerProcess(
+        cluster_key=CLUSTER_KEY,
+        settings=MessengerConfig(),
+        kvcache=KVCacheConfig(),
+        security=SecurityConfig(),
+        instance="decode",
+        incarnation=2,
+        worker_socket=str(folder / "decode.sock"),
+        peer_socket=str(folder / "decode-peer.sock"),
+        event_endpoints=("", ""),
+        segment_fd=fd,
+    )
+    segment = Segment.open(fd)
+    assert segment is not None
+    async with asyncio.TaskGroup() as tasks:
+        store = open_store(config, segment, ADDRESS, Traffic(), EventLog(1), None, Cards([]), tasks)
+        try:
+            yield store
+        finally:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            os.close(store.peers._source.read_only_fd)
 
 
 def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> None:
@@ -108,6 +171,5 @@ def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> None:
             assert is_last == (layer == LAYOUT.num_layers - 1)
         assert node.pool.find(key) == granted.page
         assert not pages.place(write, LAYOUT.layer_bytes)
-        node.landing.board.shut_down()
 
     asyncio.run(test())

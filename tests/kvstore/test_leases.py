@@ -322,7 +322,7 @@ def test_page_that_a_writer_may_still_write_is_nobodys_until_he_is_gone() -> Non
 
 
 def test_page_that_a_peer_was_copying_to_is_nobodys_until_its_process_is_gone() -> None:
-    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), Writer(1234, 0)
+    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), Writer.copier(1234)
     old = Pool(table)
     granted = old.reserve(ALICE, KEYS[:1], 0).blocks[0].page
     written = old.reserve(BOB, KEYS[1:2], 0, WRITERS[BOB]).blocks[0].page

@@ -273,6 +273,7 @@ async def running(
             traffic=Traffic(),
             cards=Cards([]),
             events=events,
+            board=None,
             space=space,
         )
         moving = tasks.create_task(mover.run())

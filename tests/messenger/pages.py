@@ -87,8 +87,6 @@ class Memory:
         return layer_checksums(self.layers(page, layers), self.layout.layer_bytes)
 
     def close(self) -> None:
-        if self.landing is not None:
-            self.landing.board.shut_down()
         os.close(self.source.read_only_fd)
         os.close(self.fd)
 

@@ -85,7 +85,6 @@ def test_what_is_granted_can_be_written_until_the_grant_is_closed() -> None:
     assert board.close(GRANT, lambda: None)
     assert not pages.place(write, LARGE.layer_bytes)
     assert segment.page(1) == bytes(PAGE_BYTES)
-    board.shut_down()
 
 
 def test_layers_of_several_pages_are_one_write_and_damage_is_found() -> None:
@@ -100,7 +99,6 @@ def test_layers_of_several_pages_are_one_write_and_damage_is_found() -> None:
     assert segment.page(2)[: 2 * size] == segment.source[size : 3 * size]
     segment.source[2 * size] ^= 1
     assert not pages.place(Write(1, GRANT, entries), size)
-    board.shut_down()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +120,6 @@ def test_what_fits_no_page_is_left_to_the_receiver(entry: WriteEntry) -> None:
     pages = segment.pages(taken(board, os.getpid()))
     assert not pages.place(Write(1, GRANT, [entry]), LARGE.layer_bytes)
     assert segment.buffer[: NUM_PAGES * PAGE_BYTES] == bytes(NUM_PAGES * PAGE_BYTES)
-    board.shut_down()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +155,6 @@ def test_a_grant_is_quiet_when_the_copies_to_it_have_ended(other: subprocess.Pop
         assert not quiet.is_set()
         segment.is_copying(copier, None)
         await until(quiet.is_set)
-        board.shut_down()
 
     asyncio.run(test())
 
@@ -177,7 +173,6 @@ def test_a_grant_is_quiet_when_its_copier_is_dead(other: subprocess.Popen[bytes]
         await until(quiet.is_set)
         board.leave(seat)
         await until(lambda: board.take_seat(os.getpid()) == seat)
-        board.shut_down()
 
     asyncio.run(test())
 
@@ -197,7 +192,6 @@ def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
         assert board.take_seat(other.pid) is None
         pages.leave()
         await until(lambda: board.take_seat(other.pid) == 5)
-        board.shut_down()
 
     asyncio.run(test())
 
@@ -217,7 +211,6 @@ def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_nothing(
         with pytest.raises(TransferError, match="given up meanwhile"):
             SharedPages(segment.buffer, late, LARGE, segment.source)
         segment.pages(seat)
-        board.shut_down()
 
     asyncio.run(test())
 
@@ -230,18 +223,50 @@ def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.
         seats = [taken(former, other.pid) for _ in range(2)]
         pages = [segment.pages(seat) for seat in seats]
         segment.is_copying(seats[1], GRANT)
-        former.shut_down()
 
-        board = segment.board()
+        board, quiet = segment.board(), asyncio.Event()
         assert board.former_copiers == [other.pid]
+        board.await_former(other.pid, quiet.set)
+        await looked_at(board)
+        assert not quiet.is_set()
         write = Write(1, GRANT, [segment.entry])
         assert not pages[0].place(write, LARGE.layer_bytes)
         assert board.take_seat(os.getpid()) not in seats
         other.kill()
+        await until(quiet.is_set)
         await until(lambda: board.take_seat(os.getpid()) in seats)
-        board.shut_down()
 
     asyncio.run(test())
+
+
+def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
+    """However long its process lives, and whether that can be watched or not."""
+
+    async def test(pid: int) -> None:
+        segment = Segment()
+        former = segment.board()
+        seats = [taken(former, os.getpid()) for _ in range(2)]
+        for seat in seats:
+            segment.words[2 * seat + 1] = 1 << 63 | pid  # who sits there
+            segment.is_copying(seat, GRANT)
+        board, quiet = segment.board(), asyncio.Event()
+        board.await_former(pid, quiet.set)
+        segment.is_copying(seats[0], None)
+        await looked_at(board)
+        assert not quiet.is_set()
+        segment.is_copying(seats[1], GRANT + 1)  # it has gone on to another
+        await until(quiet.is_set)
+
+    asyncio.run(test(os.getpid()))
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        asyncio.run(test(thread.native_id))
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen[bytes]) -> None:
@@ -251,8 +276,10 @@ def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen
         seat = taken(former, other.pid)
         segment.is_copying(seat, GRANT)
         segment.pages(seat).leave()
-        former.shut_down()
-        assert segment.board().former_copiers == []
+        board, quiet = segment.board(), asyncio.Event()
+        assert board.former_copiers == []
+        board.await_former(other.pid, quiet.set)
+        await until(quiet.is_set)
 
     asyncio.run(test())
 
@@ -265,12 +292,10 @@ def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
         former = segment.board()
         seat = taken(former, os.getpid())
         segment.words[2 * seat + 1] = thread_id
-        former.shut_down()
         board = segment.board()
         seats = [taken(board, os.getpid()) for _ in range(NUM_SEATS - 1)]
         assert seat not in seats
         assert board.take_seat(os.getpid()) is None
-        board.shut_down()
 
     has_ended = threading.Event()
     thread = threading.Thread(target=has_ended.wait)
@@ -294,7 +319,6 @@ def test_a_process_that_cannot_be_watched_has_no_seat_and_one_warning(
         board = Segment().board()
         assert [board.take_seat(thread.native_id) for _ in range(3)] == [None] * 3
         assert caplog.text.count("cannot be watched") == 1
-        board.shut_down()
     finally:
         has_ended.set()
         thread.join()
@@ -333,7 +357,6 @@ def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
             has_ended.set()
             thread.join()
         assert num_busy
-        board.shut_down()
 
     asyncio.run(test())
 

@@ -32,6 +32,7 @@ def test_what_is_found_is_read_without_asking(tmp_path: Path) -> None:
             assert await node.fetch(range(4)) == [0, 1, 2, 3]
             assert_read(node, range(4))
             peer = await node.peer()
+            assert all(lane.has_answered for lane in peer.lanes)  # it was of use
             layers, views = range(1, 3), [node.sender_memory.layers(page, range(2)) for page in (9, 8)]
             found = await peer.fetch([key(3), key(0)], views, layers, Urgency.BULK)
             assert found == {
