@@ -7,7 +7,6 @@ Owns: one connection to a peer. Does not know: other lanes, what comes next.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, Protocol
@@ -15,11 +14,10 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from messenger.catalogue import Catalogue
-from messenger.deadline import Deadline
+from messenger.departures import Departures
 from messenger.frames import Frames
 from messenger.listening import LISTEN_S, Patience
 from messenger.messages import Close, Ended, Exposed, FetchDone, Found, Message, Probe, WriteAck
-from messenger.outbox import Outbox
 from messenger.outstanding import Outstanding
 from messenger.protocol import NOT_URGENT_S, Frame, encode_frame
 from messenger.rdma.endpoint import Endpoint
@@ -96,8 +94,6 @@ class Lane:
         self._source = source
         self._owner = owner
         self._answer_timeout_s = answer_timeout_s
-        self._unsent: deque[bytes] = deque()
-        """frames that go before what is sent next"""
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
@@ -116,19 +112,16 @@ class Lane:
         self._copies = shared is not None or catalogue is not None
         if isinstance(inlet, TcpInlet) and inlet.direct is not None:
             self._stream.receive_first = partial(inlet.direct.receive, may_answer=False)
-        self._outbox = Outbox(self._stream, self._all_left)
-        self._leaving = Deadline(
-            answer_timeout_s, lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s")
+        self._departures = Departures(
+            self._stream,
+            answer_timeout_s,
+            self._pump,
+            lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
         )
-        """of what the other side has not taken yet: to what is said of reads there is no answer"""
         self._patience = Patience()
         self._left: Frame | None = None
         """that has come, and takes a while"""
         self._is_pumping_soon = False
-        self._is_unsent_due = False
-        """else they wait for a request to go with"""
-        self._later: asyncio.TimerHandle | None = None
-        """when they are due"""
         self._given_up: str | None = None
         self._is_running = True
         self.remedy: Remedy | None = None
@@ -199,13 +192,13 @@ class Lane:
 
         It leaves with the next request, or alone if none comes in this turn of the loop, or `within_s`.
         """
-        self._unsent.append(encode_frame(message))
+        self._departures.keep(encode_frame(message))
         if isinstance(message, Close):
             self._outstanding.closed(message)
         if within_s and self._is_running:
-            self._send_within(within_s)
+            self._departures.keep_no_longer(within_s)
         else:
-            self._is_unsent_due = True
+            self._departures.is_due = True
             self._pump_soon()
 
     async def run(self) -> str:
@@ -226,15 +219,13 @@ class Lane:
             if self._shared is not None:
                 self._shared.leave()
             self._outstanding.end()
-            self._leaving.close()
-            if self._later is not None:
-                self._later.cancel()
+            self._departures.end()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
-            await self._outbox.close()
+            await self._departures.close()
 
     def send(self, request: Request) -> None:
         """Sends `request` now, behind what was posted before, whatever else waits."""
-        self._post(*self._begin(request))
+        self._departures.send(*self._begin(request))
 
     def forget(self, transfer_id: int) -> None:
         """The transfer has ended: no more of it is written by RDMA than the device has got already."""
@@ -264,22 +255,12 @@ class Lane:
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
         self._send_requests()
-        if self._is_unsent_due and self._is_running and not self._outbox:
-            self._post()
-
-    def _send_within(self, within_s: float) -> None:
-        """What is unsent leaves by then."""
-        if self._later is None:
-            self._later = asyncio.get_running_loop().call_later(within_s, self._send_unsent)
-
-    def _send_unsent(self) -> None:
-        self._later = None
-        self._is_unsent_due = bool(self._unsent)
-        self._pump()
+        if self._departures.is_due and self._is_running and not self._departures.is_stopped:
+            self._departures.send()
 
     def _send_requests(self) -> None:
         """What has no answer goes with them, but not alone."""
-        while self._is_running and not self._outbox:
+        while self._is_running and not self._departures.is_stopped:
             begun: list[bytes | memoryview] = []
             num_bytes, may_wait = 0, True
             while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
@@ -290,10 +271,10 @@ class Lane:
                 if not request.moving_bytes:
                     num_bytes += self._copied_share(request)
             if begun and may_wait:
-                self._unsent += map(bytes, begun)
-                self._send_within(NOT_URGENT_S)
+                self._departures.keep(*map(bytes, begun))
+                self._departures.keep_no_longer(NOT_URGENT_S)
             elif begun:
-                self._post(*begun)
+                self._departures.send(*begun)
             if not num_bytes:
                 return
             if num_bytes >= _SENT_BYTES:
@@ -307,24 +288,6 @@ class Lane:
         if request.urgency is Urgency.LATENCY:
             return _SENT_BYTES
         return max(1, request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK))
-
-    def _post(self, *begun: bytes | memoryview) -> None:
-        unsent = [*self._unsent]
-        self._unsent.clear()
-        self._is_unsent_due = False
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
-        try:
-            self._outbox.post(*unsent, *begun)
-        except OSError:
-            self._stream.shut_down()  # the receiving side finds out, and says why
-        if self._outbox:
-            self._leaving.set()
-
-    def _all_left(self) -> None:
-        self._leaving.clear()
-        self._pump()
 
     def _pump_soon(self) -> None:
         if not self._is_pumping_soon:

@@ -1,0 +1,88 @@
+"""What leaves over a lane: requests, and what is said beside them, in their order.
+
+What has no answer waits a moment for a request to go with: one system call is enough for both.
+
+Owns: what has been said and not been sent, when it must leave, and that the other side takes it. Does not
+know: requests, what comes back.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from messenger.deadline import Deadline
+from messenger.outbox import Outbox
+from messenger.stream import Stream
+
+
+def _nothing() -> None:
+    """The lane has ended."""
+
+
+class Departures:
+    """`pump` is called when more may be sent: what had to wait has left, or what was kept is due. `stuck` is
+    when the other side has taken nothing for `timeout_s`."""
+
+    def __init__(
+        self, stream: Stream, timeout_s: float, pump: Callable[[], None], stuck: Callable[[], None]
+    ) -> None:
+        self._stream = stream
+        self._pump = pump
+        self._kept: deque[bytes] = deque()
+        """frames that go before what is sent next"""
+        self._later: asyncio.TimerHandle | None = None
+        """when they are due"""
+        self.is_due = False
+        """else they wait for a request to go with"""
+        self._outbox = Outbox(stream, self._all_left)
+        self._leaving = Deadline(timeout_s, stuck)
+        """of what the other side has not taken yet: to what is said of reads there is no answer"""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the kernel takes no more for now."""
+        return bool(self._outbox)
+
+    def keep(self, *frames: bytes) -> None:
+        """They leave with what is sent next."""
+        self._kept += frames
+
+    def keep_no_longer(self, than_s: float) -> None:
+        """What is kept is due by then."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(than_s, self._become_due)
+
+    def send(self, *buffers: bytes | memoryview) -> None:
+        """All that is kept, and then these."""
+        kept = [*self._kept]
+        self._kept.clear()
+        self.is_due = False
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        try:
+            self._outbox.post(*kept, *buffers)
+        except OSError:
+            self._stream.shut_down()  # the receiving side finds out, and says why
+        if self._outbox:
+            self._leaving.set()
+
+    def end(self) -> None:
+        """`pump` and `stuck` are not called any more."""
+        self._pump = _nothing
+        self._leaving.close()
+        if self._later is not None:
+            self._later.cancel()
+
+    async def close(self) -> None:
+        """What waits is not sent."""
+        await self._outbox.close()
+
+    def _become_due(self) -> None:
+        self._later = None
+        self.is_due = bool(self._kept)
+        self._pump()
+
+    def _all_left(self) -> None:
+        self._leaving.clear()
+        self._pump()
