@@ -212,4 +212,4 @@ def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: b
 
 
 if __name__ == "__main__":
-    child_main(ConductorProcess, serve, uvloop.new_event_loop)
+    child_main(ConductorProcess, serve, lambda _: uvloop.new_event_loop())

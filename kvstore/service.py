@@ -28,9 +28,9 @@ from kvstore.remote import serve_client
 from kvstore.segment import Segment
 from kvstore.session import Session, User, failed_call
 from kvstore.store import Store, open_store
-from messenger import checksums, direct
+from messenger import checksums, direct, listening
 from messenger.identity import host_id
-from messenger.listening import listening_loop
+from messenger.listening import ListeningLoop
 from messenger.rdma.cards import Cards, open_cards
 from messenger.receiver import turn_away
 from messenger.stream import Stream
@@ -333,10 +333,16 @@ def listen_clients(address: str) -> Iterator[socket.socket]:
         raise ConfigError(f"kvcache.listen: {error}") from error
 
 
+def event_loop(config: MessengerProcess) -> ListeningLoop:
+    """Of a process for `serve`."""
+    return ListeningLoop(1e-6 * config.settings.poll_us)
+
+
 async def serve(config: MessengerProcess) -> None:
     """Serves one instance until cancelled."""
     checksums.prepare()
     direct.prepare()
+    listening.prepare()
     cards = open_cards(config.settings)
     async with contextlib.AsyncExitStack() as stack:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))
@@ -364,4 +370,4 @@ async def serve(config: MessengerProcess) -> None:
 
 
 if __name__ == "__main__":
-    child_main(MessengerProcess, serve, loop_factory=listening_loop)
+    child_main(MessengerProcess, serve, event_loop)

@@ -6,12 +6,11 @@ Owns: what has been said and not been sent, when it must leave, and that the oth
 know: requests, what comes back.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from messenger.deadline import Deadline
 from messenger.outbox import Outbox
+from messenger.protocol import NOT_URGENT_S
 from messenger.stream import Stream
 
 
@@ -28,10 +27,10 @@ class Departures:
     ) -> None:
         self._stream = stream
         self._pump = pump
-        self._kept: deque[bytes] = deque()
+        self._kept: list[bytes] = []
         """frames that go before what is sent next"""
-        self._later: asyncio.TimerHandle | None = None
-        """when they are due"""
+        self._waiting = Deadline(NOT_URGENT_S, self._become_due)
+        """of what is kept"""
         self.is_due = False
         """else they wait for a request to go with"""
         self._outbox = Outbox(stream, self._all_left)
@@ -44,22 +43,16 @@ class Departures:
         return bool(self._outbox)
 
     def keep(self, *frames: bytes) -> None:
-        """They leave with what is sent next."""
+        """They leave with what is sent next, or are due in time."""
+        if not self._kept:
+            self._waiting.set()
         self._kept += frames
-
-    def keep_no_longer(self, than_s: float) -> None:
-        """What is kept is due by then."""
-        if self._later is None:
-            self._later = asyncio.get_running_loop().call_later(than_s, self._become_due)
 
     def send(self, *buffers: bytes | memoryview) -> None:
         """All that is kept, and then these."""
-        kept = [*self._kept]
-        self._kept.clear()
+        kept, self._kept = self._kept, []
         self.is_due = False
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
+        self._waiting.clear()
         try:
             self._outbox.post(*kept, *buffers)
         except OSError:
@@ -71,16 +64,14 @@ class Departures:
         """`pump` and `stuck` are not called any more."""
         self._pump = _nothing
         self._leaving.close()
-        if self._later is not None:
-            self._later.cancel()
+        self._waiting.close()
 
     async def close(self) -> None:
         """What waits is not sent."""
         await self._outbox.close()
 
     def _become_due(self) -> None:
-        self._later = None
-        self.is_due = bool(self._kept)
+        self.is_due = True
         self._pump()
 
     def _all_left(self) -> None:

@@ -4,6 +4,7 @@
 // They read its head afterwards, and do all that is to be done: this only runs ahead of them. So it takes only what
 // they would certainly take, as their tables say (see openings.py), and leaves the rest to them.
 #include "arriving.h"
+#include "listening.h"
 
 namespace {
 
@@ -259,8 +260,11 @@ bool is_intact(const Placement& placement, const uint8_t* const* checksums) {
 
 // Receives something into `buffer`, which is empty, and what `placement` says. The result is the number of bytes
 // received, or the negative errno if there came none (0: the end of the stream). Layers have more than 240 bytes.
-extern "C" ssize_t receive_direct(int fd, uint8_t* buffer, size_t buffer_bytes, Placement* placement) {
+// It listens for `listen_ns` until `others` can be read, if that is not 0: a descriptor that speaks for `fd` too.
+extern "C" ssize_t receive_direct(int fd, uint8_t* buffer, size_t buffer_bytes, Placement* placement, int others,
+                                  int64_t listen_ns) {
     placement->num_targets = placement->num_there = placement->num_hashed = placement->num_answered = 0;
+    if (listen_ns > 0 && !hears(others, listen_ns)) return -EAGAIN;
     const ssize_t glanced = receive_some(fd, buffer, std::min(kGlanceBytes, buffer_bytes));
     if (glanced <= 0) return glanced < 0 ? -errno : 0;
     placement->num_ahead = placement->num_received = glanced;

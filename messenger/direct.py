@@ -10,7 +10,7 @@ Owns: what was received ahead of whoever reads the frame. Does not know: connect
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import CDLL, Structure, addressof, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p
+from ctypes import CDLL, Structure, addressof, c_int, c_int64, c_size_t, c_ssize_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -58,7 +58,7 @@ def _native() -> CDLL | None:
     )
     if library is None:
         return None
-    library.receive_direct.argtypes = (c_int, c_void_p, c_size_t, c_void_p)
+    library.receive_direct.argtypes = (c_int, c_void_p, c_size_t, c_void_p, c_int, c_int64)
     library.receive_direct.restype = c_ssize_t
     return library
 
@@ -112,16 +112,20 @@ class DirectPlacement:
             placement.expected.begin, placement.expected.num_bytes = address_of(view), len(view)
             placement.expected_layer_bytes, self._kept = layer_bytes, (view,)
 
-    def receive(self, fd: int, buffer: memoryview, *, may_answer: bool) -> tuple[int, int]:
+    def receive(
+        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0, *, may_answer: bool
+    ) -> tuple[int, int]:
         """What comes next: how many bytes, and how many of them are in `buffer`, the payload that has been
-        placed left out. Raises BlockingIOError, or another OSError.
+        placed left out. Raises BlockingIOError, or another OSError. See `ReceiveFirst` of messenger.stream.
 
         `may_answer`: nothing waits to be said before.
         """
         if buffer is not self._buffer:
             self._buffer, self._buffer_address = buffer, address_of(buffer)
         self._placement.may_answer = may_answer
-        num_bytes: int = self._native.receive_direct(fd, self._buffer_address, len(buffer), self._address)
+        num_bytes: int = self._native.receive_direct(
+            fd, self._buffer_address, len(buffer), self._address, others, int(1e9 * within_s)
+        )
         if num_bytes < 0:
             raise OSError(-num_bytes, os.strerror(-num_bytes))
         if num_bytes == 0:

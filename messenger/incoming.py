@@ -152,11 +152,13 @@ class IncomingLane:
             finally:  # also if it is cancelled again
                 self._answers.close()
 
-    def _receive_first(self, fd: int, buffer: memoryview) -> tuple[int, int]:
+    def _receive_first(
+        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
+    ) -> tuple[int, int]:
         """Of a write that is sure to be taken all, and the acknowledgement leaves."""
         assert self._direct is not None
         is_next = not self._acks and self._replies.is_idle
-        return self._direct.receive(fd, buffer, may_answer=is_next)
+        return self._direct.receive(fd, buffer, others, within_s, may_answer=is_next)
 
     def _hear(self) -> bool:
         """Handles what has come. Whether there is something to wait for: for the rest of it, or while others

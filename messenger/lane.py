@@ -16,10 +16,10 @@ import msgspec
 from messenger.catalogue import Catalogue
 from messenger.departures import Departures
 from messenger.frames import Frames
-from messenger.listening import LISTEN_S, Patience
+from messenger.listening import Patience
 from messenger.messages import Close, Ended, Exposed, FetchDone, Found, Message, Probe, WriteAck
 from messenger.outstanding import Outstanding
-from messenger.protocol import NOT_URGENT_S, Frame, encode_frame
+from messenger.protocol import Frame, encode_frame
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
@@ -118,7 +118,7 @@ class Lane:
             self._pump,
             lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
         )
-        self._patience = Patience()
+        self._patience = Patience(self._stream.listen_s)
         self._left: Frame | None = None
         """that has come, and takes a while"""
         self._is_pumping_soon = False
@@ -182,22 +182,21 @@ class Lane:
         )
         if is_short and self.num_outstanding == 1 and self._stream.may_poll:
             num_answered = self._outstanding.num_answered
-            listen_s = LISTEN_S + request.num_bytes / _COPIED_BYTES_PER_S
-            self._patience.listen(self._stream.fileno, lambda: self._looked(num_answered), listen_s)
+            copying_s = request.num_bytes / _COPIED_BYTES_PER_S
+            self._patience.listen(self._stream.listen, lambda: self._looked(num_answered), copying_s)
             self._stream.moved(_LISTENED_BYTES)
             await self._stream.take_turns()
 
-    def post(self, message: Message, *, within_s: float = 0.0) -> None:
+    def post(self, message: Message, *, may_wait: bool = False) -> None:
         """Sends a message that has no answer, before all requests that have not been sent yet.
 
-        It leaves with the next request, or alone if none comes in this turn of the loop, or `within_s`.
+        It leaves with the next request, or alone if none comes in this turn of the loop, or in time
+        if it `may_wait`.
         """
         self._departures.keep(encode_frame(message))
         if isinstance(message, Close):
             self._outstanding.closed(message)
-        if within_s and self._is_running:
-            self._departures.keep_no_longer(within_s)
-        else:
+        if not may_wait:
             self._departures.is_due = True
             self._pump_soon()
 
@@ -272,7 +271,6 @@ class Lane:
                     num_bytes += self._copied_share(request)
             if begun and may_wait:
                 self._departures.keep(*map(bytes, begun))
-                self._departures.keep_no_longer(NOT_URGENT_S)
             elif begun:
                 self._departures.send(*begun)
             if not num_bytes:
@@ -345,7 +343,7 @@ class Lane:
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
         """The blocks are there. Their holder is told in time: they have been of use."""
         request.is_read = self._has_read = True
-        self.post(msgspec.structs.replace(request.fetch, is_read=True), within_s=NOT_URGENT_S)
+        self.post(msgspec.structs.replace(request.fetch, is_read=True), may_wait=True)
         self._results.moved(request, received=True)
         request.done(checksums, None)
 
@@ -437,7 +435,7 @@ class Lane:
 
     def _was_found(self) -> None:
         """Whoever has it need not keep it any more."""
-        self.post(FetchDone(), within_s=NOT_URGENT_S)
+        self.post(FetchDone(), may_wait=True)
 
 
 def _may_wait(request: Request) -> bool:

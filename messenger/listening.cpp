@@ -1,22 +1,4 @@
-// Asks a descriptor again and again whether there is something, without the interpreter.
-#include <poll.h>
-#include <sched.h>
-#include <time.h>
+// For those who take what has come themselves.
+#include "listening.h"
 
-#include <cstdint>
-
-// Whether there is, within `for_ns`. An epoll descriptor speaks for all that it watches.
-extern "C" int listen_to(int fd, int64_t for_ns) {
-    const auto now_ns = [] {
-        timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
-    };
-    const int64_t until_ns = now_ns() + for_ns;
-    pollfd asked = {fd, POLLIN, 0};
-    do {
-        if (poll(&asked, 1, 0) > 0) return 1;
-        sched_yield();  // whoever is to say it may have been woken on this very core
-    } while (now_ns() < until_ns);
-    return 0;
-}
+extern "C" int listen_to(int fd, int64_t for_ns) { return hears(fd, for_ns); }

@@ -1,5 +1,8 @@
 """Listening for what is about to be said, instead of falling asleep: waking up takes longer.
 
+An event loop that listens asks again and again before it waits. Whoever spoke last is expected to speak next:
+what it says is received within the same compiled call, ahead of the loop.
+
 Owns: how long that is worth it. Does not know: who speaks.
 """
 
@@ -10,11 +13,11 @@ import time
 from collections.abc import Callable
 from ctypes import CDLL, c_int, c_int64
 from pathlib import Path
-from selectors import EpollSelector, SelectorKey
+from selectors import EVENT_READ, EpollSelector, SelectorKey
+from typing import Protocol
 
 from mooncake.native import load_or_do_without
 
-LISTEN_S = 300e-6
 _MOST_SKIPPED = 64
 
 
@@ -29,55 +32,118 @@ def _native() -> CDLL | None:
     return library
 
 
+def prepare() -> None:
+    """Compiles the code, if that has not been done: so that no request waits for it."""
+    _native()
+
+
+def hears(fd: int, within_s: float) -> bool:
+    """Whether `fd` can be read within that time; without a compiler, whether it may be."""
+    native = _native()
+    if native is not None:
+        return bool(native.listen_to(fd, int(1e9 * within_s)))
+    os.sched_yield()  # whoever is to say it may have been woken on this very core
+    return True
+
+
 class Patience:
-    """Whenever listening was of no use, it is tried half as often."""
+    """Whenever listening was of no use, it is tried half as often; and again once it would have been."""
 
-    def __init__(self) -> None:
+    def __init__(self, listen_s: float) -> None:
+        """0: never."""
+        self.listen_s = listen_s
         self._num_skipped = self._num_to_skip = 0
-        self._native = _native()
 
-    def listen(self, fd: int, has_come: Callable[[], bool], for_s: float = LISTEN_S) -> bool:
-        """Whether it has come. That is asked when `fd` can be read."""
+    def listen(
+        self, hears: Callable[[float], bool], has_come: Callable[[], bool], longer_s: float = 0.0
+    ) -> bool:
+        """Whether it has come. That is asked whenever something has, of which `hears` tells: it waits so many
+        seconds for that at most, and may end the listening earlier."""
+        if not self.listen_s:
+            return False
         if self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return False
         self._num_skipped = 0
-        now_s = time.perf_counter()
-        until_s = now_s + for_s
-        while now_s < until_s:
-            if self._is_readable(fd, until_s - now_s) and has_come():
+        until_s = time.perf_counter() + self.listen_s + longer_s
+        while (left_s := until_s - time.perf_counter()) > 0 and hears(left_s):
+            if has_come():
                 self._num_to_skip = 0
                 return True
-            now_s = time.perf_counter()
         self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
         return False
 
-    def _is_readable(self, fd: int, within_s: float) -> bool:
-        """Whether it may be."""
-        if self._native is not None:
-            return bool(self._native.listen_to(fd, int(1e9 * within_s)))
-        os.sched_yield()  # whoever is to say it may have been woken on this very core
-        return True
+    def slept(self, for_s: float) -> None:
+        """Until something came."""
+        if for_s < self.listen_s:
+            self._num_to_skip = 0
 
 
-class _ListeningSelector(EpollSelector):
-    """One that listens a moment before it waits."""
+class Speaker(Protocol):
+    """Who has said something, and may say more."""
 
-    def __init__(self) -> None:
+    @property
+    def fileno(self) -> int: ...
+
+    @property
+    def may_listen(self) -> bool:
+        """Whether somebody waits for it."""
+
+    def listen(self, within_s: float) -> bool:
+        """Whether it has, within that time; not if somebody else has. Who waits is to be told that `fileno`
+        can be read."""
+
+
+class Listener(EpollSelector):
+    """A selector that listens a moment before it waits."""
+
+    def __init__(self, listen_s: float) -> None:
         super().__init__()
-        self._patience = Patience()
+        self.listen_s = listen_s
+        self.speaker: Speaker | None = None
+        """the latest"""
+        self._patience = Patience(listen_s)
+        self._has_spoken = False
         self._events: list[tuple[SelectorKey, int]] = []
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        if (timeout is None or timeout > LISTEN_S) and self._patience.listen(self.fileno(), self._has_events):
+        if timeout is not None and timeout <= self.listen_s:
+            return super().select(timeout)
+        if self._patience.listen(self._hears, self._has_events):
             return self._events
-        return super().select(timeout)
+        begun_s = time.perf_counter()
+        events = super().select(timeout)
+        self._patience.slept(time.perf_counter() - begun_s)
+        return events
+
+    def _hears(self, within_s: float) -> bool:
+        speaker = self.speaker
+        if speaker is None or not speaker.may_listen:
+            return hears(self.fileno(), within_s)
+        self._has_spoken = speaker.listen(within_s)
+        return True  # or others have
 
     def _has_events(self) -> bool:
+        """The speaker's is the first: what it has said may be about what others change."""
         self._events = super().select(0)
+        if self._has_spoken:
+            assert self.speaker is not None
+            self._has_spoken, fd = False, self.speaker.fileno
+            others = [(key, events) for key, events in self._events if key.fd != fd]
+            self._events = [(self.get_key(fd), EVENT_READ), *others]
         return bool(self._events)
 
 
-def listening_loop() -> asyncio.AbstractEventLoop:
+class ListeningLoop(asyncio.SelectorEventLoop):
     """An event loop for a process that others wait for."""
-    return asyncio.SelectorEventLoop(_ListeningSelector())
+
+    def __init__(self, listen_s: float) -> None:
+        """0: it never listens."""
+        self.listener = Listener(listen_s)
+        super().__init__(self.listener)
+
+
+def listener() -> Listener | None:
+    """Of the running loop, if that listens."""
+    loop = asyncio.get_running_loop()
+    return loop.listener if isinstance(loop, ListeningLoop) else None

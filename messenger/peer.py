@@ -141,7 +141,7 @@ class Peer:
         if self._queues.has_rdma and any(lane.is_writing(close.transfer_id) for lane in self._lanes):
             self._unsaid[close.transfer_id] = close
         elif self._lanes:
-            self._lanes[0].post(close, within_s=NOT_URGENT_S if close.reason is None else 0.0)
+            self._lanes[0].post(close, may_wait=close.reason is None)
 
     def _announce(self) -> None:
         """From now on our loss is the failure of these transfers' grants. A write says the same."""

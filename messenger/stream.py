@@ -15,7 +15,9 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from messenger.listening import hears, listener
 from messenger.readiness import Readiness
 from messenger.tls import TlsSocket
 
@@ -32,6 +34,18 @@ _UNPACED = b"reno"
 """congestion control within one host, where no network is to be spared: the pacing of BBR costs a quarter"""
 AHEAD_BYTES = 72 * 1024
 """room for a small frame with its payload"""
+
+
+class ReceiveFirst(Protocol):
+    """Receives when nothing is `ahead`, from the descriptor into a buffer of AHEAD_BYTES."""
+
+    def __call__(
+        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
+    ) -> tuple[int, int]:
+        """How many bytes came, and how many of them are in the buffer. Raises as a socket.
+
+        With `within_s` it listens so long, until `others` can be read: a descriptor that speaks for `fd` too.
+        """
 
 
 class Stream:
@@ -66,9 +80,11 @@ class Stream:
         self.wanted_bytes = 1
         """for which there will be room `ahead`"""
         self._is_waiting_ahead = False
-        self.receive_first: Callable[[int, memoryview], tuple[int, int]] | None = None
-        """receives when nothing is `ahead`, into a buffer of AHEAD_BYTES: how many bytes came, and how many
-        of them are in it. Raises as a socket"""
+        self.receive_first: ReceiveFirst | None = None
+        self._listener = listener()
+        self._has_listened = False
+        """and there is more `ahead`, or `_failure`, for the next attempt"""
+        self._failure: OSError | None = None
         self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
         self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
@@ -86,6 +102,8 @@ class Stream:
 
     def close(self) -> None:
         """Who waits gets a ConnectionError."""
+        if self._listener is not None and self._listener.speaker is self:
+            self._listener.speaker = None
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
@@ -201,11 +219,46 @@ class Stream:
         """Looks whether more has come `ahead`, as who waits for it would."""
         self._readable.look()
 
+    @property
+    def listen_s(self) -> float:
+        """How long it is worth it to listen, by who says it for the loop."""
+        return 0.0 if self._listener is None else self._listener.listen_s
+
+    @property
+    def may_listen(self) -> bool:
+        """Whether what comes next can be received while listening for it."""
+        return self.receive_first is not None and self._begin == self._end and self.may_poll
+
+    def listen(self, within_s: float) -> bool:
+        """Whether something has come within that time, to be polled for; not if others have something."""
+        others = self.fileno if self._listener is None else self._listener.fileno()
+        if not self.may_listen:
+            return hears(others, within_s) and hears(self.fileno, 0)
+        try:
+            self._receive_first(others, within_s)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._failure = error
+        self._has_listened = True
+        return True
+
+    def _receive_first(self, others: int = -1, within_s: float = 0.0) -> None:
+        assert self.receive_first is not None
+        num_bytes, self._end = self.receive_first(self.fileno, self._buffer, others, within_s)
+        self.num_received_bytes += num_bytes
+        self.moved(num_bytes)
+
     def _receive_ahead(self) -> None:
+        if self._has_listened:
+            self._has_listened = False
+            if self._failure is not None:
+                raise self._failure
+            return
         if self.receive_first is not None and self._begin == self._end:
-            num_bytes, self._end = self.receive_first(self.fileno, self._buffer)
-            self.num_received_bytes += num_bytes
-            self.moved(num_bytes)
+            self._receive_first()
+            if self._listener is not None:
+                self._listener.speaker = self
             return
         missing_bytes = self._begin + self.wanted_bytes - len(self._buffer)
         if missing_bytes > 0 or self._end == len(self._buffer):

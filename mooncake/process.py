@@ -10,6 +10,7 @@ Owns: start and end of a child process. Does not know: what the child does.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -88,7 +89,7 @@ def report(status: Status) -> None:
 def child_main(
     config_type: type[Config],
     serve: Callable[[Config], Awaitable[None]],
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    loop_factory: Callable[[Config], asyncio.AbstractEventLoop] = lambda _: asyncio.new_event_loop(),
 ) -> None:
     """Run `serve(config)` until it returns, SIGTERM or SIGINT arrives, or the supervisor is gone.
 
@@ -102,7 +103,7 @@ def child_main(
     config = config_type.model_validate_json(sys.stdin.readline())
     gc.freeze()  # the modules: to look through them would stop a worker for 100 ms every now and then
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=functools.partial(loop_factory, config)) as runner:
             runner.run(_run(serve(config)))
     except* (ConfigError, ModelError, MismatchError) as errors:
         message = _first_message(errors)

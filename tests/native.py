@@ -2,8 +2,7 @@
 
 import pytest
 
-from messenger import board, catalogue, checksums, direct
-from messenger.listening import Patience
+from messenger import board, catalogue, checksums, direct, listening
 
 
 def load() -> None:
@@ -12,7 +11,7 @@ def load() -> None:
     direct.prepare()
     board.native()
     catalogue.native()
-    Patience()
+    listening.prepare()
 
 
 @pytest.fixture(scope="session", autouse=True)

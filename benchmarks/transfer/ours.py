@@ -23,14 +23,14 @@ from benchmarks.transfer.ours_driver import (
     PAGE_BYTES,
     identity,
     key,
+    listening_loop,
     shared_memory,
     slice_bytes_of,
 )
 from benchmarks.transfer.work import Direction, Engine, Pair
-from messenger import checksums, direct
+from messenger import checksums, direct, listening
 from messenger.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.identity import host_id
-from messenger.listening import listening_loop
 from messenger.messages import WriteEntry
 from messenger.peer import Peer
 from messenger.peers import Peers
@@ -271,6 +271,7 @@ def _frames(
 def _start(transport: Transport) -> Iterator[MessengerEngine]:
     checksums.prepare()
     direct.prepare()
+    listening.prepare()
     cluster_key = ClusterKey.generate()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from benchmarks.store.workload import WORKING_SET_BYTES
-from messenger import checksums, direct
+from messenger import checksums, direct, listening
 from messenger.board import BOARD_BYTES, Board
 from messenger.catalogue import PLACES, Catalogue
 from messenger.checksums import CHECKSUM_BYTES
 from messenger.door import Door, Landing, Readable, Writer, WriteRefused
 from messenger.identity import Identity, host_id
-from messenger.listening import listening_loop
+from messenger.listening import ListeningLoop
 from messenger.messages import Shelves, WriteEntry
 from messenger.openings import OpenPages
 from messenger.rdma.cards import Cards
@@ -147,6 +147,11 @@ class Pages:
         return slice(first * CHECKSUM_BYTES, (first + len(layers)) * CHECKSUM_BYTES)
 
 
+def listening_loop() -> ListeningLoop:
+    """As a messenger's is unless it is configured."""
+    return ListeningLoop(1e-6 * MessengerConfig().poll_us)
+
+
 def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
     """Descriptor and mapping of new memory, in huge pages as a pool's segment is after a while."""
     fd = os.memfd_create("benchmark")
@@ -165,6 +170,7 @@ async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.Ta
 async def _serve(folder: str, cluster_key: ClusterKey) -> None:
     checksums.prepare()
     direct.prepare()
+    listening.prepare()
     fd, segment = shared_memory(WORKING_SET_BYTES + _TABLES_BYTES)
     board, source = Board.at(segment[-BOARD_BYTES:]), SourceSegment.of(fd, segment)
     if board is not None:

@@ -41,4 +41,4 @@ async def serve(process: FrontProcess) -> None:
 
 
 if __name__ == "__main__":
-    child_main(FrontProcess, serve, uvloop.new_event_loop)
+    child_main(FrontProcess, serve, lambda _: uvloop.new_event_loop())

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from kvstore import service
-from messenger.listening import listening_loop
 from mooncake.process import child_main
 from mooncake.process_config import MessengerProcess
 from tests.forked import Descriptor, Forked, preload
@@ -48,7 +47,7 @@ def _serve(network: Path | None, segment_fd: int) -> None:
     async def serve(config: MessengerProcess) -> None:
         await service.serve(config.model_copy(update={"segment_fd": segment_fd}))
 
-    child_main(MessengerProcess, serve, listening_loop)
+    child_main(MessengerProcess, serve, service.event_loop)
 
 
 def _enter(network: Path) -> None:

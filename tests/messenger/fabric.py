@@ -6,6 +6,7 @@ exception that nobody has seen.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 
 from messenger.door import Door
 from messenger.identity import Identity, host_id
+from messenger.listening import ListeningLoop
 from messenger.messages import WriteEntry
 from messenger.peer import Peer
 from messenger.peers import Peers
@@ -36,6 +38,7 @@ from tests.messenger.proxy import Proxy, listen
 KEY = ClusterKey.generate()
 FINGERPRINT = "f" * 32
 DEADLINE_S = 10.0
+LISTEN_S = 100e-6
 TINY = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=1, dtype="bfloat16")
 SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 LARGE = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=256, dtype="bfloat16")
@@ -59,7 +62,8 @@ def run(test: Test, deadline_s: float = DEADLINE_S) -> None:
     gc.freeze()  # what is older is not looked at again and again
     try:
         before = _descriptors()
-        asyncio.run(bounded())
+        with asyncio.Runner(loop_factory=functools.partial(ListeningLoop, LISTEN_S)) as runner:
+            runner.run(bounded())
         gc.collect()
     finally:
         gc.unfreeze()

@@ -1,17 +1,29 @@
 """Listening before falling asleep: when it is tried, and that nobody is missed meanwhile."""
 
 import asyncio
+import functools
 import os
 import socket
 import threading
+from collections.abc import Coroutine
+from typing import Any
 
-from messenger.listening import Patience, listening_loop
+from messenger.listening import ListeningLoop, Patience, hears
+
+LISTEN_S = 300e-6
+
+
+def _run(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await test
+
+    with asyncio.Runner(loop_factory=functools.partial(ListeningLoop, LISTEN_S)) as runner:
+        runner.run(bounded())
 
 
 def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
-    patience, num_asked = Patience(), 0
-    near, far = socket.socketpair()
-    far.send(b"something else")
+    patience, num_asked = Patience(LISTEN_S), 0
 
     def silence() -> bool:
         nonlocal num_asked
@@ -21,16 +33,37 @@ def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
     asked = []
     for _ in range(200):
         before = num_asked
-        assert not patience.listen(near.fileno(), silence)
+        assert not patience.listen(lambda _: True, silence)
         asked.append(num_asked > before)
     assert [number for number, was_asked in enumerate(asked) if was_asked] == [0, 2, 6, 14, 30, 62, 126, 191]
-    while not patience.listen(near.fileno(), lambda: True):
+    while not patience.listen(lambda _: True, lambda: True):
         pass
-    assert patience.listen(near.fileno(), lambda: True)
-    near.recv(100)
-    assert not patience.listen(near.fileno(), lambda: True)
-    near.close()
-    far.close()
+    assert patience.listen(lambda _: True, lambda: True)
+    assert not patience.listen(lambda _: False, lambda: True)
+
+
+def test_listening_is_tried_again_when_it_would_have_been_of_use() -> None:
+    patience = Patience(LISTEN_S)
+    for _ in range(10):
+        assert not patience.listen(lambda _: False, lambda: True)
+    patience.slept(2 * LISTEN_S)
+    assert not patience.listen(lambda _: True, lambda: True)
+    patience.slept(0.5 * LISTEN_S)
+    assert patience.listen(lambda _: True, lambda: True)
+
+
+def test_nobody_listens_who_is_told_not_to() -> None:
+    patience = Patience(0.0)
+    assert not any(patience.listen(lambda _: True, lambda: True, 1.0) for _ in range(100))
+
+
+def test_a_descriptor_is_heard_when_it_can_be_read() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        assert not hears(near.fileno(), LISTEN_S)
+        far.send(b"something")
+        assert hears(near.fileno(), LISTEN_S)
+        assert hears(near.fileno(), 0)
 
 
 def test_a_loop_that_listens_hears_everybody() -> None:
@@ -65,9 +98,50 @@ def test_a_loop_that_listens_hears_everybody() -> None:
         for _, far in pairs:
             far.close()
 
-    async def bounded() -> None:
-        async with asyncio.timeout(10):
-            await test()
+    _run(test())
 
-    with asyncio.Runner(loop_factory=listening_loop) as runner:
-        runner.run(bounded())
+
+class Chatterbox:
+    """Has always something to say."""
+
+    may_listen = True
+
+    def __init__(self, fileno: int) -> None:
+        self.fileno = fileno
+
+    def listen(self, within_s: float) -> bool:
+        assert 0 < within_s <= LISTEN_S
+        return True
+
+
+def test_who_speaks_without_end_keeps_nobody_else_from_being_heard() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ListeningLoop)
+        near, far = socket.socketpair()
+        silent, _far = socket.socketpair()
+        is_heard, is_due = asyncio.Event(), asyncio.Event()
+        order: list[str] = []
+
+        def hear_other() -> None:
+            order.append("other")
+            loop.remove_reader(near)
+            is_heard.set()
+
+        loop.add_reader(silent, order.append, "speaker")
+        loop.add_reader(near, hear_other)
+        loop.listener.speaker = Chatterbox(silent.fileno())
+        while not order:
+            await asyncio.sleep(2 * LISTEN_S)
+        order.clear()
+        far.send(b"hear me")
+        await is_heard.wait()
+        assert order == ["speaker", "other"], "in the same turn, behind what was received before"
+        loop.call_later(0.001, is_due.set)
+        await is_due.wait()
+        loop.listener.speaker = None
+        loop.remove_reader(silent)
+        for sock in (near, far, silent, _far):
+            sock.close()
+
+    _run(test())

@@ -565,8 +565,8 @@ def test_what_cannot_wait_for_its_turn_goes_behind_what_was_said_before(tmp_path
     async def test() -> None:
         async with fabric(tmp_path) as node:
             (lane,) = (await node.peer()).lanes
-            sent, post, answers = list[bytes](), lane._outbox.post, list[str | None]()
-            lane._outbox.post = lambda *pieces: (sent.append(b"".join(pieces)), post(*pieces))  # type: ignore[func-returns-value]
+            sent, post, answers = list[bytes](), lane._departures._outbox.post, list[str | None]()
+            lane._departures._outbox.post = lambda *pieces: (sent.append(b"".join(pieces)), post(*pieces))  # type: ignore[func-returns-value]
             lane.post(Abandon(99))
             lane.send(ProbeRequest(memoryview(b"1"), Urgency.LATENCY, answers.append))
             assert sent[0].startswith(encode_frame(Abandon(99)))
@@ -594,7 +594,7 @@ def test_a_lane_gives_way_to_who_was_served_but_not_for_ever() -> None:
 def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("messenger.lane.NOT_URGENT_S", 3600.0)
+    monkeypatch.setattr("messenger.departures.NOT_URGENT_S", 3600.0)
 
     async def test() -> None:
         async with fabric(tmp_path, LARGE, 16, transport="shm", streams=1) as node:
@@ -631,12 +631,12 @@ def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: 
             outcomes: list[Outcome] = []
             with peer.transfer(1, "told twice", lambda: None) as transfer:
                 for lane in peer.lanes:  # what they say is lost with them
-                    lane._outbox.post = lambda *_: None  # type: ignore[method-assign]
+                    lane._departures._outbox.post = lambda *_: None  # type: ignore[method-assign]
                 await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
                 node.sender_memory.page(0)[:8] = bytes(8)  # nobody reads it any more
                 lane = next(lane for lane in peer.lanes if lane.num_outstanding)
                 other = next(each for each in peer.lanes if each is not lane)
-                del other._outbox.post
+                del other._departures._outbox.post
                 lane.give_up("a test")
                 await until(lambda: transfer.is_confirmed)
                 assert outcomes == [Outcome.PLACED]

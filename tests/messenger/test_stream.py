@@ -1,19 +1,22 @@
 """Bytes through a pair of sockets, in all splits, and what happens when a socket ends."""
 
 import asyncio
+import functools
 import os
 import random
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from messenger.direct import DirectPlacement
 from messenger.outbox import Outbox
 from messenger.stream import Stream
 from mooncake.errors import TransferError
-from tests.messenger.fabric import run, until
+from tests.messenger.fabric import DEADLINE_S, run, until
 from tests.messenger.proxy import listen
 
 MIB = 1 << 20
@@ -34,6 +37,16 @@ async def pair(family: int = socket.AF_UNIX) -> AsyncIterator[tuple[Stream, Stre
     finally:
         for stream in streams:
             stream.close()
+
+
+@asynccontextmanager
+async def listened() -> AsyncIterator[tuple[Stream, Stream]]:
+    """What the second receives, compiled code does."""
+    async with pair() as (near, far):
+        direct = DirectPlacement.where_it_can_be()
+        assert direct is not None
+        far.receive_first = functools.partial(direct.receive, may_answer=False)
+        yield near, far
 
 
 both_families = pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
@@ -369,6 +382,72 @@ def test_another_may_look_for_what_somebody_waits_for() -> None:
             assert not far.may_poll
             await waiting
             assert far.ahead == b"123"
+
+    run(test())
+
+
+def test_what_comes_is_received_while_somebody_listens_for_it() -> None:
+    async def test() -> None:
+        async with listened() as (near, far):
+            waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
+            await asyncio.sleep(0)
+            assert not far.listen(0.001), "nothing is said"
+            await near.send([b"12"])
+            assert far.listen(DEADLINE_S)
+            assert far.ahead == b"12"
+            assert not far.may_listen, "the rest comes behind it"
+            far.poll()
+            assert far.may_poll, "it still waits"
+            await near.send([b"3"])
+            assert far.listen(DEADLINE_S)
+            far.poll()
+            assert not far.may_poll
+            await waiting
+            assert far.ahead == b"123"
+
+    run(test())
+
+
+def test_what_was_received_while_somebody_listened_is_not_waited_for() -> None:
+    async def test() -> None:
+        async with listened() as (near, far):
+            waiting = asyncio.create_task(far.more(lambda: False))
+            await asyncio.sleep(0)
+            await near.send([b"1"])
+            assert far.listen(DEADLINE_S)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await far.more(lambda: far.ahead == b"1")
+
+    run(test())
+
+
+def test_nobody_is_listened_to_while_others_have_something_to_say() -> None:
+    async def test() -> None:
+        async with listened() as (_, far), pair() as (other_near, other_far):
+            waiting = [asyncio.create_task(each.more(lambda: True)) for each in (far, other_far)]
+            await asyncio.sleep(0)
+            await other_near.send([b"1"])
+            begun_s = time.monotonic()
+            assert not far.listen(DEADLINE_S)
+            assert time.monotonic() < begun_s + DEADLINE_S / 2
+            await waiting[1]
+            waiting[0].cancel()
+            await asyncio.gather(waiting[0], return_exceptions=True)
+
+    run(test())
+
+
+def test_a_connection_that_ends_while_somebody_listens_is_lost() -> None:
+    async def test() -> None:
+        async with listened() as (near, far):
+            waiting = asyncio.create_task(far.more(lambda: True))
+            await asyncio.sleep(0)
+            near.close()
+            assert far.listen(DEADLINE_S)
+            far.poll()
+            with pytest.raises(ConnectionResetError, match="closed by the peer"):
+                await waiting
 
     run(test())
 
