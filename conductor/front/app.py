@@ -6,21 +6,21 @@ Owns: paths, readiness. Does not know: how an answer comes about (`generation`, 
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.front.access import AccessControl, KeyLimits, KeyRing
 from conductor.front.access_metrics import AccessMetrics
 from conductor.front.admin import admin
 from conductor.front.answer import AnswerFormat
-from conductor.front.boundary import Boundary, answer_errors
+from conductor.front.boundary import Boundary, answer_errors, response_to
 from conductor.front.context_api import context_caches
 from conductor.front.front import Front, key_of
 from conductor.front.generation import Generation
@@ -44,26 +44,73 @@ UNSERVED_ENDPOINTS = tuple(
 )
 """OpenAI's and vLLM's, so that a client learns that it is not a misspelling. 404: clients retry a 501"""
 
+# The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+
 log = logging.getLogger(__name__)
 
 
-class _BareRoute(APIRoute):
-    """Its endpoint takes the request as it came and makes the response: FastAPI describes it, and neither
-    parses nor injects anything, which costs more than finding the route."""
+class _ShortWay:
+    """ASGI: POST requests for these paths are answered here. They are routes of the application as well, so
+    that it describes them; on its way to a route each request pays for what other routes need."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, app: ASGIApp, answers: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+        self._app, self._answers = app, answers
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            response = await self.endpoint(Request(scope, receive, send))
-            await response(scope, receive, send)
-
-        self.app = answer
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            answer = self._answers.get(scope["path"])
+        if answer is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await answer(Request(scope, receive, send))
+        except (RequestError, ClientDisconnect) as error:
+            response = response_to(error)
+        await response(scope, receive, send)
 
 
 def create_app(front: Front) -> FastAPI:
     """The HTTP API of `front`, whose link someone else runs. Raises ConfigError for unusable API keys."""
-    app = FastAPI(title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
+    )
+
+    async def generate(endpoint: Endpoint, request: Request) -> Response:
+        arrived_s, key = asyncio.get_running_loop().time(), key_of(request)
+        try:
+            body = await front.read_body(request)
+            job = await front.read_job(endpoint, body, key)
+            slo_class = request.headers.get(SLO_CLASS_HEADER)
+            job = in_class(job, slo_class, front.config.slo_classes, key)
+        except RequestError as error:
+            front.metrics.request_ended(outcome_of(error))
+            raise
+        except ClientDisconnect:
+            front.metrics.request_ended(Outcome.ABORTED)
+            raise
+        if job.client_request_id is not None:
+            request.scope["state"]["request_id"] = job.client_request_id
+        log.debug("request %s is %s", request.scope["state"]["request_id"], job.id)
+        return GenerationResponse(
+            Generation(job, front.model, front.link, front.metrics, arrived_s),
+            AnswerFormat(job, front.config.served_model_name, front.model),
+            job.stream,
+            front.metrics,
+        )
+
+    async def chat_completions(request: Request) -> Response:
+        return await generate(Endpoint.CHAT, request)
+
+    async def completions(request: Request) -> Response:
+        return await generate(Endpoint.COMPLETION, request)
+
+    generating = (
+        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/completions", completions, CompletionRequest),
+    )
+    app.add_middleware(_ShortWay, answers={path: answer for path, answer, _ in generating})
     if (keys_file := front.config.api_keys_file) is not None:
         ring, limits = KeyRing(keys_file), KeyLimits()
         app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
@@ -78,46 +125,8 @@ def create_app(front: Front) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
 
-    async def generate(endpoint: Endpoint, request: Request) -> Response:
-        arrived_s = asyncio.get_running_loop().time()
-        try:
-            body = await front.read_body(request)
-            job = await front.read_job(endpoint, body, key_of(request))
-            slo_class = request.headers.get(SLO_CLASS_HEADER)
-            job = in_class(job, slo_class, front.config.slo_classes, key_of(request))
-        except RequestError as error:
-            front.metrics.request_ended(outcome_of(error))
-            raise
-        except ClientDisconnect:
-            front.metrics.request_ended(Outcome.ABORTED)
-            raise
-        if job.client_request_id is not None:
-            request.state.request_id = job.client_request_id
-        log.debug("request %s is %s", request.state.request_id, job.id)
-        return GenerationResponse(
-            Generation(job, front.model, front.link, front.metrics, arrived_s),
-            AnswerFormat(job, front.config.served_model_name, front.model),
-            job.stream,
-            front.metrics,
-        )
-
-    async def chat_completions(request: Request) -> Response:
-        return await generate(Endpoint.CHAT, request)
-
-    async def completions(request: Request) -> Response:
-        return await generate(Endpoint.COMPLETION, request)
-
-    for path, endpoint, schema in (
-        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
-        ("/v1/completions", completions, CompletionRequest),
-    ):
-        app.router.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            openapi_extra=described(schema),
-            route_class_override=_BareRoute,
-        )
+    for path, answer, schema in generating:
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=described(schema))
 
     @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenized(request: Request) -> Response:

@@ -26,6 +26,7 @@ from mooncake.errors import RequestError
 DIRECT_SEND = "mooncake.direct_send"
 """extension of the scope: where to send a response's body, once its start has been sent the usual way"""
 
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 log = logging.getLogger(__name__)
 
 
@@ -34,11 +35,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
+    body, has_more = bytearray(), True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
+        has_more = message.get("more_body", False)
     return bytes(body)
 
 
@@ -60,7 +65,7 @@ class RequestIds:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         state = scope.setdefault("state", {})
         text = given.decode("latin-1")
-        state["request_id"] = text if re.fullmatch(REQUEST_ID_PATTERN, text) else secrets.token_hex(16)
+        state["request_id"] = text if _REQUEST_ID.fullmatch(text) else secrets.token_hex(16)
         # What lies between would pass each event of a stream on, one after the other, and change none.
         scope.setdefault("extensions", {})[DIRECT_SEND] = send
 
@@ -105,16 +110,21 @@ class Boundary:
             await error_response(error)(scope, receive, send)
 
 
+def response_to(error: RequestError | ClientDisconnect) -> Response:
+    """What a request that cannot be answered gets; nobody reads it if the client has gone."""
+    return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
+
+
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     """Call it behind the last route. `unserved` are paths that others have: their absence has a code."""
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
-        return error_response(error)
+        return response_to(error)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # nobody reads it
+        return response_to(error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:

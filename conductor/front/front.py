@@ -140,7 +140,7 @@ class Front:
 
 def key_of(request: Request) -> ApiKey | None:
     """The client's, if clients need one."""
-    key: ApiKey | None = getattr(request.state, "api_key", None)
+    key: ApiKey | None = request.scope["state"].get("api_key")
     return key
 
 
