@@ -1,12 +1,11 @@
 """What the Conductor wants done: messages to peers. Pure values."""
 
-from dataclasses import dataclass
+import msgspec
 
 from mooncake.messages import ToFront, ToWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(msgspec.Struct, frozen=True):
     """Send `message` to the peer with this socket identity."""
 
     peer: bytes

@@ -76,7 +76,8 @@ class ConductorService:
     async def _hear_own_front(self) -> None:
         while True:
             await self._react(OWN_FRONT, await self._front.recv())
-            await asyncio.sleep(0)  # many requests at once must not starve the event loop
+            if self._front.num_unread:
+                await asyncio.sleep(0)  # many requests at once must not starve the event loop
 
     async def _react(self, sender: bytes, message: ToConductor) -> None:
         now_s = time.monotonic()

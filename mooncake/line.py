@@ -48,6 +48,11 @@ class Line(Generic[Outgoing, Incoming]):
         """Never waits."""
         self._outgoing.put_nowait(message)
 
+    @property
+    def num_unread(self) -> int:
+        """Messages that have come and were not received."""
+        return len(self._incoming)
+
     async def recv(self) -> Incoming:
         """The next message."""
         return await self._incoming.get()

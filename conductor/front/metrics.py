@@ -9,7 +9,6 @@ come with the scrape. All of it happens in the thread of the front's event loop.
 Owns: metric names and buckets, what is within an SLO. Does not know: when something happens.
 """
 
-import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -65,7 +64,7 @@ def tbt_s(gaps_s: Sequence[float]) -> float | None:
     """Time between tokens of one request; None if it has no two tokens."""
     if not gaps_s:
         return None
-    longest = heapq.nlargest(math.ceil(TBT_SHARE * len(gaps_s)), gaps_s)
+    longest = sorted(gaps_s)[-math.ceil(TBT_SHARE * len(gaps_s)) :]
     return sum(longest) / len(longest)
 
 

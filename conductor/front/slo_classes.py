@@ -4,7 +4,8 @@ Owns: the header, who may have which class. Does not know: what a class promises
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from conductor.front.validation import Job
 from mooncake.api_keys import ApiKey

@@ -7,7 +7,6 @@ Everything here is a plain function of its input and may run in a thread.
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -69,16 +68,14 @@ class UsageShown(Enum):
     IN_EACH_CHUNK = "in each chunk"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One prompt, keys included; `keys` name its full blocks."""
 
     token_ids: list[int]
     keys: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A valid HTTP request. Choice `i` answers prompt `i // num_choices_per_prompt`."""
 
     endpoint: Endpoint
@@ -240,7 +237,9 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
             code="prompt_exceeds_pool",
         )
     if job.max_tokens_field is None:
-        return replace(job, sampling=[_cut(params, pool_len - num_tokens) for params in job.sampling])
+        return msgspec.structs.replace(
+            job, sampling=[_cut(params, pool_len - num_tokens) for params in job.sampling]
+        )
     max_tokens = job.sampling[0].max_tokens
     if num_tokens + max_tokens > pool_len:
         raise RequestError(
