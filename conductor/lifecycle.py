@@ -68,6 +68,8 @@ class TrackedRequest:
     prefill: str | None = None
     decode: str | None = None
     last_failure: str = field(default="")
+    num_unlisted: int = 0
+    """heartbeats of its front, in a row, that did not name it"""
 
     @property
     def request_id(self) -> str:

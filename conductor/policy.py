@@ -35,6 +35,7 @@ from mooncake.messages import (
     FrontHello,
     Heartbeat,
     HeartbeatAck,
+    InFlight,
     InstanceDrains,
     InstanceState,
     KeepContext,
@@ -47,6 +48,7 @@ from mooncake.messages import (
     Role,
     Submit,
     ToConductor,
+    Unknown,
 )
 
 
@@ -128,6 +130,8 @@ class Conductor:
         match message:
             case FrontHello():
                 return self._on_front_hello(sender, message, now_s)
+            case InFlight(request_ids):
+                return self._on_in_flight(sender, request_ids, now_s)
             case Submit():
                 return self._on_submit(sender, message, now_s)
             case Continue():
@@ -190,6 +194,16 @@ class Conductor:
         known = sender in self._fronts
         self._fronts[sender] = now_s
         return [Effect(sender, self._cluster_state(known=known))]
+
+    def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:
+        """What the connection has swallowed ends: here if nobody waits for it, there if nobody has it."""
+        listed, effects = set(request_ids), list[Effect]()
+        for tracked in [tracked for tracked in self.requests.values() if tracked.front == sender]:
+            tracked.num_unlisted = 0 if tracked.request_id in listed else tracked.num_unlisted + 1
+            if tracked.num_unlisted > 1:  # the first time its instance may be about to say that it has ended
+                effects += self._dispatcher.abort(tracked, now_s)
+        unknown = [request_id for request_id in request_ids if request_id not in self.requests]
+        return [*effects, Effect(sender, Unknown(unknown))] if unknown else effects
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request

@@ -17,7 +17,7 @@ from mooncake.costs import Costs
 from mooncake.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class Role(StrEnum):
@@ -337,6 +337,20 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
 
 
+class InFlight(msgspec.Struct, tag=True, frozen=True):
+    """With each heartbeat of a front: all that it has submitted and that has not ended for it. What the
+    Conductor does not have of that is answered by `Unknown`; what it has beside it ends."""
+
+    request_ids: list[str]
+
+
+class Unknown(msgspec.Struct, tag=True, frozen=True):
+    """The Conductor does not have these requests: a break of the connection has swallowed that they came, or
+    how they ended."""
+
+    request_ids: list[str]
+
+
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
     """What a front must know to answer /ready and to size requests. Also sent after each change.
 
@@ -417,9 +431,19 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = Register | Heartbeat | Leave | Retire | Reserved | Prefilled | Finished | Refused | WorkFailed
-FromFront = FrontHello | Submit | Continue | Cancel | Drain | KeepContext | DropContext
+FromFront = FrontHello | InFlight | Submit | Continue | Cancel | Drain | KeepContext | DropContext
 ToConductor = FromWorker | FromFront
 ToWorker = (
     Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort | BlockOrder
 )
-ToFront = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains | Tokens
+ToFront = (
+    ClusterState
+    | RegisterRefused
+    | Rejected
+    | Failed
+    | Interrupted
+    | Ended
+    | Unknown
+    | InstanceDrains
+    | Tokens
+)

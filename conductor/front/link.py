@@ -5,7 +5,8 @@ Does not know: HTTP, text.
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
 knows nothing of the requests in flight: they fail, and their clients may try again. Of context caches it is
-told anew. The same requests fail when the Conductor had given this front up.
+told anew. The same requests fail when the Conductor had given this front up. Each heartbeat names them, so
+that both sides see what a break of the connection has swallowed.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from mooncake.messages import (
     Failed,
     FromFront,
     FrontHello,
+    InFlight,
     InstanceDrains,
     Interrupted,
     KeepContext,
@@ -41,6 +43,7 @@ from mooncake.messages import (
     Submit,
     TokenOutput,
     Tokens,
+    Unknown,
 )
 from mooncake.requests import FinishReason, Request, TokenLogprobs
 
@@ -50,7 +53,8 @@ MAX_UNANSWERED = 5
 """heartbeats, of a Conductor that is there. Not seconds: a process that was stopped for some would find its
 Conductor gone, whose answers it has only not read yet"""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""heartbeats, once the Conductor has said that all tokens were sent; not seconds, for the same reason"""
+"""heartbeats, once the Conductor has said that all tokens were sent, or that it does not have the request;
+not seconds, for the same reason"""
 STREAM_TIMEOUT_S = (
     30.0  # without a token while the Conductor is gone, which alone could place the request again
 )
@@ -76,7 +80,9 @@ class Lost(msgspec.Struct, frozen=True):
     error: RequestError
 
 
-FromConductor = ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | InstanceDrains
+FromConductor = (
+    ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Unknown | InstanceDrains
+)
 Event = Received | Lost
 Receive = Callable[[Event], None]
 """gets the events of one request, in order, as soon as they come; raises nothing"""
@@ -105,7 +111,18 @@ class Reception:
     num_sent: int | None = None
     """all tokens there are, once the Conductor has said that they were sent"""
     num_silent_beats: int = 0
-    """since then, and since the latest tokens"""
+    """that said that no more tokens come, since the latest ones"""
+
+    @property
+    def what_is_missing(self) -> RequestError:
+        """Of one that has no more tokens to come, and has not ended."""
+        num_received = len(self.token_ids)
+        if self.num_sent is not None:
+            missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
+            return GenerationFailedError(missing)
+        if num_received:
+            return GenerationFailedError(f"what became of it after {num_received} tokens was lost")
+        return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
 
     def accept(self, output: TokenOutput) -> list[int] | None:
         """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
@@ -255,6 +272,7 @@ class Link:
             self._num_unanswered += 1
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(self._hello)
+                await self._conductor.send(InFlight(list(self._in_flight)))
             await asyncio.sleep(HEARTBEAT_S)
             self._fail_what_lost_its_end()
             if self.cluster is None:
@@ -264,14 +282,14 @@ class Link:
 
     def _fail_what_lost_its_end(self) -> None:
         for request_id, reception in list(self._in_flight.items()):
-            if reception.num_sent is None:
-                continue
-            reception.num_silent_beats += 1
-            if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
-                missing = (
-                    f"{len(reception.token_ids)} of {reception.num_sent} tokens arrived, the rest was lost"
-                )
-                self._end(request_id, GenerationFailedError(missing))
+            if reception.num_sent is not None:
+                self._wait_for_less(request_id, reception)
+
+    def _wait_for_less(self, request_id: str, reception: Reception) -> None:
+        """One more heartbeat without tokens, of which there are no more."""
+        reception.num_silent_beats += 1
+        if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
+            self._end(request_id, reception.what_is_missing)
 
     async def _receive_from_conductor(self) -> None:
         while True:
@@ -293,6 +311,10 @@ class Link:
                     if (reception := self._in_flight.get(request_id)) is not None:
                         reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
                         reception.num_silent_beats = 0
+                case Unknown(request_ids):
+                    for request_id in request_ids:
+                        if (reception := self._in_flight.get(request_id)) and reception.num_sent is None:
+                            self._wait_for_less(request_id, reception)
 
     async def _continue(self, request_id: str) -> None:
         """The request's decode instance is lost: say how far its answer has come."""

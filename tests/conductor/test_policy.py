@@ -29,6 +29,7 @@ from mooncake.messages import (
     FrontHello,
     Heartbeat,
     HeartbeatAck,
+    InFlight,
     Interrupted,
     KeepContext,
     Leave,
@@ -45,6 +46,7 @@ from mooncake.messages import (
     Reserved,
     Role,
     Submit,
+    Unknown,
     Unpin,
     WorkFailed,
 )
@@ -455,6 +457,34 @@ def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
     assert (rejected.message.status, rejected.message.message) == (503, "no decode instance is ready")
 
 
+def test_a_front_is_told_which_of_its_requests_the_conductor_does_not_have() -> None:
+    """It never heard of them, or said how they ended to nobody."""
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request("here")), 1.0)
+    [answer] = conductor.handle(FRONT, InFlight(["swallowed", "here"]), 1.5)
+    assert answer == Effect(FRONT, Unknown(["swallowed"]))
+    assert conductor.num_running == 1
+
+
+def test_a_request_that_its_front_does_not_have_ends_at_the_second_heartbeat() -> None:
+    """Its last tokens have reached the front a moment before the Conductor hears of them, or its cancellation
+    was swallowed."""
+    conductor = new_conductor()
+    for request_id in ("cancelled", "other"):
+        conductor.handle(FRONT, Submit(request(request_id)), 1.0)
+    assert conductor.handle(FRONT, InFlight(["other"]), 1.5) == []
+    assert conductor.handle(FRONT, InFlight(["cancelled", "other"]), 2.5) == []
+    assert conductor.handle(FRONT, InFlight(["other"]), 3.5) == []
+    other_front = peer_identity("front1", 1)
+    for _ in range(3):
+        assert conductor.handle(other_front, InFlight([]), 4.0) == []
+    effects = conductor.handle(FRONT, InFlight(["other"]), 4.5)
+    assert {effect.message for effect in effects if isinstance(effect.message, Abort)} == {
+        Abort(ref(request_id="cancelled"))
+    }
+    assert set(conductor.requests) == {"other"}
+
+
 def test_what_was_never_placed_is_rejected_with_its_reason() -> None:
     conductor = new_conductor(Limits(placement_timeout_s=10.0))
     conductor.peer_gone(D0, 0.5)
@@ -713,6 +743,16 @@ class RequestsEndOnce(RuleBasedStateMachine):
             request_id = data.draw(st.sampled_from(sorted(self.open)))
             self.take(self.conductor.handle(FRONT, Cancel(request_id), self.now_s))
             self.open.remove(request_id)
+
+    @rule(data=st.data())
+    def lose_the_connection(self, data: st.DataObject) -> None:
+        """A cancellation and a request are swallowed; two heartbeats come."""
+        gone = data.draw(st.sampled_from(sorted(self.open))) if self.open else None
+        self.open.discard(gone or "")
+        for _ in range(2):
+            effects = self.conductor.handle(FRONT, InFlight([*self.open, "swallowed"]), self.now_s)
+            self.take(effects)
+            assert Effect(FRONT, Unknown(["swallowed"])) in effects
 
     @rule(name=st.sampled_from(["p0", "p1", "d0"]), registers=st.booleans())
     def restart(self, name: str, registers: bool) -> None:

@@ -39,12 +39,14 @@ from mooncake.messages import (
     Failed,
     FromFront,
     FrontHello,
+    InFlight,
     InstanceDrains,
     KeepContext,
     Rejected,
     Submit,
     TokenOutput,
     Tokens,
+    Unknown,
 )
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
@@ -145,6 +147,8 @@ class FakeCluster:
         self.num_hellos = 0
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
+        self.unknown: set[str] = set()
+        """requests that it says it does not have"""
         self.continued: list[Request] = []
         self.contexts: list[KeepContext | DropContext] = []
 
@@ -159,6 +163,9 @@ class FakeCluster:
                         self.num_hellos += 1
                         if not self.silent:
                             await self.to_front(self.state)
+                    case InFlight(request_ids):
+                        if unknown := self.unknown.intersection(request_ids):
+                            await self.to_front(Unknown([*unknown]))
                     case Submit(request):
                         self.submitted.append(request)
                         task = asyncio.create_task(self._behave(request))

@@ -14,7 +14,7 @@ from conductor.front.link import Event, Link, Lost, Received, Reception
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.line import Inbox, Line
-from mooncake.messages import ClusterState, Ended, Interrupted, TokenOutput
+from mooncake.messages import ClusterState, Ended, Interrupted, TokenOutput, Unknown
 from mooncake.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 
@@ -168,6 +168,50 @@ def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
             assert isinstance(event, Lost)
             assert "lost" in str(event.error)
             assert link.num_in_flight == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_received", [0, 1])
+def test_a_request_that_the_conductor_does_not_have_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_received: int
+) -> None:
+    """A break of the connection has swallowed that it came, or how it ended."""
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox = Inbox[Event]()
+            await until(lambda: link.cluster is not None)
+            await link.submit(request := request_to(link), inbox.put_nowait)
+            await until(lambda: len(cluster.submitted) == 1)
+            for position in range(num_received):
+                await cluster.send_tokens(request, [1], position)
+                assert isinstance(await inbox.get(), Received)
+            cluster.unknown.add("r")
+            event = await inbox.get()
+            assert isinstance(event, Lost)
+            assert (event.error.status == 503) == (not num_received)
+            assert link.num_in_flight == 0
+
+    run(test)
+
+
+def test_a_heartbeat_that_overtook_its_request_does_it_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+
+    async def test() -> None:
+        async with connected(tmp_path) as (link, cluster, _):
+            inbox = Inbox[Event]()
+            await until(lambda: link.cluster is not None)
+            await link.submit(request := request_to(link), inbox.put_nowait)
+            await cluster.to_front(Unknown(["r"]))
+            num_hellos = cluster.num_hellos
+            await until(lambda: cluster.num_hellos >= num_hellos + 3 * link_module.MAX_BEATS_FOR_LAST_TOKENS)
+            await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
+            assert isinstance(await inbox.get(), Received)
 
     run(test)
 
