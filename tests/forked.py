@@ -82,6 +82,12 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def close(self) -> None:
+        """Kills it and lets go of its descriptors."""
+        self.kill()
+        self.wait()
+        self._process.close()
+
 
 def _call(
     environ: dict[str, str],

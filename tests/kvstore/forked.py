@@ -35,8 +35,7 @@ class ForkedMessenger(Forked):
         self._stdin.close()
 
     def close(self) -> None:
-        self.kill()
-        self.wait()
+        super().close()
         self.hang_up()
 
 
