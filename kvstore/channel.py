@@ -28,6 +28,7 @@ _BUFFER_BYTES = 1 << 22
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _PEERCRED = struct.Struct("3i")
 _MOST_MESSAGES_AT_ONCE = 16
+_RETRY_S = 0.02
 _TRIES = 16
 """to receive the next call before sleeping"""
 _Ancillary = tuple[int, int, Any]
@@ -46,6 +47,25 @@ class Channel(Generic[Incoming]):
         self._send_lock = asyncio.Lock()
         self._writable = asyncio.Event()
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
+
+    @classmethod
+    async def connect(
+        cls, socket_path: str, decoder: "msgspec.msgpack.Decoder[Incoming]"
+    ) -> "Channel[Incoming]":
+        """To who listens at `socket_path`, as soon as somebody does."""
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.setblocking(False)
+            try:
+                await asyncio.get_running_loop().sock_connect(sock, socket_path)
+            except (FileNotFoundError, ConnectionRefusedError):
+                sock.close()
+                await asyncio.sleep(_RETRY_S)
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return cls(sock, decoder)
 
     async def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """Raises PoolError if the message is too large, ConnectionError if the other side is gone."""

@@ -22,15 +22,15 @@ from kvstore.answers import (
     CallFailed,
     Detached,
     Done,
-    ErrorKind,
     FromRemotePool,
     GotBlocks,
     Reservation,
     Verified,
 )
 from kvstore.calls import AwaitSpace, Call, GetBlocks, Notice, PutBlocks, Release, ReservePages, VerifyBlocks
+from kvstore.failures import error_of
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.errors import ConfigError, PoolError, PoolFullError
 from mooncake.pools import MessengerAddress
 
 RemoteCall = Call | GetBlocks | PutBlocks
@@ -130,7 +130,7 @@ class PoolConnection(ABC):
                 continue  # of a call that was given up
             if isinstance(answer, CallFailed):
                 self._space_epoch = answer.space_epoch
-                raise self._error(answer)
+                raise error_of(answer, f"this client and the pool at {self.place.text} must agree")
             if not isinstance(answer, expected):
                 raise self._broken(f"{type(answer).__name__} to {type(call).__name__}")
             return answer
@@ -211,21 +211,6 @@ class PoolConnection(ABC):
         """The other side does not keep to the protocol."""
         self.is_open = False
         return PoolError(f"{self.place.text} answered what it should not: {what}")
-
-    def _error(self, failed: CallFailed) -> MooncakeError:
-        match failed.kind:
-            case ErrorKind.POOL_FULL:
-                return PoolFullError(failed.message)
-            case ErrorKind.TRANSFER:
-                return TransferError(failed.message)
-            case ErrorKind.CONFIG:
-                return ConfigError(failed.message)
-            case ErrorKind.MISMATCH if failed.mismatch is not None:
-                what, theirs, ours = failed.mismatch
-                advice = f"this client and the pool at {self.place.text} must agree"
-                return MismatchError(what, ours, theirs, advice)
-            case _:
-                return PoolError(failed.message)
 
 
 _connections: "weakref.WeakSet[PoolConnection]" = weakref.WeakSet()

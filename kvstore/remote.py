@@ -31,9 +31,10 @@ from kvstore.calls import (
     ToRemotePool,
 )
 from kvstore.claims import Block, Reservation
+from kvstore.failures import failed_call
 from kvstore.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
 from kvstore.greeting import Doorkeeper, Greeting, Proof
-from kvstore.session import Session, User, failed_call
+from kvstore.session import Session, User
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
 from messenger.handshake import StrangerError

@@ -7,7 +7,7 @@ What travels are the layers and heads that this pool and the receiver both have:
 its part of the blocks, a receiver of a group gets its part. The layers' own checksums go with them, unless
 only some of this pool's heads are sent: then those of what is sent, made when the layer is found intact.
 
-Owns: what has been sent of one reservation. Does not know: connections.
+Owns: what has been sent of each reservation. Does not know: connections.
 """
 
 import asyncio
@@ -48,6 +48,48 @@ class _Range:
     target: _Target
     layers: range
     page: int
+
+
+class Sends:
+    """Those of one user's reservations, each to one grant or to those of a group."""
+
+    def __init__(self, pool: Pool, segment: Segment, peers: Peers, tasks: asyncio.TaskGroup) -> None:
+        self._pool, self._segment, self._peers = pool, segment, peers
+        self._tasks = tasks
+        self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
+        """by reservation"""
+
+    def start(self, reservation: Reservation, grant: Grant, ref_text: str) -> None:
+        """To `grant` and its `others`. Raises PoolError if the reservation is being sent already."""
+        if reservation.reservation_id in self._of:
+            raise PoolError(f"reservation {reservation.reservation_id} is being sent already")
+        sends = [
+            Send(self._pool, self._segment, self._peers, reservation, each, ref_text)
+            for each in (grant, *grant.others)
+        ]
+        self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
+
+    def wake(self, reservation_id: int) -> None:
+        """Layers of its blocks have come."""
+        for send, _ in self._of.get(reservation_id, []):
+            send.wake()
+
+    async def wait(self, reservation_id: int) -> None:
+        """Returns when everything is acknowledged. Raises TransferError, and PoolError if it is not sent."""
+        if reservation_id not in self._of:
+            raise PoolError(f"reservation {reservation_id} is not being sent")
+        for send, _ in list(self._of[reservation_id]):
+            await asyncio.shield(send.outcome)
+
+    def cancel(self, reservation_id: int) -> None:
+        """Idempotent."""
+        for send, task in self._of.pop(reservation_id, []):
+            task.cancel()
+            send.finish(TransferError("released before everything was sent"))
+
+    def cancel_all(self) -> None:
+        for reservation_id in list(self._of):
+            self.cancel(reservation_id)
 
 
 class Send:

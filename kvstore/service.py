@@ -23,10 +23,11 @@ from kvstore.calls import Attach, Connect, ToPool
 from kvstore.channel import Connection
 from kvstore.event_publisher import InternalPublisher, VllmPublisher
 from kvstore.events import EventLog
+from kvstore.failures import failed_call
 from kvstore.pages import Writer
 from kvstore.remote import serve_client
 from kvstore.segment import Segment
-from kvstore.session import Session, User, failed_call
+from kvstore.session import Session, User
 from kvstore.store import Store, open_store
 from messenger import checksums, direct, listening
 from messenger.identity import host_id

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from kvstore.answers import (
     LOCATIONS,
     Answer,
-    CallFailed,
     Count,
     Done,
-    ErrorKind,
     Fetched,
     FromPool,
     Granted,
@@ -59,14 +57,15 @@ from kvstore.calls import (
 )
 from kvstore.claims import Lease, Reservation, layer_mask
 from kvstore.events import BlockTokens
+from kvstore.failures import failed_call
 from kvstore.fetches import BlockFetch
 from kvstore.listing import list_blocks, pool_stats, verify_block
 from kvstore.pages import Writer
-from kvstore.sends import Send
+from kvstore.sends import Sends
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES
 from mooncake.blocks import KEY_BYTES, BlockKey
-from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.errors import MooncakeError, PoolError
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +95,7 @@ class Session:
         self._tasks = tasks
         self._send = send
         self._waiting: set[asyncio.Task[None]] = set()
-        self._sends: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
-        """of each reservation, one for each grant"""
+        self._sends = Sends(store.pool, store.segment, store.peers, tasks)
         self._fetches: dict[int, BlockFetch] = {}
 
     def handle(self, message: ToPool) -> None:
@@ -128,8 +126,7 @@ class Session:
         """Gives back everything that this user has. Idempotent."""
         for task in self._waiting:
             task.cancel()
-        for reservation_id in list(self._sends):
-            self._cancel_send(reservation_id)
+        self._sends.cancel_all()
         reservations, leases = self._pool.claims_of(self.user.owner)
         for reservation_id in reservations:
             self.release(reservation_id, f"{self.user.name} is gone")
@@ -184,7 +181,7 @@ class Session:
                     raise PoolError(f"reservation {reservation_id} is being fetched, it cannot be granted")
                 return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))
             case StartSend():
-                self._start_send(call)
+                self._sends.start(self._find(call.reservation_id), call.grant, call.ref_text)
             case Release(_, reservation_id):
                 self.release(reservation_id, "the receiver released its reservation")
             case GetStats(call_id, check_integrity):
@@ -211,8 +208,7 @@ class Session:
             case AwaitSpace(_, space_epoch):
                 await self._store.wait_for_space(space_epoch)
             case AwaitSent(_, reservation_id):
-                for send in self._find_sends(reservation_id):
-                    await asyncio.shield(send.outcome)
+                await self._sends.wait(reservation_id)
             case AwaitArrived(_, reservation_id):
                 await self._store.grants.wait_arrived(self._find(reservation_id))
             case _:
@@ -244,7 +240,7 @@ class Session:
         """Gives up a reservation; `reason` is what its writers hear. Idempotent."""
         reservation = self._pool.find_reservation(reservation_id)
         if reservation is not None and reservation.owner == self.user.owner:
-            self._cancel_send(reservation_id)
+            self._sends.cancel(reservation_id)
             self._stop_fetch(reservation_id)
             self._store.grants.revoke(reservation_id, reason)
             self._pool.release(reservation_id)
@@ -283,7 +279,7 @@ class Session:
                 raise PoolError(f"layers [{layers.start}, {layers.stop}) of page {page} were there already")
             checksums = commit.checksums[position * stride : (position + 1) * stride]
             self._pool.arrived(reservation, block, layers, checksums)
-        self._wake_send(commit.reservation_id)
+        self._sends.wake(commit.reservation_id)
 
     def _is_written_otherwise(self, reservation: Reservation, page: int) -> bool:
         """Whether other messengers' bytes come, or came, to this page of a reservation."""
@@ -327,34 +323,6 @@ class Session:
             raise PoolError(f"reservation {reservation_id} is unknown or was released")
         return reservation
 
-    # -- sends ------------------------------------------------------------------------------------
-
-    def _start_send(self, call: StartSend) -> None:
-        reservation = self._find(call.reservation_id)
-        if call.reservation_id in self._sends:
-            raise PoolError(f"reservation {call.reservation_id} is being sent already")
-        store = self._store
-        sends = [
-            Send(store.pool, store.segment, store.peers, reservation, grant, call.ref_text)
-            for grant in (call.grant, *call.grant.others)
-        ]
-        self._sends[call.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
-
-    def _cancel_send(self, reservation_id: int) -> None:
-        for send, task in self._sends.pop(reservation_id, []):
-            task.cancel()
-            send.finish(TransferError("released before everything was sent"))
-
-    def _wake_send(self, reservation_id: int) -> None:
-        """Layers of its blocks have come."""
-        for send, _ in self._sends.get(reservation_id, []):
-            send.wake()
-
-    def _find_sends(self, reservation_id: int) -> list[Send]:
-        if reservation_id not in self._sends:
-            raise PoolError(f"reservation {reservation_id} is not being sent")
-        return [send for send, _ in self._sends[reservation_id]]
-
     # -- fetches ----------------------------------------------------------------------------------
 
     def _start_fetch(self, call: FetchBlocks) -> None:
@@ -375,7 +343,7 @@ class Session:
 
         def on_layers(num_blocks: int, num_layers: int) -> None:
             self._send(LayersFetched(call.call_id, num_blocks, num_layers))
-            self._wake_send(call.reservation_id)
+            self._sends.wake(call.reservation_id)
 
         store = self._store
         fetch = BlockFetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
@@ -420,19 +388,3 @@ def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
 def _reserved(call_id: int, reservation: Reservation) -> ReservationAnswer:
     blocks = [ReservedBlock(b.page, b.generation, b.found, b.tier) for b in reservation.blocks]
     return ReservationAnswer(call_id, reservation.reservation_id, blocks)
-
-
-def failed_call(call_id: int, error: MooncakeError, space_epoch: int = 0) -> CallFailed:
-    """The answer that makes the other side raise `error`."""
-    match error:
-        case PoolFullError():
-            return CallFailed(call_id, ErrorKind.POOL_FULL, str(error), space_epoch=space_epoch)
-        case MismatchError():
-            mismatch = (error.what, str(error.ours), str(error.theirs))
-            return CallFailed(call_id, ErrorKind.MISMATCH, str(error), mismatch=mismatch)
-        case TransferError():
-            return CallFailed(call_id, ErrorKind.TRANSFER, str(error))
-        case ConfigError():
-            return CallFailed(call_id, ErrorKind.CONFIG, str(error))
-        case _:
-            return CallFailed(call_id, ErrorKind.POOL, str(error))

@@ -10,7 +10,6 @@ Owns: the connection of one worker. Does not know: what the worker computes.
 import asyncio
 import itertools
 import os
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
@@ -56,21 +55,22 @@ from kvstore.calls import (
     Waiting,
 )
 from kvstore.channel import Channel
+from kvstore.failures import error_of
 from kvstore.segment import Segment
 from messenger.checksums import CHECKSUM_BYTES
 from messenger.requests import Urgency
 from mooncake.blocks import BlockKey, KVLayout
-from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.errors import PoolError
 from mooncake.pools import (
     Grant,
     PoolShard,
     PoolStats,
 )
 
+_ADVICE = "this worker and its messenger's pool must agree"
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _SERIAL = 0
 """A process has at most one worker; its clients are numbered from 1."""
-_RETRY_S = 0.02
 _ANSWER_TIMEOUT_S = 10.0
 """for calls that a working messenger answers at once"""
 _TOKEN_BYTES = 1 << 17
@@ -121,13 +121,12 @@ class WorkerClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                sock = await _connect(socket_path)
-                channel = Channel(sock, _DECODER)
+                channel = await Channel.connect(socket_path, _DECODER)
                 try:
                     await channel.send(Attach(0, instance, incarnation, fingerprint, layout, _SERIAL))
                     answer, fd = await channel.receive_with_fd()
                     if isinstance(answer, CallFailed):
-                        raise _error(answer)
+                        raise error_of(answer, _ADVICE)
                     if not isinstance(answer, Attached) or fd is None:
                         raise PoolError(f"messenger of {instance} gone before it answered")
                     segment = _open_segment(fd)
@@ -355,7 +354,7 @@ class WorkerClient:
         if isinstance(answer, CallFailed):
             if answer.kind is ErrorKind.POOL_FULL:
                 self._space_epoch = answer.space_epoch
-            raise _error(answer)
+            raise error_of(answer, _ADVICE)
         return answer
 
     async def _read(self) -> None:
@@ -394,23 +393,6 @@ class WorkerClient:
                 answered.exception()  # retrieved, should its caller be gone
 
 
-async def _connect(socket_path: str) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        try:
-            await loop.sock_connect(sock, socket_path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            sock.close()
-            await asyncio.sleep(_RETRY_S)
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-
-
 def _open_segment(fd: int) -> Segment:
     try:
         segment = Segment.open(fd)
@@ -418,18 +400,3 @@ def _open_segment(fd: int) -> Segment:
         os.close(fd)  # the mapping stays
     assert segment is not None, "a messenger formats before it answers"
     return segment
-
-
-def _error(failed: CallFailed) -> MooncakeError:
-    match failed.kind:
-        case ErrorKind.POOL_FULL:
-            return PoolFullError(failed.message)
-        case ErrorKind.TRANSFER:
-            return TransferError(failed.message)
-        case ErrorKind.CONFIG:
-            return ConfigError(failed.message)
-        case ErrorKind.MISMATCH if failed.mismatch is not None:
-            what, theirs, ours = failed.mismatch
-            return MismatchError(what, ours, theirs, "this worker and its messenger's pool must agree")
-        case _:
-            return PoolError(failed.message)
