@@ -57,9 +57,9 @@ def test_aborted_prefill_stops_between_two_layers(
                 await asyncio.sleep(0)
                 assert lab.executor.kv.num_free_pages < lab.executor.kv.num_pages  # still in the pass
                 gate.open()
-                opened_s = time.monotonic()
+                opened_s = time.process_time()
                 await gone(lab, receiving)
-                assert time.monotonic() - opened_s < 0.1
+                assert time.process_time() - opened_s < 0.1  # it computes no further layer
                 assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages
                 assert not receiving.answered.done()
                 await receiving.release()
