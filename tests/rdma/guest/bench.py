@@ -11,7 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.rdma.guest.nodes import DEADLINE_S, MIB, node, peer_process
+from tests.rdma.guest.nodes import DEADLINE_S, MIB, node
+from tests.rdma.guest.peer import peer_process
 
 NUM_ROUNDS = 15
 NUM_TRANSFERS = 60

@@ -3,12 +3,10 @@
 import asyncio
 import functools
 import mmap
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from ctypes import c_char
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import msgspec
 import numpy as np
@@ -116,46 +114,6 @@ class Place(msgspec.Struct, frozen=True):
     info: EndpointInfo
     address: int
     remote_key: int
-
-
-class PeerProcess:
-    """A process with a node on rxe1 (`peer.py`); requests and answers are lines of JSON."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def ask(self, method: str, *arguments: Any, kind: Any = Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode([method, arguments]) + b"\n")
-        answer = await self.process.stdout.readline()
-        assert answer, f"the peer ended at {method}"
-        return msgspec.json.decode(answer, type=kind)
-
-    async def connect(self, endpoint: Endpoint) -> Place:
-        place: Place = await self.ask("connect", endpoint.local_info(), kind=Place)
-        endpoint.connect(place.info)
-        return place
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.process.wait()
-
-
-@asynccontextmanager
-async def peer_process(size_bytes: int) -> AsyncIterator[PeerProcess]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "tests.rdma.guest.peer", "rxe1", str(size_bytes)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        yield PeerProcess(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def scattered(address: int, num_slices: int, slice_bytes: int, seed: int) -> npt.NDArray[np.int64]:

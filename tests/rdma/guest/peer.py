@@ -1,8 +1,11 @@
-"""The other process of a test: does what it is asked to, line by line, on stdin and stdout."""
+"""The other process of a test, with a node on rxe1: does what it is asked to, line by line."""
 
 import asyncio
+import os
 import sys
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -10,7 +13,10 @@ from messenger.rdma import windows
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.info import EndpointInfo
+from tests.forked import Forked, preload
 from tests.rdma.guest.nodes import Node, Place
+
+preload("tests.rdma.guest.peer")
 
 
 class Peer:
@@ -73,5 +79,50 @@ async def serve(peer: Peer) -> None:
         print(msgspec.json.encode(answer).decode(), flush=True)
 
 
-if __name__ == "__main__":
-    asyncio.run(serve(Peer(sys.argv[1], int(sys.argv[2]))))
+def _run(size_bytes: int) -> None:
+    asyncio.run(serve(Peer("rxe1", size_bytes)))
+
+
+class PeerProcess:
+    """A process with a `Peer`; requests and answers are lines of JSON."""
+
+    def __init__(self, process: Forked, stdin: BinaryIO, stdout: asyncio.StreamReader) -> None:
+        self.process = process
+        self._stdin, self._stdout = stdin, stdout
+
+    async def ask(self, method: str, *arguments: Any, kind: Any = Any) -> Any:
+        self._stdin.write(msgspec.json.encode([method, arguments]) + b"\n")
+        answer = await self._stdout.readline()
+        assert answer, f"the peer ended at {method}"
+        return msgspec.json.decode(answer, type=kind)
+
+    async def connect(self, endpoint: Endpoint) -> Place:
+        place: Place = await self.ask("connect", endpoint.local_info(), kind=Place)
+        endpoint.connect(place.info)
+        return place
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@asynccontextmanager
+async def peer_process(size_bytes: int) -> AsyncIterator[PeerProcess]:
+    peer_stdin, stdin = os.pipe()
+    stdout, peer_stdout = os.pipe()
+    process = Forked(
+        _run, size_bytes, stdin=peer_stdin, stdout=peer_stdout, stderr=2, environ=dict(os.environ)
+    )
+    os.close(peer_stdin)
+    os.close(peer_stdout)
+    answers = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(stdout, "rb")
+    )
+    with os.fdopen(stdin, "wb", buffering=0) as requests:
+        peer = PeerProcess(process, requests, answers)
+        try:
+            yield peer
+        finally:
+            peer.kill()
+            transport.close()

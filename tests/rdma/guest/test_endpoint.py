@@ -8,7 +8,8 @@ import pytest
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.info import EndpointInfo, LinkLayer
-from tests.rdma.guest.nodes import MIB, is_idle, joined, node, on_loop, peer_process, scattered, two_nodes
+from tests.rdma.guest.nodes import MIB, is_idle, joined, node, on_loop, scattered, two_nodes
+from tests.rdma.guest.peer import peer_process
 
 DEAD_PEER_S = 2.0
 LARGE_BYTES = 64 * MIB
@@ -91,7 +92,7 @@ async def test_killed_peer_is_reported_in_time_to_every_call() -> None:
             calls += [asyncio.create_task(endpoint.read(slices, place.remote_key)) for _ in range(3)]
             await endpoint.write([(0, place.address, 100)], place.remote_key)  # under way, by now
             assert not any(call.done() for call in calls)
-            await peer.kill()
+            peer.kill()
             killed_s = time.monotonic()
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             assert time.monotonic() - killed_s < DEAD_PEER_S
@@ -106,7 +107,7 @@ async def test_peer_that_died_while_nothing_was_sent_is_reported_in_time() -> No
         async with peer_process(MIB) as peer:
             endpoint = here.endpoint()
             place = await peer.connect(endpoint)
-            await peer.kill()
+            peer.kill()
             started_s = time.monotonic()
             with pytest.raises(RdmaError) as caught:
                 await endpoint.read([(0, place.address, 100)], place.remote_key)

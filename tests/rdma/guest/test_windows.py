@@ -16,7 +16,8 @@ from messenger.rdma import windows
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.windows import Access, Range
-from tests.rdma.guest.nodes import MIB, Node, is_idle, joined, node, on_loop, peer_process, two_nodes
+from tests.rdma.guest.nodes import MIB, Node, is_idle, joined, node, on_loop, two_nodes
+from tests.rdma.guest.peer import peer_process
 
 PAGE = 64 * 1024
 

@@ -23,7 +23,11 @@ from tests.rdma.vm.machine import MachineError, run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600.0
-GUEST_TESTS = ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests/rdma/guest"]
+# To import is slow in an emulated machine: not torch, as the conftest.py of all tests does, and one plugin.
+GUEST_TESTS = [
+    *("env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", "python3", "-m", "pytest", "-p", "no:cacheprovider"),
+    *("-p", "pytest_timeout", "--confcutdir=tests/rdma/guest", "-q", "tests/rdma/guest"),
+]
 
 
 def run(
