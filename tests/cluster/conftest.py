@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
 
 
@@ -20,6 +21,6 @@ def run_dir() -> Iterator[Path]:
 def default_server() -> Iterator[Server]:
     with (
         tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
-        Server("--dtype", "float32", "--http-tool-parser", "hermes", run_dir=Path(run_dir)) as server,
+        ForkedServer("--dtype", "float32", "--http-tool-parser", "hermes", run_dir=Path(run_dir)) as server,
     ):
         yield server

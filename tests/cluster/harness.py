@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.forked import Forked
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,24 +39,26 @@ class Server:
     def start(self) -> "Server":
         """Start without waiting until it is ready."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mooncake", *self._arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**environ, "XDG_RUNTIME_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"},
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        environ |= {"XDG_RUNTIME_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"}
+        read_fd, write_fd = os.pipe()
+        self.process = self._launch(self._arguments, environ, write_fd)
+        os.close(write_fd)
+        self._reader = threading.Thread(target=self._read, args=[read_fd], daemon=True)
         self._reader.start()
         return self
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._new_line:
-                self.lines.append(line.rstrip("\n"))
-                self._new_line.notify_all()
+    def _launch(
+        self, arguments: list[str], environ: dict[str, str], output: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        command = [sys.executable, "-m", "mooncake", *arguments]
+        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environ)
+
+    def _read(self, output: int) -> None:
+        with open(output) as lines:
+            for line in lines:
+                with self._new_line:
+                    self.lines.append(line.rstrip("\n"))
+                    self._new_line.notify_all()
         with self._new_line:
             self._new_line.notify_all()
 
@@ -77,7 +80,15 @@ class Server:
         """Process ids of the children that run `module`, oldest first."""
         parent = self.process.pid
         children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-        return sorted((pid for pid in children if _module_of(pid) == module), key=_age_rank)
+        return sorted((pid for pid in children if self._runs(pid, module)), key=_age_rank)
+
+    def _runs(self, pid: int, module: str) -> bool:
+        """Whether this is a `python -m module`; not if it is ending or has ended."""
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return arguments[2:3] == [module.encode()]
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> float:
         """End it; seconds that it took. The exit code is in `process.returncode`."""
@@ -105,15 +116,6 @@ class Server:
                 self.process.kill()
                 self.process.wait()
         self._reader.join()
-
-
-def _module_of(pid: int) -> str:
-    """The module of a `python -m module` process; empty for one that is ending or has ended."""
-    try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    return arguments[2].decode() if len(arguments) > 2 else ""
 
 
 def _age_rank(pid: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, Server, eventually
 from tests.cluster.test_pool import metric
 from tests.tiny_models import tiny_model
@@ -27,7 +28,7 @@ def server(tmp_path: Path, run_dir: Path) -> Any:
     write_tiny_tokenizer(directory)
     arguments = [f"--model={directory}", f"--kvcache-block-size={BLOCK_SIZE}"]
     arguments += ["--kvcache-pool-bytes=200KiB", "--kvcache-device-bytes=8MiB"]
-    with Server(*arguments, run_dir=run_dir) as started:
+    with ForkedServer(*arguments, run_dir=run_dir) as started:
         yield started
 
 

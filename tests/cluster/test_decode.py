@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_pool import metric
 from tests.tiny_models import tiny_model
@@ -54,7 +55,7 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(
     arguments: list[str], run_dir: Path, inlined: bool
 ) -> None:
     inlining = ["--worker-inline-prefill-tokens=15"] if inlined else []
-    with Server(*arguments, *inlining, run_dir=run_dir) as server:
+    with ForkedServer(*arguments, *inlining, run_dir=run_dir) as server:
         answer, _ = complete(server, PROMPT, 30)
         assert len(answer) == 30
         num_blocks = (len(PROMPT) + 29) // BLOCK_SIZE
@@ -82,7 +83,7 @@ def test_what_would_be_too_slow_is_refused_before_its_first_token(
     arguments: list[str], run_dir: Path
 ) -> None:
     with (
-        Server(*arguments, "--conductor-tbt-slo-s=0.000001", run_dir=run_dir) as server,
+        ForkedServer(*arguments, "--conductor-tbt-slo-s=0.000001", run_dir=run_dir) as server,
         httpx.Client(base_url=server.url, timeout=90) as client,
         client.stream("POST", "/v1/completions", json=body(PROMPT, 400, stream=True)) as first,
     ):

@@ -13,6 +13,7 @@ import transformers
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.tokenizer import load_tokenizer
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
 from tests.tiny_models import FAMILIES, tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -77,7 +78,7 @@ def test_tiny_models_of_every_family(family: str, tmp_path: Path, run_dir: Path)
     expected = [reference(model, prompt, 16) for prompt in prompts]
     arguments = [f"--model={tmp_path / 'model'}", "--kvcache-block-size=8", "--worker-prefill-chunk=20"]
     sizes = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"]
-    with Server(*arguments, *sizes, run_dir=run_dir) as server, ThreadPoolExecutor(8) as threads:
+    with ForkedServer(*arguments, *sizes, run_dir=run_dir) as server, ThreadPoolExecutor(8) as threads:
         client = client_of(server)
         assert [complete(client, prompt, 16, stream=False) for prompt in prompts] == expected
         assert (

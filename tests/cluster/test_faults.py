@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -29,7 +30,7 @@ def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
     write_tiny_tokenizer(directory)
     arguments = ["--model", str(directory), "--kvcache-block-size=8"]
     sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
-    with Server(*arguments, *sizes, run_dir=run_dir) as running:
+    with ForkedServer(*arguments, *sizes, run_dir=run_dir) as running:
         yield running
 
 
@@ -204,7 +205,7 @@ def test_preempted_requests_finish_unchanged(tmp_path: Path, run_dir: Path) -> N
     # 20 pages of 8 tokens: two of these sequences at their full length of 71 tokens, never six.
     page_bytes = 8 * 4 * 1 * 2 * 16 * 4
     arguments = ["--model", str(directory), "--kvcache-block-size=8", "--kvcache-pool-bytes=8MiB"]
-    with Server(*arguments, f"--kvcache-device-bytes={20 * page_bytes}", run_dir=run_dir) as server:
+    with ForkedServer(*arguments, f"--kvcache-device-bytes={20 * page_bytes}", run_dir=run_dir) as server:
         expected = [text_of(complete(server, prompt=prompt, num_tokens=40)) for prompt in prompts]
         with ThreadPoolExecutor(6) as threads:
             answers = threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=40), prompts)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from mooncake.keys import ClusterKey
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, Server, eventually
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -51,8 +52,8 @@ def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronts]:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
-            Server("--role=conductor", *shared, run_dir=Path(run_dir)) as own,
-            Server("--role=front", *shared, run_dir=Path(run_dir)) as other,
+            ForkedServer("--role=conductor", *shared, run_dir=Path(run_dir)) as own,
+            ForkedServer("--role=front", *shared, run_dir=Path(run_dir)) as other,
         ):
             for server in (own, other):
                 eventually(lambda url=server.url: is_ready(url), "there is a pair", DEADLINE_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_faults import body, complete, is_ready, metric, text_of
 from tests.tiny_models import tiny_model
@@ -32,7 +33,7 @@ def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
     arguments = ["--model", str(directory), "--kvcache-block-size=8", "--num-prefill=2", "--num-decode=2"]
     sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
     hopeless = '--conductor-slo-classes={"hopeless": {"ttft_slo_s": 1e-9}}'
-    with Server(*arguments, *sizes, hopeless, run_dir=run_dir) as running:
+    with ForkedServer(*arguments, *sizes, hopeless, run_dir=run_dir) as running:
         yield running
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from mooncake.keys import ClusterKey
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_faults import (
     PROMPT,
@@ -50,7 +51,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def server(arguments: list[str], run_dir: Path) -> Iterator[Server]:
-    with Server(*arguments, f"--pipeline-stages={NUM_STAGES}", run_dir=run_dir) as running:
+    with ForkedServer(*arguments, f"--pipeline-stages={NUM_STAGES}", run_dir=run_dir) as running:
         yield running
 
 
@@ -58,7 +59,7 @@ def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Serve
     prompts = [LONG, PROMPT, LONG[:200] + PROMPT, PROMPT[:3]]
     folder = run_dir / "unsplit"
     folder.mkdir()
-    with Server(*arguments, run_dir=folder) as unsplit:
+    with ForkedServer(*arguments, run_dir=folder) as unsplit:
         expected = [text_of(complete(unsplit, prompt=prompt, num_tokens=20)) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         for _ in range(2):
@@ -186,16 +187,16 @@ def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_f
     for folder in folders:
         folder.mkdir()
     with (
-        Server("--role=conductor", *common, run_dir=run_dir) as front,
-        Server("--role=decode", *common, run_dir=folders[0]),
-        Server(
+        ForkedServer("--role=conductor", *common, run_dir=run_dir) as front,
+        ForkedServer("--role=decode", *common, run_dir=folders[0]),
+        ForkedServer(
             *stages[1],
             *common,
             "--hang-timeout-s=8",
             run_dir=folders[1],
             until="waiting for stage 0",
         ) as last,
-        Server(*stages[0], *common, run_dir=folders[2]),
+        ForkedServer(*stages[0], *common, run_dir=folders[2]),
     ):
         answer = complete(front, prompt=LONG, num_tokens=5)
         assert cached_tokens(answer) == 0

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -64,7 +65,7 @@ def other_prompt(number: int) -> list[int]:
 def test_a_prefix_that_left_memory_comes_back_from_ssd_with_the_same_text(
     arguments: list[str], run_dir: Path
 ) -> None:
-    with Server(*arguments, run_dir=run_dir) as server:
+    with ForkedServer(*arguments, run_dir=run_dir) as server:
         text, cached = complete(server, PROMPT)
         assert cached == 0
         for number in range(1, 8):  # several times what DRAM holds
@@ -76,7 +77,7 @@ def test_a_prefix_that_left_memory_comes_back_from_ssd_with_the_same_text(
         )
         assert metric(server, "mooncake_pool_orphaned_pages", instance="prefill-0") == 0
         server.stop()
-    with Server(*arguments, run_dir=run_dir) as server:  # the memory is gone, the slabs are not
+    with ForkedServer(*arguments, run_dir=run_dir) as server:  # the memory is gone, the slabs are not
         again, cached = complete(server, other_prompt(1))
         assert cached == NUM_BLOCKS * BLOCK_SIZE
         assert complete(server, other_prompt(1))[0] == again
@@ -85,7 +86,7 @@ def test_a_prefix_that_left_memory_comes_back_from_ssd_with_the_same_text(
 def test_a_worker_killed_while_it_generates_loses_no_sealed_block(
     arguments: list[str], run_dir: Path
 ) -> None:
-    with Server(*arguments, run_dir=run_dir) as server:
+    with ForkedServer(*arguments, run_dir=run_dir) as server:
         expected, _ = complete(server, PROMPT, num_tokens=200)
         for index in (0, 1):
             body = {"model": "tiny", "prompt": other_prompt(index), "max_tokens": 200, "stream": True}
@@ -99,7 +100,7 @@ def test_a_worker_killed_while_it_generates_loses_no_sealed_block(
 
 def test_memory_in_a_file_outlives_the_node(arguments: list[str], run_dir: Path, tmp_path: Path) -> None:
     in_file = [*arguments, f"--kvcache-segment-dir={tmp_path}"]
-    with Server(*in_file, run_dir=run_dir) as server:
+    with ForkedServer(*in_file, run_dir=run_dir) as server:
         text, _ = complete(server, PROMPT)
         refused = subprocess.run(
             [sys.executable, "-m", "mooncake", *in_file, "--port=0"],
@@ -113,15 +114,15 @@ def test_memory_in_a_file_outlives_the_node(arguments: list[str], run_dir: Path,
         assert f"belongs to the live process {server.process.pid}" in refused.stderr
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
-    with Server(*in_file, run_dir=run_dir) as server:
+    with ForkedServer(*in_file, run_dir=run_dir) as server:
         assert complete(server, PROMPT) == (text, NUM_BLOCKS * BLOCK_SIZE)
 
 
 def test_a_server_that_is_ended_properly_finds_its_prefixes_again(
     arguments: list[str], run_dir: Path
 ) -> None:
-    with Server(*arguments, run_dir=run_dir) as server:
+    with ForkedServer(*arguments, run_dir=run_dir) as server:
         text, _ = complete(server, PROMPT)
         assert server.stop() < STOP_DEADLINE_S
-    with Server(*arguments, run_dir=run_dir) as server:
+    with ForkedServer(*arguments, run_dir=run_dir) as server:
         assert complete(server, PROMPT) == (text, NUM_BLOCKS * BLOCK_SIZE)

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from mooncake.keys import ClusterKey
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference
 from tests.cluster.test_faults import body, is_ready, samples
@@ -52,7 +53,7 @@ def common(model: tuple[Path, object], run_dir: Path) -> list[str]:
 
 @pytest.fixture
 def front(common: list[str], run_dir: Path) -> Iterator[Server]:
-    with Server("--role=conductor", *common, run_dir=run_dir) as running:
+    with ForkedServer("--role=conductor", *common, run_dir=run_dir) as running:
         yield running
 
 
@@ -97,7 +98,7 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
     def node(role: str) -> Server:
         (run_dir / role).mkdir()
         arguments = [f"--role={role}", f"--instance={role}", f"--worker-tensor-parallel={degrees[role]}"]
-        return Server(*arguments, *common, run_dir=run_dir / role)
+        return ForkedServer(*arguments, *common, run_dir=run_dir / role)
 
     with node("prefill") as prefill, node("decode") as decode, ThreadPoolExecutor(8) as threads:
 
@@ -122,7 +123,7 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
 
 
 def test_more_ranks_than_kv_heads_are_refused(common: list[str], run_dir: Path) -> None:
-    server = Server("--role=decode", "--worker-tensor-parallel=4", *common, run_dir=run_dir).start()
+    server = ForkedServer("--role=decode", "--worker-tensor-parallel=4", *common, run_dir=run_dir).start()
     try:
         server.wait_for_line("worker.tensor_parallel: 4 ranks for a model of 3 KV heads")
     finally:

@@ -1,0 +1,118 @@
+"""`mooncake-serve` and all its processes, forked (`tests.forked`): a user's start imports everything anew.
+
+Owns: how the supervisor forks its children. Does not know: what any of them does.
+"""
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cluster.harness import ROOT, Server
+from tests.forked import Forked, preload
+
+_CONTEXT = multiprocessing.get_context("fork")
+_NAME_CHARS = 15
+"""that Linux keeps of a process's name"""
+_PR_SET_NAME = 15
+preload("tests.cluster.preloaded")
+
+
+class ForkedServer(Server):
+    """As `Server`, ready sooner. Processes are named as the modules that they run."""
+
+    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
+        with open(os.devnull) as nothing:
+            return Forked(
+                _supervise, arguments, stdin=nothing.fileno(), stdout=output, stderr=output, environ=environ
+            )
+
+    def _runs(self, pid: int, module: str) -> bool:
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text()
+        except OSError:
+            return False
+        return name.rstrip("\n") == module[:_NAME_CHARS]
+
+
+def _supervise(arguments: list[str]) -> None:
+    os.chdir(ROOT)
+    sys.argv = ["mooncake-serve", *arguments]
+    asyncio.create_subprocess_exec = _Child.start  # type: ignore[assignment]
+    runpy.run_module("mooncake", run_name="__main__")
+
+
+class _Child:
+    """One process of a supervisor: what that uses of `asyncio.subprocess.Process`."""
+
+    def __init__(self, process: multiprocessing.Process, stdin: int, stdout: asyncio.StreamReader) -> None:
+        self._process = process
+        self._ended = asyncio.Event()
+        self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), stdout
+        self.returncode: int | None = None
+        assert process.pid is not None
+        self.pid = process.pid
+        end = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(end, self._end, end)
+
+    @classmethod
+    async def start(
+        cls, _python: str, _m: str, module: str, *, pass_fds: Sequence[int], env: dict[str, str], **_: object
+    ) -> "_Child":
+        child_stdin, stdin = os.pipe()
+        stdout, child_stdout = os.pipe()
+        process = _CONTEXT.Process(target=_run, args=(module, env, child_stdin, child_stdout, pass_fds))
+        process.start()
+        os.close(child_stdin)
+        os.close(child_stdout)
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout, "rb")
+        )
+        return cls(process, stdin, reader)
+
+    def _end(self, end: int) -> None:
+        asyncio.get_running_loop().remove_reader(end)
+        os.close(end)
+        self._process.join()
+        self.returncode = self._process.exitcode
+        self.stdin.close()
+        self._ended.set()
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(module: str, environ: dict[str, str], stdin: int, stdout: int, pass_fds: Sequence[int]) -> None:
+    """As `python -m MODULE` in a session of its own, with nothing of the supervisor's but `pass_fds`."""
+    signal.set_wakeup_fd(-1)
+    for signum, handler in (
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGCHLD, signal.SIG_DFL),
+    ):
+        signal.signal(signum, handler)
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, module.encode())
+    for number, fd in enumerate((stdin, stdout, stdout)):
+        os.dup2(fd, number)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in pass_fds:
+            os.closerange(fd, fd + 1)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv, sys.stdin = [module], os.fdopen(0)
+    del sys.modules[module]  # it runs as __main__
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
