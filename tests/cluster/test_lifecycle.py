@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from mooncake.keys import ClusterKey
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -89,7 +90,7 @@ def test_killed_supervisor_takes_its_processes_along(tiny: str, run_dir: Path) -
 
 def refused(*arguments: str, run_dir: Path, port: int | None = None) -> str:
     """The one line with which a start ends that cannot succeed."""
-    server = Server(*arguments, run_dir=run_dir, port=port).start()
+    server = ForkedServer(*arguments, run_dir=run_dir, port=port).start()
     server.process.wait(60)
     server.__exit__()
     assert server.process.returncode not in (0, None)
@@ -136,7 +137,7 @@ def test_too_little_memory_is_one_clear_line(tiny: str, run_dir: Path) -> None:
 
 
 def test_dummy_weights_serve(tiny: str, run_dir: Path) -> None:
-    with Server("--model", tiny, "--load-format=dummy", *SMALL, run_dir=run_dir) as server:
+    with ForkedServer("--model", tiny, "--load-format=dummy", *SMALL, run_dir=run_dir) as server:
         body = {"model": Path(tiny).name, "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 3
@@ -160,8 +161,10 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path, tmp_pa
     prompt = list(range(3, 103))
     body = {"model": Path(tiny).name, "prompt": prompt, "max_tokens": 5, "ignore_eos": True, "temperature": 0}
     with (
-        Server("--role=prefill", *common, run_dir=run_dir, until="waiting for the conductor") as prefill,
-        Server("--role=conductor", *common, run_dir=run_dir) as conductor,
+        ForkedServer(
+            "--role=prefill", *common, run_dir=run_dir, until="waiting for the conductor"
+        ) as prefill,
+        ForkedServer("--role=conductor", *common, run_dir=run_dir) as conductor,
         httpx.Client(base_url=conductor.url, timeout=30) as client,
     ):
         prefill.wait_for_line("ready prefill")
@@ -169,11 +172,13 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path, tmp_pa
         assert "decode" in client.get("/ready").text
         assert client.post("/v1/completions", json=body).status_code == 503
         other_key = [*without_key, f"--security-key-file={tmp_path / 'other.key'}"]
-        with Server("--role=decode", *other_key, run_dir=run_dir, until="waiting for the conductor") as other:
+        with ForkedServer(
+            "--role=decode", *other_key, run_dir=run_dir, until="waiting for the conductor"
+        ) as other:
             other.wait_for_line(rf"{conductor_endpoint} has closed .* another cluster key")
             conductor.wait_for_line("refused .* do not have this cluster's key")
             assert "decode" in client.get("/ready").text
-        with Server("--role=decode", *common, run_dir=run_dir):
+        with ForkedServer("--role=decode", *common, run_dir=run_dir):
             eventually(lambda: client.get("/ready").status_code == 200, "the cluster is ready")
             first = client.post("/v1/completions", json=body).raise_for_status().json()
             again = client.post("/v1/completions", json=body).raise_for_status().json()
