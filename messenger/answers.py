@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 
+from messenger.direct import DirectPlacement, Sent
 from messenger.door import Door, Readable
 from messenger.messages import Fetch, Found, FoundBlock, brief
 from messenger.placing import Parts
@@ -14,6 +15,7 @@ from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.windows import Range
 from messenger.replies import Replies
+from messenger.stream import without
 from messenger.transports import Transport
 from mooncake.errors import MooncakeError, TransferError
 
@@ -31,6 +33,7 @@ class Answers:
         exposures: Exposures | None,
         parts: Parts,
         replies: Replies,
+        direct: DirectPlacement | None,
     ) -> None:
         self._layout = door.identity.layout
         self._reads = door.reads
@@ -39,11 +42,18 @@ class Answers:
         self._exposures = exposures
         self._parts = parts
         self._replies = replies
+        self._direct = direct
+        """which may have answered already"""
         self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
         self._num_queued = 0
         """fetches that wait to be answered"""
         self._read: deque[tuple[Callable[[], None], int]] = deque()
         """what ends the lease of blocks that are being read, and their bytes; oldest first"""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next fetch can be answered at once."""
+        return not self._num_queued
 
     def fetch(self, fetch: Fetch) -> None:
         """Answers it, now or after those before it: their answers have no other name."""
@@ -52,6 +62,10 @@ class Answers:
             return
         if self._num_queued + len(self._read) >= MOST_FETCHES:
             raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
+        sent = None if self._direct is None else self._direct.take_sent()
+        if sent is not None:
+            self._finish(fetch, sent)
+            return
         if not self._num_queued and self._exposures is None:
             try:
                 layers, heads = self._check_fetch(fetch)
@@ -140,13 +154,36 @@ class Answers:
 
     def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
         """The blocks stay where they are until the reader is through."""
-        num_bytes = sum([len(block.view) for block in blocks])
-        self._read.append((end_lease, num_bytes))
+        num_bytes = self._begin_to_read(blocks, end_lease)
         found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
         if self._transport is Transport.TCP:
             self._replies.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
         else:
             self._replies.post(encode_frame(found))
+
+    def _finish(self, fetch: Fetch, sent: Sent) -> None:
+        """The rest of an answer whose beginning has left. Raises TransferError if it would be another one."""
+        try:
+            layers, heads = self._check_fetch(fetch)
+            leased = self._reads.lease_now(fetch.keys, layers, heads)
+        except MooncakeError as error:
+            raise TransferError(f"blocks were sent that cannot be had: {error}") from error
+        if leased is None:
+            raise TransferError("blocks were sent that are not there")
+        blocks, end_lease = leased
+        num_bytes = self._begin_to_read(blocks, end_lease)
+        found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
+        if encode_frame(found, num_bytes) != sent.head:
+            raise TransferError("other blocks were sent than are there")
+        rest = without([memoryview(sent.head), *(block.view for block in blocks)], sent.num_bytes)
+        if rest:
+            self._replies.post(*rest)
+
+    def _begin_to_read(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> int:
+        """Their bytes."""
+        num_bytes = sum([len(block.view) for block in blocks])
+        self._read.append((end_lease, num_bytes))
+        return num_bytes
 
     async def _open_found(
         self, exposures: Exposures, blocks: Sequence[Readable], end_lease: Callable[[], None]

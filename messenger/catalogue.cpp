@@ -3,48 +3,13 @@
 // A reader holds nothing, and nobody waits for it. It notes the generation of the page, copies, compares the bytes
 // with their checksums, and then looks whether the block is there still, in that generation: the owner takes the
 // seal away before anybody else may write to the page. What was copied of another block is worth nothing.
-#include "layers.h"
+#include "catalogue.h"
 
 #include <atomic>
 
 namespace {
 
-constexpr size_t kKeyBytes = 16, kPlaces = 4, kLooked = 2 * kPlaces, kNowhere = ~size_t{0};
-constexpr uint8_t kSealed = 2;
 constexpr size_t kStreamedBytes = 512 * 1024;
-
-// Arrays with one entry for each page, written by the owner of the segment. Bytes of keys are random.
-struct Catalogue {
-    const uint8_t* states;
-    const uint32_t* generations;
-    const uint8_t* keys;
-    const uint64_t* checksums;  // of each layer
-    uint32_t* places;           // kPlaces for each page: hints to pages, plus one; those of a key begin at its hash
-    uint64_t num_pages, num_layers;
-};
-
-template <typename T>
-T seen(const T& word) {
-    return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
-}
-
-bool holds(const Catalogue& catalogue, size_t page, const uint8_t* key) {
-    return seen(catalogue.states[page]) == kSealed &&
-           std::memcmp(catalogue.keys + page * kKeyBytes, key, kKeyBytes) == 0;
-}
-
-uint32_t& place(const Catalogue& catalogue, const uint8_t* key, size_t i) {
-    const size_t first = read64(key) % catalogue.num_pages * kPlaces;
-    return catalogue.places[(first + i) % (catalogue.num_pages * kPlaces)];
-}
-
-size_t find(const Catalogue& catalogue, const uint8_t* key) {
-    for (size_t i = 0; i < kLooked; i++) {
-        const size_t page = size_t{seen(place(catalogue, key, i))} - 1;
-        if (page < catalogue.num_pages && holds(catalogue, page, key)) return page;
-    }
-    return kNowhere;
-}
 
 // Whether nobody would miss it: it does not lead to a sealed block, or not from that block's key.
 bool is_stale(const Catalogue& catalogue, const uint32_t& hint) {
@@ -58,7 +23,7 @@ bool is_stale(const Catalogue& catalogue, const uint32_t& hint) {
 // Whether all of these layers of the block were there, intact, until the last of them had been copied.
 bool copy_block(const Catalogue& catalogue, const uint8_t* key, const uint8_t* pages, size_t page_stride,
                 size_t first_layer, size_t num_layers, size_t layer_bytes, uint8_t* target, uint64_t* checksums) {
-    const size_t page = find(catalogue, key);
+    const size_t page = find_page(catalogue, key);
     if (page == kNowhere) return false;
     const uint32_t generation = seen(catalogue.generations[page]);
     if (!holds(catalogue, page, key)) return false;
@@ -93,7 +58,7 @@ extern "C" void note_pages(const Catalogue* catalogue, const int64_t* pages, siz
 // How many of the blocks can be found.
 extern "C" size_t count_blocks(const Catalogue* catalogue, const uint8_t* keys, size_t num_blocks) {
     size_t num_found = 0;
-    for (size_t n = 0; n < num_blocks; n++) num_found += find(*catalogue, keys + n * kKeyBytes) != kNowhere;
+    for (size_t n = 0; n < num_blocks; n++) num_found += find_page(*catalogue, keys + n * kKeyBytes) != kNowhere;
     return num_found;
 }
 

@@ -1,20 +1,20 @@
-// Receives the frame that comes next, its payload straight to where it belongs, and says so, before anything of it
-// is read by those who know more.
+// Receives the frame that comes next, its payload straight to where it belongs, and answers it, before anything of
+// it is read by those who know more.
 //
 // They read its head afterwards, and do all that is to be done: this only runs ahead of them. So it takes only what
 // they would certainly take, as their tables say (see openings.py), and leaves the rest to them.
+#include "answering.h"
 #include "arriving.h"
 #include "listening.h"
+#include "meta.h"
 
 namespace {
 
-constexpr ptrdiff_t kHeaderBytes = 8;          // meta length u32, payload length u32, little-endian
 constexpr size_t kGlanceBytes = 2048;         // has the head of a write of some layers
 constexpr size_t kMostReceived = 1024 * 1024; // before others may have their turn
 constexpr size_t kMostTargets = 64, kMostLayers = 256;
 constexpr size_t kTransfers = 64;
 constexpr int64_t kPatienceNs = 200'000;
-constexpr uint64_t kMostNumber = uint64_t{1} << 63;
 
 // Openings of a segment: which layers of which pages may be written, and for whom.
 struct Pages {
@@ -46,7 +46,8 @@ struct Placement {
     const Transfers* transfers;
     const uint8_t* answer;  // to a write that is there and intact
     uint64_t answer_bytes;
-    uint64_t may_answer;
+    const Shelf* shelf;  // where fetches find blocks; or null
+    uint64_t may_answer, may_answer_fetches;
     Target expected;  // where the only payload goes that may come; of no bytes if nowhere
     uint64_t expected_layer_bytes;
     // out
@@ -57,84 +58,18 @@ struct Placement {
     uint64_t num_hashed;   // of the last target that has any
     uint64_t layer_bytes;
     uint64_t num_answered;
+    uint64_t num_head;  // of the answer to a fetch; 0: there was none
+    uint64_t num_sent;  // of that, and of the blocks behind it
     Target targets[kMostTargets];
     uint64_t state[8];
     uint64_t digests[kMostLayers];
+    uint8_t head[kMostHeadBytes];
 };
 static_assert(sizeof(Pages) == 80 && sizeof(Transfers) == 8 + 16 * kTransfers &&
-              sizeof(Placement) == 8 * (15 + 2 * kMostTargets + 8 + kMostLayers));
-
-uint32_t read32(const uint8_t* bytes) {
-    uint32_t value;
-    std::memcpy(&value, bytes, sizeof value);
-    return value;
-}
-
-// Reads msgpack as it is written for a Write. What is anything else makes `is_good` false, for good.
-class Meta {
-  public:
-    Meta(const uint8_t* begin, const uint8_t* end) : at_(begin), end_(end) {}
-
-    bool is_good() const { return is_good_; }
-    bool is_read() const { return is_good_ && at_ == end_; }
-
-    template <size_t size>
-    void literal(const char (&text)[size]) {
-        const uint8_t* found = take(size - 1);
-        is_good_ = is_good_ && std::memcmp(found, text, size - 1) == 0;
-    }
-
-    uint64_t number() {
-        const uint8_t* kind = take(1);
-        if (!is_good_) return 0;
-        if (*kind < 0x80) return *kind;
-        if (*kind < 0xcc || *kind > 0xcf) return fail();
-        const uint64_t value = big_endian(size_t{1} << (*kind - 0xcc));
-        return value < kMostNumber ? value : fail();
-    }
-
-    size_t array() {
-        const uint8_t* kind = take(1);
-        if (!is_good_) return 0;
-        if (*kind == 0xdc) return big_endian(2);
-        return *kind >> 4 == 9 ? *kind & 0xf : fail();
-    }
-
-    const uint8_t* binary(size_t* num_bytes) {
-        const uint8_t* kind = take(1);
-        *num_bytes = 0;
-        if (!is_good_) return nullptr;
-        if (*kind != 0xc4 && *kind != 0xc5) return fail(), nullptr;
-        *num_bytes = big_endian(*kind == 0xc4 ? 1 : 2);
-        return take(*num_bytes);
-    }
-
-  private:
-    uint64_t fail() {
-        is_good_ = false;
-        return 0;
-    }
-
-    // Valid to be read if it is good.
-    const uint8_t* take(size_t num_bytes) {
-        if (!is_good_ || static_cast<size_t>(end_ - at_) < num_bytes) return fail(), nullptr;
-        at_ += num_bytes;
-        return at_ - num_bytes;
-    }
-
-    uint64_t big_endian(size_t num_bytes) {
-        const uint8_t* bytes = take(num_bytes);
-        uint64_t value = 0;
-        for (size_t i = 0; is_good_ && i < num_bytes; i++) value = value << 8 | bytes[i];
-        return value;
-    }
-
-    const uint8_t *at_, *end_;
-    bool is_good_ = true;
-};
+              sizeof(Placement) == 8 * (19 + 2 * kMostTargets + 8 + kMostLayers) + kMostHeadBytes);
 
 // Whether this says that a transfer is done, or a fetch: nobody is the worse for hearing it later.
-bool can_wait(Meta done, Meta fetched) {
+bool can_wait(MetaReader done, MetaReader fetched) {
     done.literal("\x83\xa4type\xa5" "Close\xabtransfer_id");
     done.number();
     done.literal("\xa6reason\xc0");
@@ -144,7 +79,7 @@ bool can_wait(Meta done, Meta fetched) {
 
 // Where the payload of a write goes, if all of it is wanted: then `placement` has its targets. Returns the checksums
 // that it should have, in the buffer, entry by entry.
-bool find_targets(Placement& placement, Meta meta, uint64_t payload_bytes, const uint8_t** checksums) {
+bool find_targets(Placement& placement, MetaReader meta, uint64_t payload_bytes, const uint8_t** checksums) {
     const Pages& pages = *placement.pages;
     meta.literal("\x86\xa4type\xa5Write\xabtransfer_id");
     const uint64_t transfer = meta.number();
@@ -194,14 +129,14 @@ ssize_t receive_some(int fd, uint8_t* buffer, size_t num_bytes) {
 }
 
 // Finds in the buffer a frame whose payload is known to belong somewhere, behind none but such that can wait.
-// Returns where its payload begins, or null.
-uint8_t* find(uint8_t* buffer, Placement& placement, const uint8_t** checksums) {
+// Returns where its payload begins, or null. A fetch in its place is answered over `fd`.
+uint8_t* find(int fd, uint8_t* buffer, Placement& placement, const uint8_t** checksums) {
     uint8_t *const end = buffer + placement.num_ahead, *at = buffer;
-    while (end - at >= kHeaderBytes) {
+    while (end - at >= kFrameHeaderBytes) {
         const uint64_t meta_bytes = read32(at), payload_bytes = read32(at + sizeof(uint32_t));
-        at += kHeaderBytes;
+        at += kFrameHeaderBytes;
         if (meta_bytes > static_cast<uint64_t>(end - at)) return nullptr;
-        const Meta meta(at, at + meta_bytes);
+        const MetaReader meta(at, at + meta_bytes);
         at += meta_bytes;
         if (payload_bytes != 0 && placement.pages != nullptr)
             return find_targets(placement, meta, payload_bytes, checksums) ? at : nullptr;
@@ -212,7 +147,10 @@ uint8_t* find(uint8_t* buffer, Placement& placement, const uint8_t** checksums) 
             placement.layer_bytes = placement.expected_layer_bytes;
             return at;
         }
-        if (!can_wait(meta, meta)) return nullptr;
+        if (can_wait(meta, meta)) continue;
+        if (placement.shelf != nullptr && placement.may_answer_fetches)
+            placement.num_sent = answer_fetch(fd, *placement.shelf, meta, placement.head, &placement.num_head);
+        return nullptr;
     }
     return nullptr;
 }
@@ -264,12 +202,13 @@ bool is_intact(const Placement& placement, const uint8_t* const* checksums) {
 extern "C" ssize_t receive_direct(int fd, uint8_t* buffer, size_t buffer_bytes, Placement* placement, int others,
                                   int64_t listen_ns) {
     placement->num_targets = placement->num_there = placement->num_hashed = placement->num_answered = 0;
+    placement->num_head = placement->num_sent = 0;
     if (listen_ns > 0 && !hears(others, listen_ns)) return -EAGAIN;
     const ssize_t glanced = receive_some(fd, buffer, std::min(kGlanceBytes, buffer_bytes));
     if (glanced <= 0) return glanced < 0 ? -errno : 0;
     placement->num_ahead = placement->num_received = glanced;
     const uint8_t* checksums[kMostTargets];
-    if (uint8_t* const payload = find(buffer, *placement, checksums)) {
+    if (uint8_t* const payload = find(fd, buffer, *placement, checksums)) {
         receive_payload(fd, buffer, payload, *placement);
         if (placement->may_answer && is_intact(*placement, checksums)) {
             const ssize_t sent = send(fd, placement->answer, placement->answer_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);

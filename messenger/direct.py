@@ -1,8 +1,9 @@
 """Direct placement: a frame's payload goes from the socket to where it belongs before its head is read here.
 
 Compiled code (direct.cpp) receives what comes next. Of a write that the tables of openings let pass, or of
-the answer to the oldest fetch, it receives the payload too, hashes it, and acknowledges the write. What is
-done with the frame after that is the same as always: only that its bytes are there, and the answer has left.
+the answer to the oldest fetch, it receives the payload too, hashes it, and acknowledges the write. A fetch of
+blocks that the catalogue has is answered. What is done with the frame after that is the same as always: only
+that its bytes are there, and the answer has left.
 
 Owns: what was received ahead of whoever reads the frame. Does not know: connections, messages.
 """
@@ -10,15 +11,27 @@ Owns: what was received ahead of whoever reads the frame. Does not know: connect
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import CDLL, Structure, addressof, c_int, c_int64, c_size_t, c_ssize_t, c_uint64, c_void_p
+from ctypes import (
+    CDLL,
+    Structure,
+    addressof,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_ssize_t,
+    c_uint8,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from messenger.catalogue import Catalogue
 from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, LayerChecksums, address_of
 from messenger.openings import OpenPages, OpenTransfers
 from mooncake.native import load_or_do_without
 
-_MOST_TARGETS, _MOST_LAYERS = 64, 256
+_MOST_TARGETS, _MOST_LAYERS, _MOST_HEAD_BYTES = 64, 256, 4096
 
 
 class _Target(Structure):
@@ -35,7 +48,9 @@ class _Placement(Structure):
         ("transfers", c_void_p),
         ("answer", c_void_p),
         ("answer_bytes", c_uint64),
+        ("shelf", c_void_p),
         ("may_answer", c_uint64),
+        ("may_answer_fetches", c_uint64),
         ("expected", _Target),
         ("expected_layer_bytes", c_uint64),
         ("num_ahead", c_uint64),
@@ -45,9 +60,12 @@ class _Placement(Structure):
         ("num_hashed", c_uint64),
         ("layer_bytes", c_uint64),
         ("num_answered", c_uint64),
+        ("num_head", c_uint64),
+        ("num_sent", c_uint64),
         ("targets", _Target * _MOST_TARGETS),
         ("state", c_uint64 * 8),
         ("digests", c_uint64 * _MOST_LAYERS),
+        ("head", c_uint8 * _MOST_HEAD_BYTES),
     )
 
 
@@ -77,6 +95,15 @@ class Placed(NamedTuple):
     """the next one, if there is one"""
 
 
+class Sent(NamedTuple):
+    """Of the answer to a fetch."""
+
+    head: bytes
+    """the frame, without the blocks behind it"""
+    num_bytes: int
+    """of both that have left"""
+
+
 class DirectPlacement:
     """Of one connection, whose bytes are plain."""
 
@@ -95,13 +122,17 @@ class DirectPlacement:
         native = _native()
         return None if native is None else cls(native)
 
-    def let_in(self, pages: OpenPages, transfers: OpenTransfers, answer: bytes) -> None:
-        """From now on writes go to `pages`. `answer` to those that are intact."""
+    def let_in(
+        self, pages: OpenPages, transfers: OpenTransfers, answer: bytes, catalogue: Catalogue | None = None
+    ) -> None:
+        """From now on writes go to `pages`. `answer` to those that are intact. What is fetched is found in
+        `catalogue`, of a segment whose pages change on this thread only."""
         if pages.layer_bytes > SHORT_LAYER_BYTES:
             placement, text = self._placement, memoryview(answer)
             placement.pages, placement.transfers = pages.address, transfers.address
             placement.answer, placement.answer_bytes = address_of(text), len(text)
-            self._kept = (pages, transfers, text)
+            placement.shelf = None if catalogue is None else catalogue.shelf_address
+            self._kept = (pages, transfers, text, catalogue)
 
     def expect(self, view: memoryview | None, layer_bytes: int = 0) -> None:
         """The next payload of this length, if any comes, is whole layers that belong there; None: nowhere."""
@@ -113,16 +144,24 @@ class DirectPlacement:
             placement.expected_layer_bytes, self._kept = layer_bytes, (view,)
 
     def receive(
-        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0, *, may_answer: bool
+        self,
+        fd: int,
+        buffer: memoryview,
+        others: int = -1,
+        within_s: float = 0.0,
+        *,
+        may_answer: bool = False,
+        may_answer_fetches: bool = False,
     ) -> tuple[int, int]:
         """What comes next: how many bytes, and how many of them are in `buffer`, the payload that has been
         placed left out. Raises BlockingIOError, or another OSError. See `ReceiveFirst` of messenger.stream.
 
-        `may_answer`: nothing waits to be said before.
+        `may_answer`: nothing waits to be said before; `may_answer_fetches`: nor to be answered.
         """
         if buffer is not self._buffer:
             self._buffer, self._buffer_address = buffer, address_of(buffer)
         self._placement.may_answer = may_answer
+        self._placement.may_answer_fetches = may_answer_fetches
         num_bytes: int = self._native.receive_direct(
             fd, self._buffer_address, len(buffer), self._address, others, int(1e9 * within_s)
         )
@@ -133,9 +172,9 @@ class DirectPlacement:
         return num_bytes, self._placement.num_ahead
 
     @property
-    def has_placed(self) -> bool:
-        """Whether something is there that nobody has taken: its frame is in the buffer."""
-        return bool(self._placement.num_targets)
+    def is_ahead(self) -> bool:
+        """Whether something is there, or has left, that nobody has taken: its frame is in the buffer."""
+        return bool(self._placement.num_targets or self._placement.num_head)
 
     def take(self, views: Sequence[memoryview], layer_bytes: int) -> Placed | None:
         """Whoever reads the frame has found that its payload belongs to `views`. None: it is still to be
@@ -164,3 +203,12 @@ class DirectPlacement:
         num_bytes: int = self._placement.num_answered
         self._placement.num_answered = 0
         return num_bytes
+
+    def take_sent(self) -> Sent | None:
+        """Whoever reads a fetch takes what of its answer has left, if that has begun."""
+        placement = self._placement
+        if not placement.num_head:
+            return None
+        sent = Sent(bytes(placement.head[: placement.num_head]), placement.num_sent)
+        placement.num_head = 0
+        return sent

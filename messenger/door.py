@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from messenger.board import Board
+from messenger.catalogue import Catalogue
 from messenger.identity import Identity
 from messenger.messages import Seat, Shelves, WriteEntry
 from messenger.openings import OpenPages
@@ -134,3 +135,10 @@ class Door:
     cards: Cards
     landing: Landing | None
     """None: over shared memory we copy what is written to us"""
+
+    @property
+    def catalogue(self) -> Catalogue | None:
+        """Of the blocks that can be read, if they can be found."""
+        if self.landing is None or self.landing.shelves is None:
+            return None
+        return Catalogue.at(self.source.buffer, self.landing.shelves, self.identity.layout)

@@ -86,7 +86,7 @@ class IncomingLane:
         """of a frame that takes a while"""
         self._placing: Placing | None = None
         """whose bytes are awaited"""
-        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies)
+        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies, self._direct)
         self.awaited: SessionLane | None = None
         """the lane whose end is awaited"""
 
@@ -119,7 +119,7 @@ class IncomingLane:
         self._session = session
         session.had_seat |= self._seat is not None
         if self._direct is not None and self._parts.has_same_heads:
-            self._direct.let_in(self._door.target.openings, session.openings, _ACK)
+            self._direct.let_in(self._door.target.openings, session.openings, _ACK, self._door.catalogue)
             self._stream.receive_first = self._receive_first
         answering = asyncio.create_task(self._answers.run())
         try:
@@ -155,10 +155,13 @@ class IncomingLane:
     def _receive_first(
         self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
     ) -> tuple[int, int]:
-        """Of a write that is sure to be taken all, and the acknowledgement leaves."""
+        """Of a write that is sure to be taken all, and the acknowledgement leaves; or what was fetched."""
         assert self._direct is not None
         is_next = not self._acks and self._replies.is_idle
-        return self._direct.receive(fd, buffer, others, within_s, may_answer=is_next)
+        is_next_fetch = is_next and self._answers.is_idle
+        return self._direct.receive(
+            fd, buffer, others, within_s, may_answer=is_next, may_answer_fetches=is_next_fetch
+        )
 
     def _hear(self) -> bool:
         """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
@@ -175,10 +178,10 @@ class IncomingLane:
 
     @property
     def _may_give_way(self) -> bool:
-        """Whether others should have their turn before the next frame. Not if its payload has been placed:
-        they may give the page to somebody else, and it has been acknowledged."""
-        has_placed = self._direct is not None and self._direct.has_placed
-        return self._stream.is_turn_over and not has_placed
+        """Whether others should have their turn before the next frame. Not if that has been answered, and
+        its payload placed or the block sent: they may give the page to somebody else."""
+        is_ahead = self._direct is not None and self._direct.is_ahead
+        return self._stream.is_turn_over and not is_ahead
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Does what can be done at once, and returns the rest. If either raises, the connection ends."""

@@ -307,7 +307,7 @@ class Stream:
         """Fills all `buffers`."""
         rest = list(buffers)
         while rest:
-            rest = _without(rest, await self.receive_some(rest))
+            rest = without(rest, await self.receive_some(rest))
 
     def _receive_now(self, buffers: Sequence[memoryview]) -> int:
         """Raises BlockingIOError if nothing is there yet."""
@@ -341,7 +341,7 @@ class Stream:
             except BlockingIOError:
                 num_bytes = await self._writable.first(lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
             ancillary = []
-            rest = _without(rest, num_bytes)
+            rest = without(rest, num_bytes)
             self.moved(num_bytes)
             await self.take_turns()
 
@@ -352,7 +352,7 @@ class Stream:
             while rest:
                 num_bytes = self._sock.sendmsg(_piece(rest))
                 self.moved(num_bytes)
-                rest = _without(rest, num_bytes)
+                rest = without(rest, num_bytes)
         return rest
 
 
@@ -366,7 +366,7 @@ def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
     return [buffers[0][:_TURN_BYTES]] if len(buffers[0]) > _TURN_BYTES else buffers[:_MAX_BUFFERS]
 
 
-def _without(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+def without(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
     """What remains of `buffers` after their first `num_bytes`."""
     for position, buffer in enumerate(buffers):
         if num_bytes < len(buffer):

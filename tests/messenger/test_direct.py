@@ -3,17 +3,31 @@
 import contextlib
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from messenger.catalogue import Catalogue
 from messenger.checksums import layer_checksums
 from messenger.direct import DirectPlacement
-from messenger.messages import Close, FetchDone, Found, FoundBlock, Message, Open, Write, WriteAck, WriteEntry
+from messenger.messages import (
+    Close,
+    Fetch,
+    FetchDone,
+    Found,
+    FoundBlock,
+    Message,
+    Open,
+    Write,
+    WriteAck,
+    WriteEntry,
+)
 from messenger.openings import OpenPages, OpenTransfers
 from messenger.protocol import encode_frame
 from messenger.stream import AHEAD_BYTES
 from mooncake.blocks import KVLayout
+from tests.messenger.fabric import key
+from tests.messenger.pages import Memory
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16", first_layer=2)
 LAYER = LAYOUT.layer_bytes
@@ -41,7 +55,9 @@ class Side:
 
     def receive(self, *, may_answer: bool = True) -> bytes:
         """What is left to be read."""
-        _, num_ahead = self.direct.receive(self.near.fileno(), self.buffer, may_answer=may_answer)
+        _, num_ahead = self.direct.receive(
+            self.near.fileno(), self.buffer, may_answer=may_answer, may_answer_fetches=may_answer
+        )
         return bytes(self.buffer[:num_ahead])
 
     def answered(self) -> bytes:
@@ -277,6 +293,105 @@ def test_an_answer_goes_where_it_is_expected(side: Side) -> None:
     side.far.sendall(found)
     assert side.receive(may_answer=False) == found
     assert side.is_untouched
+
+
+class Shelf:
+    """Blocks that are sealed, each in the page of its number, at the other end of a side."""
+
+    def __init__(self, side: Side) -> None:
+        self.memory = Memory(LAYOUT, 40)
+        self.memory.fill(1)
+        for page in range(self.memory.num_pages):
+            self.memory.shelve(key(page), page)
+        catalogue = Catalogue.at(self.memory.source.buffer, self.memory._shelves, LAYOUT)
+        side.direct.let_in(side.pages, side.transfers, ANSWER, catalogue)
+
+    def found(self, pages: Sequence[int], layers: range) -> bytes:
+        """The frame, and the blocks behind it."""
+        positions = range(layers.start - LAYOUT.first_layer, layers.stop - LAYOUT.first_layer)
+        memory = self.memory
+        blocks = [
+            FoundBlock(index, memory.checksums(page, positions), memory.offset(page, positions.start))
+            for index, page in enumerate(pages)
+        ]
+        payload = b"".join(memory.layers(page, positions) for page in pages)
+        return encode_frame(Found(blocks), len(payload)) + payload
+
+
+@pytest.fixture
+def shelf(side: Side) -> Iterator[Shelf]:
+    shelf = Shelf(side)
+    yield shelf
+    shelf.memory.close()
+
+
+def all_of(sock: socket.socket) -> bytes:
+    """That has come."""
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while piece := sock.recv(1 << 20):
+            data += piece
+    return data
+
+
+@pytest.mark.parametrize("pages", [[3], [39, 0], list(range(20))])
+@pytest.mark.parametrize("layers", [range(2, 6), range(4, 5)])
+@pytest.mark.parametrize("before", [b"", encode_frame(FetchDone())])
+def test_a_fetch_of_sealed_blocks_is_answered_before_it_is_read(
+    side: Side, shelf: Shelf, pages: list[int], layers: range, before: bytes
+) -> None:
+    fetch = encode_frame(Fetch([key(page) for page in pages], layers.start, layers.stop))
+    side.far.sendall(before + fetch)
+    assert side.receive() == before + fetch
+    found = shelf.found(pages, layers)
+    assert all_of(side.far) == found
+    assert side.direct.is_ahead
+    assert side.direct.take_sent() == (head(found), len(found))
+    assert side.direct.take_sent() is None
+    assert not side.direct.is_ahead
+
+
+@pytest.mark.parametrize(
+    "fetch",
+    [
+        Fetch([key(1), key(99)], 2, 6),
+        Fetch([key(1)[:-1]], 2, 6),
+        Fetch([], 2, 6),
+        Fetch([key(1)] * 65, 2, 3),
+        Fetch([key(1)], 1, 6),
+        Fetch([key(1)], 2, 7),
+        Fetch([key(1)], 3, 3),
+        Fetch([key(1)], -1, 4),
+        Fetch([key(1)], 2, 6, heads=(0, 1)),
+        Fetch([key(1)], 2, 6, is_read=True),
+        Fetch([key(7)], 2, 6),
+    ],
+)
+def test_a_fetch_of_anything_else_is_left_to_be_read(side: Side, shelf: Shelf, fetch: Fetch) -> None:
+    shelf.memory.unshelve(7)
+    side.far.sendall(encode_frame(fetch))
+    assert side.receive() == encode_frame(fetch)
+    assert all_of(side.far) == b""
+    assert side.direct.take_sent() is None
+
+
+def test_a_fetch_is_not_answered_before_what_waits_to_be_said(side: Side, shelf: Shelf) -> None:
+    side.far.sendall(encode_frame(Fetch([key(1)], 2, 6)))
+    side.receive(may_answer=False)
+    assert side.direct.take_sent() is None
+    assert all_of(side.far) == b""
+
+
+def test_of_an_answer_that_the_kernel_does_not_take_the_rest_is_left(side: Side, shelf: Shelf) -> None:
+    side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    pages = list(range(40))
+    side.far.sendall(encode_frame(Fetch([key(page) for page in pages], 2, 6)))
+    side.receive()
+    sent, found = side.direct.take_sent(), shelf.found(pages, range(2, 6))
+    assert sent is not None
+    assert sent.head == head(found)
+    assert 0 < sent.num_bytes < len(found)
+    assert all_of(side.far) == found[: sent.num_bytes]
 
 
 def test_mutated_frames_touch_nothing_that_is_not_granted(side: Side) -> None:

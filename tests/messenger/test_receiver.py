@@ -29,7 +29,7 @@ from messenger.messages import (
 )
 from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from messenger.stream import Stream
-from mooncake.errors import TransferError
+from mooncake.errors import PoolError, TransferError
 from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, run, until
 from tests.messenger.wire import Wire
 
@@ -432,6 +432,55 @@ def test_a_fetch_that_cannot_be_is_answered_with_the_reason(tmp_path: Path, fetc
             await wire.say(FetchDone())
             await wire.say(Fetch([], 0, 1))
             assert await wire.hear() == Found([])
+            wire.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("buffer_bytes", [None, 1])
+def test_a_fetch_that_compiled_code_answers_is_one_like_others(
+    tmp_path: Path, buffer_bytes: int | None
+) -> None:
+    """Also if the kernel does not take all of it at once."""
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE) as node:
+            node.answer_buffer_bytes = buffer_bytes
+            node.publish([1, 2])
+            node.receiver_memory.shelve(key(1), 1)
+            wire = await Wire.introduced(node)
+            for page in (1, 2, 1):
+                await wire.say(Fetch([key(page)], 0, LARGE.num_layers))
+                frame = await wire.frames.next()
+                checksums = node.receiver_memory.checksums(page, range(LARGE.num_layers))
+                assert frame.message == Found(
+                    [FoundBlock(0, checksums, node.receiver_memory.offset(page, 0))]
+                )
+                payload = memoryview(bytearray(frame.payload_bytes))
+                await wire.stream.receive_into([payload])
+                assert payload == node.receiver_memory.page(page)
+            await until(lambda: node.pages.num_leases == 3)
+            await wire.say(FetchDone())
+            await until(lambda: node.pages.num_leases == 2)
+            wire.close()
+            await until(lambda: node.num_served == 0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_blocks_that_go_while_they_are_sent_cost_the_connection(tmp_path: Path, is_failing: bool) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, SMALL) as node:
+            node.publish([1, 2])
+            node.receiver_memory.shelve(key(1), 2)
+            if is_failing:
+                node.pages.read_failure = PoolError("not now")
+            wire = await Wire.introduced(node)
+            await wire.say(Fetch([key(1)], 0, SMALL.num_layers))
+            await wire.assert_closed()
+            await until(lambda: node.num_served == 0)
+            assert node.pages.num_leases == 0
             wire.close()
 
     run(test())
