@@ -259,26 +259,23 @@ class Lane:
 
     def _send_requests(self) -> None:
         """What has no answer goes with them, but not alone."""
-        while self._is_running and not self._departures.is_stopped:
-            begun: list[bytes | memoryview] = []
-            num_bytes, may_wait = 0, True
-            while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
-                pieces = self._begin(request)
-                begun += pieces
-                may_wait &= _may_wait(request)
-                num_bytes += sum(map(len, pieces))
-                if not request.moving_bytes:
-                    num_bytes += self._copied_share(request)
-            if begun and may_wait:
-                self._departures.keep(*map(bytes, begun))
-            elif begun:
-                self._departures.send(*begun)
-            if not num_bytes:
-                return
-            if num_bytes >= _SENT_BYTES:
-                if self._owner.has_more:
-                    self._pump_soon()  # others first
-                return
+        if not self._is_running or self._departures.is_stopped:
+            return
+        begun: list[bytes | memoryview] = []
+        num_bytes, may_wait = 0, True
+        while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
+            pieces = self._begin(request)
+            begun += pieces
+            may_wait &= _may_wait(request)
+            num_bytes += sum(map(len, pieces))
+            if not request.moving_bytes:
+                num_bytes += self._copied_share(request)
+        if begun and may_wait:
+            self._departures.keep(*map(bytes, begun))
+        elif begun:
+            self._departures.send(*begun)
+        if num_bytes >= _SENT_BYTES and self._owner.has_more:
+            self._pump_soon()  # others first
 
     def _copied_share(self, request: Request) -> int:
         """What `request`, which this side has copied, is of a turn: all of it if somebody waits, who goes on

@@ -130,12 +130,14 @@ class Queues(Generic[Lane]):
         """The lane with the least under way that may take a request of this class, if both are there."""
         if not self._queues[urgency]:
             return None
-        chosen = None
+        chosen, least_bytes = None, 0
         for lane in self._lanes:
-            if self._may_take(lane, urgency, now_s) and (
-                chosen is None or lane.outstanding_bytes < chosen.outstanding_bytes
-            ):
-                chosen = lane
+            if self._may_take(lane, urgency, now_s):
+                num_bytes = lane.outstanding_bytes
+                if chosen is None or num_bytes < least_bytes:
+                    chosen, least_bytes = lane, num_bytes
+                if not num_bytes:
+                    break
         return chosen
 
     def _may_take(self, lane: Lane, urgency: Urgency, now_s: float) -> bool:

@@ -49,7 +49,7 @@ class WriteRequest:
 
     @property
     def layer_bytes(self) -> int:
-        return self.num_bytes // sum(entry.num_layers for entry in self.write.entries)
+        return self.num_bytes // sum([entry.num_layers for entry in self.write.entries])
 
     @property
     def moving_bytes(self) -> int:

@@ -345,14 +345,16 @@ class Stream:
             self.moved(num_bytes)
             await self.take_turns()
 
-    def send_now(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+    def send_now(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         """What of `buffers` the kernel does not take at once."""
-        rest = list(buffers)
-        with contextlib.suppress(BlockingIOError):
-            while rest:
+        rest = buffers
+        while rest:
+            try:
                 num_bytes = self._sock.sendmsg(_piece(rest))
-                self.moved(num_bytes)
-                rest = without(rest, num_bytes)
+            except BlockingIOError:
+                break
+            self.moved(num_bytes)
+            rest = without(rest, num_bytes)
         return rest
 
 
@@ -366,7 +368,7 @@ def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
     return [buffers[0][:_TURN_BYTES]] if len(buffers[0]) > _TURN_BYTES else buffers[:_MAX_BUFFERS]
 
 
-def without(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+def without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """What remains of `buffers` after their first `num_bytes`."""
     for position, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
