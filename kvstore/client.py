@@ -7,7 +7,6 @@ Owns: what is asked of which pool. Does not know: connections, pages.
 """
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from kvstore.calls import (
 )
 from kvstore.connections import Place, PoolConnection
 from kvstore.frames import LONGEST_WAIT_S, max_keys
-from kvstore.holders import Holder, Holders, Unreachable, nobody_answers
+from kvstore.holders import Holder, Holders, Unreachable, connect_all, nobody_answers
 from kvstore.leases import Lease
 from kvstore.mapped import MappedConnection
 from kvstore.replicas import Replicas, change_replica
@@ -38,8 +37,6 @@ from mooncake.pools import PoolStats, Tier
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-
-log = logging.getLogger(__name__)
 
 PUT_TIMEOUT_S = 30.0
 _BATCH_BYTES = 64 << 20
@@ -102,29 +99,7 @@ class KVCachePool:
             )
         places = [Place.parse(address) for address in addresses]
         key = _key_for(places, key_file)
-        holders, lost = [], []
-        may_format = fingerprint is not None and layout is not None
-        for place in places:
-            holder = Holder(place, key, fingerprint, layout, timeout_s)
-            holders.append(holder)
-            try:
-                holder.connect(may_format=may_format)
-            except Unreachable as error:
-                lost.append(error)
-            except BaseException:
-                for opened in holders:
-                    opened.close()
-                raise
-            fingerprint, layout = holder.fingerprint, holder.layout
-        if len(lost) == len(holders):
-            raise nobody_answers(lost)
-        for reason in lost:
-            log.warning("one of %d pools does not answer and is tried again: %s", len(holders), reason)
-        assert fingerprint is not None
-        assert layout is not None
-        for holder in holders:
-            holder.fingerprint, holder.layout = fingerprint, layout
-        return cls(Holders(holders), fingerprint, layout)
+        return cls(*connect_all(places, key, fingerprint, layout, timeout_s))
 
     @property
     def addresses(self) -> list[str]:

@@ -288,6 +288,43 @@ class Holders:
         raise nobody_answers(lost)
 
 
+def connect_all(
+    places: Sequence[Place],
+    key: ClusterKey | None,
+    fingerprint: str | None,
+    layout: KVLayout | None,
+    timeout_s: float,
+) -> tuple[Holders, str, KVLayout]:
+    """The pools at `places`, of which some may be lost, and what all of them hold.
+
+    With `fingerprint` and `layout` new ones are formatted. Raises PoolError if all are lost, and what one
+    refuses with.
+    """
+    holders, lost = [], []
+    may_format = fingerprint is not None and layout is not None
+    for place in places:
+        holder = Holder(place, key, fingerprint, layout, timeout_s)
+        holders.append(holder)
+        try:
+            holder.connect(may_format=may_format)
+        except Unreachable as error:
+            lost.append(error)
+        except BaseException:
+            for opened in holders:
+                opened.close()
+            raise
+        fingerprint, layout = holder.fingerprint, holder.layout
+    if len(lost) == len(holders):
+        raise nobody_answers(lost)
+    for reason in lost:
+        log.warning("one of %d pools does not answer and is tried again: %s", len(holders), reason)
+    assert fingerprint is not None
+    assert layout is not None
+    for holder in holders:
+        holder.fingerprint, holder.layout = fingerprint, layout
+    return Holders(holders), fingerprint, layout
+
+
 def nobody_answers(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
     """What a call that finds no pool fails with: other blocks or another key are no passing trouble."""
     for error in lost:
