@@ -19,6 +19,8 @@ from typing import Protocol
 from mooncake.native import load_or_do_without
 
 _MOST_SKIPPED = 64
+_HELD_S = 50e-6
+"""listening ends no later than this after its time, unless others have the processor"""
 
 
 @functools.cache
@@ -47,18 +49,24 @@ def hears(fd: int, within_s: float) -> bool:
 
 
 class Patience:
-    """Whenever listening was of no use, it is tried half as often; and again once it would have been."""
+    """Whenever listening was of no use, it is tried half as often, and again once it would have been.
+
+    Where others want the processor it is hardly tried: who waits awake is let in behind them, who is woken up
+    before them.
+    """
 
     def __init__(self, listen_s: float) -> None:
         """0: never."""
         self.listen_s = listen_s
         self._num_skipped = self._num_to_skip = 0
+        self._is_crowded = False
+        """others wanted the processor when we listened"""
 
     def listen(
         self, hears: Callable[[float], bool], has_come: Callable[[], bool], longer_s: float = 0.0
     ) -> bool:
         """Whether it has come. That is asked whenever something has, of which `hears` tells: it waits so many
-        seconds for that at most, and may end the listening earlier."""
+        seconds for that at most, and gives up if others want to be heard."""
         if not self.listen_s:
             return False
         if self._num_skipped < self._num_to_skip:
@@ -66,16 +74,22 @@ class Patience:
             return False
         self._num_skipped = 0
         until_s = time.perf_counter() + self.listen_s + longer_s
-        while (left_s := until_s - time.perf_counter()) > 0 and hears(left_s):
-            if has_come():
-                self._num_to_skip = 0
-                return True
-        self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
-        return False
+        is_there = False
+        while not is_there and (left_s := until_s - time.perf_counter()) > 0 and hears(left_s):
+            is_there = has_come()
+        late_s = time.perf_counter() - until_s
+        self._is_crowded = late_s > _HELD_S
+        if self._is_crowded:
+            self._num_to_skip = _MOST_SKIPPED
+        elif is_there:
+            self._num_to_skip = 0
+        else:
+            self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
+        return is_there
 
     def slept(self, for_s: float) -> None:
         """Until something came."""
-        if for_s < self.listen_s:
+        if for_s < self.listen_s and not self._is_crowded:
             self._num_to_skip = 0
 
 
@@ -121,7 +135,7 @@ class Listener(EpollSelector):
         if speaker is None or not speaker.may_listen:
             return hears(self.fileno(), within_s)
         self._has_spoken = speaker.listen(within_s)
-        return True  # or others have
+        return self._has_spoken or hears(self.fileno(), 0)
 
     def _has_events(self) -> bool:
         """The speaker's is the first: what it has said may be about what others change."""

@@ -5,6 +5,7 @@ import functools
 import os
 import socket
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -45,10 +46,30 @@ def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
 def test_listening_is_tried_again_when_it_would_have_been_of_use() -> None:
     patience = Patience(LISTEN_S)
     for _ in range(10):
-        assert not patience.listen(lambda _: False, lambda: True)
+        assert not patience.listen(lambda _: True, lambda: False)
     patience.slept(2 * LISTEN_S)
     assert not patience.listen(lambda _: True, lambda: True)
     patience.slept(0.5 * LISTEN_S)
+    assert patience.listen(lambda _: True, lambda: True)
+
+
+def test_a_processor_that_others_want_is_left_to_them() -> None:
+    patience, num_listened = Patience(LISTEN_S), 0
+
+    def held_up(within_s: float) -> bool:
+        nonlocal num_listened
+        num_listened += 1
+        until_s = time.perf_counter() + within_s + 0.001
+        while time.perf_counter() < until_s:
+            pass
+        return True
+
+    assert patience.listen(held_up, lambda: True), "it has come meanwhile"
+    for _ in range(64):
+        assert not patience.listen(held_up, lambda: True)
+        patience.slept(0.5 * LISTEN_S)
+    assert num_listened == 1
+    assert patience.listen(lambda _: True, lambda: True)
     assert patience.listen(lambda _: True, lambda: True)
 
 
