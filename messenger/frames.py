@@ -31,10 +31,10 @@ class Frames:
 
     def ready(self) -> Frame | None:
         """The next frame, if it has been received already, whether its payload has or not."""
-        stream = self.stream
-        frame = self._reader.read(stream.ahead)
+        stream, reader = self.stream, self._reader
+        frame = reader.read(stream.ahead) if stream.num_ahead >= reader.wanted_bytes else None
         if frame is None:
-            stream.wanted_bytes = self._reader.wanted_bytes
+            stream.wanted_bytes = reader.wanted_bytes
         else:
             stream.take(frame.num_bytes)
         return frame

@@ -43,6 +43,7 @@ _COPYING_SPEED = 8
 """by that of moving the same through a socket: others wait for 4 MiB at most, if somebody waits for these"""
 _LISTENED_BYTES = 128 << 10
 """what listening for an answer counts for as a turn"""
+_FETCH_DONE = encode_frame(FetchDone())
 
 
 class Owner(Teller, Protocol):
@@ -432,7 +433,7 @@ class Lane:
 
     def _was_found(self) -> None:
         """Whoever has it need not keep it any more."""
-        self.post(FetchDone(), may_wait=True)
+        self._departures.keep(_FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:

@@ -142,6 +142,7 @@ class FrameReader:
             raise TransferError(f"{kind.__name__} came with a payload of {payload_bytes} bytes")
         if kind in NEXT_PHASE:
             self._enter(NEXT_PHASE[kind])
+        self.wanted_bytes = _HEADER.size
         return Frame(message, payload_bytes, end)
 
     def _enter(self, phase: Phase) -> None:

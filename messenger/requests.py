@@ -4,7 +4,7 @@ Owns: what a request is, and how it ends. Does not know: lanes, sockets.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
 from messenger.messages import Fetch, Write
@@ -80,10 +80,10 @@ class FetchRequest:
     """under it"""
     is_read: bool = False
     """it is done: this side has copied the blocks"""
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.views))
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(map(len, self.views))  # once: it is asked for many times
 
     @property
     def moving_bytes(self) -> int:
