@@ -109,18 +109,17 @@ class Assignments:
             source,
             fetched_bytes,
             stay,
-            self._device_s(placement),
+            self._device_s(placement, decode),
             tbt_slo_s,
         )
         if tbt_slo_s is not None:
             self._tbt_slos_s[tbt_slo_s] += 1
         self._outcomes.placed(placement)
 
-    def _device_s(self, placement: Placement) -> float:
+    def _device_s(self, placement: Placement, decode_slot: int) -> float:
         """Its prefill, and its part of the decode steps for as long as requests usually are decoded."""
-        slot, decode_s = self._view.slot_of(placement.decode.name), self._forecast.decode_s
-        assert slot is not None
-        part_s = self._view.decode_costs.first_s.item(slot) / placement.prediction.tbt_s
+        decode_s = self._forecast.decode_s
+        part_s = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.tbt_s
         return placement.prediction.prefill_s + (part_s * decode_s if decode_s < math.inf else 0.0)
 
     def order_prefill(
@@ -195,7 +194,8 @@ class Assignments:
         self.num_released += 1
         if assignment.tbt_slo_s is not None:
             self._tbt_slos_s[assignment.tbt_slo_s] -= 1
-            self._tbt_slos_s += Counter()  # without those that nobody has
+            if not self._tbt_slos_s[assignment.tbt_slo_s]:
+                del self._tbt_slos_s[assignment.tbt_slo_s]
         self._leave_prefill(request_id, assignment, now_s, was_computed=False)
         assignment.stay.end()
         if self._view.holds(assignment.decode_slot, assignment.placement.decode):

@@ -50,15 +50,17 @@ PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
 """The time of a step is a mean of many, and what a request adds to it differs much between devices."""
 
 
-_Covariance = list[list[float]]
-"""3 x 3: too small for arrays, with which learning took ten times as long"""
+_Covariance = Sequence[float]
+"""the upper half of 3 x 3, row by row: too small for arrays, with which learning took ten times as long"""
 
 
 class CostEstimator:
     """Coefficients of all slots. `is_profiled`: `start` was measured, its scale is roughly right."""
 
     def __init__(self, start: Costs, doubt: Doubt, *, is_profiled: bool) -> None:
-        self._start, self._doubt = start, doubt
+        self._start = start
+        self._least = [_SMALLEST_SHARE * coefficient for coefficient in start]
+        self._noise_variance, self._shape_variance = doubt.noise**2, doubt.shape**2
         self._is_profiled = is_profiled
         self._coefficients = np.ones((3, 0))
         self.constant_s, self.first_s, self.second_s = self._coefficients
@@ -97,8 +99,8 @@ class CostEstimator:
         error = seconds / predicted_s - 1.0
         features = 1.0 / predicted_s, first / predicted_s, second / predicted_s
         covariance = self._covariances[slot]
-        gain = [_product(row, features) for row in covariance]
-        variance = _product(features, gain) + self._doubt.noise**2
+        gain = _times(covariance, features)
+        variance = _product(features, gain) + self._noise_variance
         largest = _LARGEST_SURPRISE * math.sqrt(variance)
         if self._is_change(slot, error, largest):
             scale = max(seconds / predicted_s, _SMALLEST_SHARE)
@@ -107,15 +109,16 @@ class CostEstimator:
             return
         step = min(max(error, -largest), largest) / variance
         learned = [
-            max(coefficient + step * of_gain, _SMALLEST_SHARE * start)
-            for coefficient, of_gain, start in zip(before, gain, self._start, strict=True)
+            max(coefficient + step * of_gain, least)
+            for coefficient, of_gain, least in zip(before, gain, self._least, strict=True)
         ]
         self._put(slot, learned)
+        told = _outer(gain, 1.0 / variance, 1.0 / variance)
         doubt = self._covariance(learned)
-        for row, of_gain, of_doubt in zip(covariance, gain, doubt, strict=True):
-            for column in range(3):
-                left = row[column] - of_gain * gain[column] / variance
-                row[column] = left + _FORGETTING * (of_doubt[column] - left)
+        self._covariances[slot] = [
+            (1.0 - _FORGETTING) * (before - known) + _FORGETTING * doubted
+            for before, known, doubted in zip(covariance, told, doubt, strict=True)
+        ]
 
     def _is_change(self, slot: int, error: float, largest: float) -> bool:
         if not self._has_scale[slot]:
@@ -134,17 +137,26 @@ class CostEstimator:
 
     def _covariance(self, coefficients: Sequence[float]) -> _Covariance:
         """Covariance of coefficients that were measured elsewhere."""
-        common, shape = _COMMON_DOUBT**2, self._doubt.shape**2
-        return [
-            [(common + shape * (i == j)) * one * other for j, other in enumerate(coefficients)]
-            for i, one in enumerate(coefficients)
-        ]
+        common = _COMMON_DOUBT**2
+        return _outer(coefficients, common + self._shape_variance, common)
 
     def _of(self, slot: int) -> tuple[float, float, float]:
         return self.constant_s.item(slot), self.first_s.item(slot), self.second_s.item(slot)
 
     def _put(self, slot: int, coefficients: Sequence[float]) -> None:
         self._coefficients[:, slot] = coefficients
+
+
+def _outer(of: Sequence[float], squares: float, others: float) -> _Covariance:
+    """The products of three numbers, times a factor for squares and one for others."""
+    a, b, c = of
+    return squares * a * a, others * a * b, others * a * c, squares * b * b, others * b * c, squares * c * c
+
+
+def _times(covariance: _Covariance, vector: Sequence[float]) -> tuple[float, float, float]:
+    aa, ab, ac, bb, bc, cc = covariance
+    a, b, c = vector
+    return aa * a + ab * b + ac * c, ab * a + bb * b + bc * c, ac * a + bc * b + cc * c
 
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:

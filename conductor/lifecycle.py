@@ -26,6 +26,8 @@ class RequestState(Enum):
     ABORTED = auto()
     FAILED = auto()
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python
+
 
 _CUT_SHORT = frozenset({RequestState.ABORTED, RequestState.FAILED})
 _ENDS = _CUT_SHORT | {RequestState.FINISHED}
@@ -42,23 +44,23 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
     ),
     RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.WAITING, RequestState.INTERRUPTED}),
 }
+_ALLOWED = {state: frozenset() if state in _ENDS else _NEXT[state] | _CUT_SHORT for state in RequestState}
 
 
 @dataclass(slots=True)
 class TrackedRequest:
     """An accepted request. `prefill` and `decode` name its pair from RESERVING on.
 
-    `attempt` counts placements; a message about another attempt is late and is dropped. `refused_by` names
-    the decode instances that have refused it since it last failed.
+    `ref` names the current attempt: each placement is another one, and a message about an earlier one is late
+    and is dropped. `refused_by` names the decode instances that have refused it since it last failed.
     """
 
     request: Request
     front: bytes
-    epoch: int
+    ref: Ref
     submitted_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
-    attempt: int = 0
     num_failures: int = 0
     refused_by: set[str] = field(default_factory=set)
     is_promised: bool = False
@@ -77,18 +79,16 @@ class TrackedRequest:
         return self.request.request_id
 
     @property
-    def ref(self) -> Ref:
-        """Names the current attempt."""
-        return Ref(self.epoch, self.request.request_id, self.attempt)
-
-    @property
     def must_meet_slos(self) -> bool:
         """Whether it may be rejected, or displaced. Whom one decode instance has refused gets another."""
         return not (self.is_promised or self.may_have_begun or self.refused_by)
 
+    def begin_attempt(self) -> None:
+        """It is placed, or placed again."""
+        self.ref = Ref(self.ref.epoch, self.ref.request_id, self.ref.attempt + 1)
+
     def move_to(self, state: RequestState) -> None:
         """Change state along the table above."""
-        allowed = _NEXT.get(self.state, frozenset())
-        is_end = state in _CUT_SHORT and self.state not in _ENDS
-        assert state in allowed or is_end, f"{self.request.request_id}: {self.state.name} -> {state.name}"
+        is_allowed = state in _ALLOWED[self.state]
+        assert is_allowed, f"{self.request.request_id}: {self.state.name} -> {state.name}"
         self.state = state

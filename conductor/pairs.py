@@ -31,7 +31,7 @@ class Pairs:
 
     def assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> Effect:
         """It has this pair from now on: the order to begin with it."""
-        tracked.attempt += 1
+        tracked.begin_attempt()
         tracked.prefill, tracked.decode = placement.prefill.name, placement.decode.name
         num_tokens = len(tracked.request.token_ids)
         for instance in (placement.prefill, placement.decode):

@@ -115,7 +115,7 @@ def num_tokens_held(request: Request, role: Role) -> int:
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
     """Which role has no instance, there or about to return, that could hold it; None if both have."""
-    for role in Role:
+    for role in (Role.PREFILL, Role.DECODE):
         largest = instances.largest(role)
         if largest is not None and not largest.can_hold(num_tokens_held(request, role)):
             return (

@@ -50,6 +50,7 @@ from mooncake.messages import (
     ToConductor,
     Unknown,
 )
+from mooncake.requests import Ref
 
 
 class Conductor:
@@ -207,7 +208,8 @@ class Conductor:
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         request = submit.request
-        tracked = TrackedRequest(request, sender, self.epoch, submitted_s=now_s, waiting_since_s=now_s)
+        ref = Ref(self.epoch, request.request_id, 0)
+        tracked = TrackedRequest(request, sender, ref, submitted_s=now_s, waiting_since_s=now_s)
         refusal = self._reason_to_reject(sender, submit)
         given_way: list[Effect] = []
         if refusal is not None and refusal[0] is Reason.TOO_MANY:
@@ -225,7 +227,7 @@ class Conductor:
             return Reason.UNREADY, "this front has not said hello"
         if request_id in self.requests:
             return Reason.DUPLICATE, f"request id {request_id!r} is already running"
-        for role in Role:
+        for role in (Role.PREFILL, Role.DECODE):
             if self.instances.largest(role) is None:
                 return Reason.UNREADY, f"no {role.value} instance is ready"
         if (too_large := why_too_large(submit.request, self.instances)) is not None:

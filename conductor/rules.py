@@ -60,7 +60,12 @@ class Limits:
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)
     max_waiting: int = 0
     """requests that may wait for load to fall, while their TTFT SLO allows it"""
+    slos: SLOs = field(init=False)
+    """of requests of no class"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slos", SLOs(self.ttft_slo_s, self.tbt_slo_s))
 
     def slos_of(self, request: Request) -> SLOs:
         """Those of its class, or of all."""
-        return self.slo_classes.get(request.slo_class) or SLOs(self.ttft_slo_s, self.tbt_slo_s)
+        return self.slo_classes.get(request.slo_class) or self.slos
