@@ -5,6 +5,8 @@
 // then looks at the seats. Each sees the other, or both do: the order is that of sequential consistency.
 #include "layers.h"
 
+#include <sys/socket.h>
+
 #include <atomic>
 
 namespace {
@@ -86,10 +88,12 @@ extern "C" int sit_down(Board* board, size_t seat, uint64_t ticket) {
 
 extern "C" void leave_seat(Board* board, size_t seat) { board->seats[seat].owner = 0; }
 
-// Copies the layers of all slices into granted pages and compares their xxh3-64 with `expected`. Whether all are
-// there, intact, and the grant was open all the time. `layer_bytes` is more than 240.
-extern "C" int place(Board* board, size_t seat, uint64_t grant, uint8_t* target, const uint8_t* source,
-                     const Slice* slices, size_t num_slices, size_t layer_bytes, const uint8_t* expected) {
+// Copies the layers of all slices into granted pages and compares their xxh3-64 with `expected`. -1 unless all are
+// there, intact, and the grant was open all the time; else `word` is sent over `fd` at once, and this is how many
+// of its bytes have left. `layer_bytes` is more than 240.
+extern "C" ssize_t place(Board* board, size_t seat, uint64_t grant, uint8_t* target, const uint8_t* source,
+                         const Slice* slices, size_t num_slices, size_t layer_bytes, const uint8_t* expected, int fd,
+                         const uint8_t* word, size_t word_bytes) {
     const auto& open = board->grants[grant % kGrants];
     auto& copied = board->seats[seat].copied;
     copied = grant + 1;
@@ -103,5 +107,7 @@ extern "C" int place(Board* board, size_t seat, uint64_t grant, uint8_t* target,
         }
     }
     copied.store(0, std::memory_order_release);
-    return is_wanted;
+    if (!is_wanted) return -1;
+    // What does not leave now, for whatever reason, is sent like everything else.
+    return word_bytes == 0 ? 0 : std::max<ssize_t>(0, send(fd, word, word_bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
 }

@@ -18,7 +18,7 @@ import secrets
 import select
 import weakref
 from collections.abc import Callable, Mapping
-from ctypes import CDLL, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import CDLL, c_char_p, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -63,8 +63,12 @@ def native() -> CDLL | None:
         c_size_t,
         c_size_t,
         c_char_p,
+        c_int,
+        c_char_p,
+        c_size_t,
     )
-    library.open_grant.restype = library.is_copying.restype = library.place.restype = c_int
+    library.open_grant.restype = library.is_copying.restype = c_int
+    library.place.restype = c_ssize_t
     library.is_vacant.restype = library.sit_down.restype = c_int
     library.close_grant.restype = library.close_all.restype = c_uint64
     library.owner_of.restype = library.copied_to.restype = c_uint64

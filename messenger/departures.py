@@ -48,6 +48,13 @@ class Departures:
             self._waiting.set()
         self._kept += frames
 
+    def take_kept(self) -> bytes:
+        """For who sends it first of all himself."""
+        kept, self._kept = self._kept, []
+        self.is_due = False
+        self._waiting.clear()
+        return b"".join(kept)
+
     def send(self, *buffers: bytes | memoryview) -> None:
         """All that is kept, and then these."""
         kept, self._kept = self._kept, []

@@ -225,7 +225,7 @@ class Lane:
 
     def send(self, request: Request) -> None:
         """Sends `request` now, behind what was posted before, whatever else waits."""
-        self._departures.send(*self._begin(request))
+        self._departures.send(*self._begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
         """The transfer has ended: no more of it is written by RDMA than the device has got already."""
@@ -265,7 +265,7 @@ class Lane:
         begun: list[bytes | memoryview] = []
         num_bytes, may_wait = 0, True
         while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
-            pieces = self._begin(request)
+            pieces = self._begin(request, is_next=not begun)
             begun += pieces
             may_wait &= _may_wait(request)
             num_bytes += sum(map(len, pieces))
@@ -297,10 +297,12 @@ class Lane:
             self._is_pumping_soon = False
             self._pump()
 
-    def _begin(self, request: Request) -> Sequence[bytes | memoryview]:
-        """What is to be sent now for `request`, which is outstanding from now on."""
+    def _begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
+        """What is to be sent now for `request`, which is outstanding from now on. `is_next`: nothing has to
+        leave before, but what is kept."""
         if isinstance(request, WriteRequest) and self._shared is not None and not request.is_placed:
-            return self._place(request, self._shared)
+            tells = is_next and request.urgency is Urgency.LATENCY and not self._departures.is_stopped
+            return self._place(request, self._shared, tells=tells)
         if isinstance(request, FetchRequest) and self._catalogue is not None:
             checksums = self._catalogue.read(request.fetch, request.views)
             if checksums is not None:
@@ -325,18 +327,24 @@ class Lane:
         if isinstance(request, FetchRequest):
             self._results.expect()
 
-    def _place(self, request: WriteRequest, shared: SharedPages) -> Sequence[bytes | memoryview]:
-        """Writes it, unless that is the receiver's to do, and tells the receiver."""
-        if shared.place(request.write, request.layer_bytes):
-            request.write = msgspec.structs.replace(request.write, is_placed=True)
-            request.is_placed = True
+    def _place(
+        self, request: WriteRequest, shared: SharedPages, *, tells: bool
+    ) -> Sequence[bytes | memoryview]:
+        """Writes it, unless that is the receiver's to do, and `tells` the receiver in the same call."""
+        placed = msgspec.structs.replace(request.write, is_placed=True)
+        kept = self._departures.take_kept() if tells else b""
+        frame = kept + encode_frame(placed)
+        word = frame if tells else b""
+        num_left = shared.place(placed, request.layer_bytes, self._stream.fileno, word)
+        if num_left is not None:
+            request.write, request.is_placed = placed, True
         self._outstanding.begin(request)
         self._outstanding.sent(request)
-        frame = encode_frame(request.write)
-        if request.is_placed:
-            self._results.moved(request, received=False)
-            request.done(Outcome.PLACED, "")
-        return [frame]
+        if num_left is None:
+            return [kept + encode_frame(request.write)]
+        self._results.moved(request, received=False)
+        request.done(Outcome.PLACED, "")
+        return [frame[num_left:]] if num_left < len(frame) else []
 
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
         """The blocks are there. Their holder is told in time: they have been of use."""

@@ -18,6 +18,7 @@ namespace {
 constexpr size_t kStripe = 64;
 constexpr size_t kStripesPerRound = 16;  // (secret - stripe) / 8
 constexpr size_t kRound = kStripe * kStripesPerRound;
+constexpr size_t kRoundsAhead = 2;
 constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F,
                    kPrime64_3 = 0x165667B19E3779F9, kPrime64_4 = 0x85EBCA77C2B2AE63,
@@ -201,10 +202,16 @@ class Copier {
     bool streaming_;
 };
 
+// Fetches a round that is read soon. It may be outside of what there is.
+inline void announce(const uint8_t* round) {
+    for (size_t i = 0; i < kRound; i += kStripe) __builtin_prefetch(round + i);
+}
+
 // Copies one layer; its digest is that of what was read, in the same pass in which it was written.
 inline uint64_t copy_layer(Copier& copier, const uint8_t* start, size_t layer_bytes) {
     Layer layer(start, layer_bytes);
     for (size_t round = 0; round < layer.num_rounds(); round++) {
+        announce(start + (round + kRoundsAhead) * kRound);
         layer.round(round);
         copier.copy(start + round * kRound, kRound);
     }

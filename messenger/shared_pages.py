@@ -35,35 +35,36 @@ class SharedPages:
         self._source = source
         self._seat = seat
         self._layout = layout
+        self._layer_bytes, self._block_bytes = layout.layer_bytes, layout.block_bytes
         self._board = address_of(segment) + seat.board_offset
         self._target_address = address_of(segment)
         self._source_address = address_of(source)
         if not library.sit_down(self._board, seat.number, seat.ticket):
             raise TransferError(f"seat {seat.number} was given up meanwhile")
 
-    def place(self, write: Write, layer_bytes: int) -> bool:
-        """Places the bytes of all entries, `layer_bytes` of each layer.
+    def place(self, write: Write, layer_bytes: int, fd: int = -1, word: bytes = b"") -> int | None:
+        """Places the bytes of all entries, `layer_bytes` of each layer. None unless they are there, intact,
+        and were wanted all the time: then it is the receiver's to copy them, or to say why not.
 
-        Whether they are there, intact, and were wanted all the time: else it is the receiver's to copy them,
-        or to say why not.
+        Else `word` is sent over `fd`, if there is one, as far as that can be at once; how many bytes of it.
         """
         if layer_bytes <= SHORT_LAYER_BYTES:
-            return False
+            return None
         slices: list[int] = []
-        layout, skipped_bytes = self._layout, write.skipped_bytes(self._layout)
+        skipped_bytes = write.skipped_bytes(self._layout)
         for entry in write.entries:
-            begin = skipped_bytes + entry.layer_begin * layout.layer_bytes
+            begin = skipped_bytes + entry.layer_begin * self._layer_bytes
             num_bytes = entry.num_layers * layer_bytes
             if not (
                 0 <= entry.page < self._seat.num_pages
-                and 0 <= begin < begin + num_bytes <= layout.block_bytes
+                and 0 <= begin < begin + num_bytes <= self._block_bytes
                 and 0 <= entry.source_offset <= len(self._source) - num_bytes
                 and len(entry.checksums) == entry.num_layers * CHECKSUM_BYTES
             ):
-                return False
+                return None
             target = self._seat.pages_offset + entry.page * self._seat.page_stride + begin
             slices += (target, entry.source_offset, entry.num_layers)
-        is_placed = self._native.place(
+        num_left: int = self._native.place(
             self._board,
             self._seat.number,
             write.grant_id,
@@ -73,8 +74,11 @@ class SharedPages:
             len(write.entries),
             layer_bytes,
             b"".join([entry.checksums for entry in write.entries]),
+            fd,
+            word,
+            len(word),
         )
-        return bool(is_placed)
+        return None if num_left < 0 else num_left
 
     def leave(self) -> None:
         """The seat is the owner's to give again."""

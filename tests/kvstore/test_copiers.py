@@ -164,12 +164,12 @@ def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> None:
             checksum = layer_checksums(data, LAYOUT.layer_bytes)
             entry = WriteEntry(granted.page, granted.generation, layer, layer + 1, checksum, begin)
             write = Write(1, grant.grant_id, [entry])
-            assert pages.place(write, LAYOUT.layer_bytes)
+            assert pages.place(write, LAYOUT.layer_bytes) == 0
             assert node.segment.layer_view(granted.page, layer) == data
             assert node.grants.begin(grant.grant_id, entry, None) is not None
             is_last = node.grants.complete(grant.grant_id, entry, None)
             assert is_last == (layer == LAYOUT.num_layers - 1)
         assert node.pool.find(key) == granted.page
-        assert not pages.place(write, LAYOUT.layer_bytes)
+        assert pages.place(write, LAYOUT.layer_bytes) is None
 
     asyncio.run(test())

@@ -174,7 +174,8 @@ class Stops:
         while not self.seats.are_busy and time.monotonic() < until_s:
             time.sleep(0)  # others run
         os.kill(pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0)
         return self.seats.are_busy
 
     def _go_on(self) -> None:

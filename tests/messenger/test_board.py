@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -75,15 +76,15 @@ def test_what_is_granted_can_be_written_until_the_grant_is_closed() -> None:
     segment = Segment()
     board, write = segment.board(), Write(1, GRANT, [segment.entry])
     pages = segment.pages(taken(board, os.getpid()))
-    assert not pages.place(write, LARGE.layer_bytes)
+    assert pages.place(write, LARGE.layer_bytes) is None
     assert board.open(GRANT)
     assert not board.open(GRANT)
-    assert pages.place(write, LARGE.layer_bytes)
+    assert pages.place(write, LARGE.layer_bytes) == 0
     assert segment.page(1) == segment.source
     assert segment.page(0) == segment.page(2) == bytes(PAGE_BYTES)
     segment.page(1)[:] = bytes(PAGE_BYTES)
     assert board.close(GRANT, lambda: None)
-    assert not pages.place(write, LARGE.layer_bytes)
+    assert pages.place(write, LARGE.layer_bytes) is None
     assert segment.page(1) == bytes(PAGE_BYTES)
 
 
@@ -94,11 +95,30 @@ def test_layers_of_several_pages_are_one_write_and_damage_is_found() -> None:
     board.open(GRANT)
     checksums = segment.entry.checksums
     entries = [WriteEntry(0, 1, 3, 4, checksums[:8], 0), WriteEntry(2, 1, 0, 2, checksums[8:24], size)]
-    assert pages.place(Write(1, GRANT, entries), size)
+    assert pages.place(Write(1, GRANT, entries), size) == 0
     assert segment.page(0)[3 * size :] == segment.source[:size]
     assert segment.page(2)[: 2 * size] == segment.source[size : 3 * size]
     segment.source[2 * size] ^= 1
-    assert not pages.place(Write(1, GRANT, entries), size)
+    assert pages.place(Write(1, GRANT, entries), size) is None
+
+
+def test_a_word_is_sent_when_all_bytes_are_there_and_only_then() -> None:
+    segment = Segment()
+    board, write = segment.board(), Write(1, GRANT, [segment.entry])
+    pages = segment.pages(taken(board, os.getpid()))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        assert pages.place(write, LARGE.layer_bytes, ours.fileno(), b"there") is None
+        with pytest.raises(BlockingIOError):
+            theirs.recv(10)
+        board.open(GRANT)
+        assert pages.place(write, LARGE.layer_bytes, ours.fileno(), b"there") == 5
+        assert theirs.recv(10) == b"there"
+        theirs.close()
+        assert pages.place(write, LARGE.layer_bytes, ours.fileno(), b"there") == 0
+    assert segment.page(1) == segment.source
 
 
 @pytest.mark.parametrize(
@@ -118,7 +138,7 @@ def test_what_fits_no_page_is_left_to_the_receiver(entry: WriteEntry) -> None:
     board = segment.board()
     board.open(GRANT)
     pages = segment.pages(taken(board, os.getpid()))
-    assert not pages.place(Write(1, GRANT, [entry]), LARGE.layer_bytes)
+    assert pages.place(Write(1, GRANT, [entry]), LARGE.layer_bytes) is None
     assert segment.buffer[: NUM_PAGES * PAGE_BYTES] == bytes(NUM_PAGES * PAGE_BYTES)
 
 
@@ -230,7 +250,7 @@ def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.
         await looked_at(board)
         assert not quiet.is_set()
         write = Write(1, GRANT, [segment.entry])
-        assert not pages[0].place(write, LARGE.layer_bytes)
+        assert pages[0].place(write, LARGE.layer_bytes) is None
         assert board.take_seat(os.getpid()) not in seats
         other.kill()
         await until(quiet.is_set)
@@ -336,7 +356,7 @@ def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
         def copy() -> None:
             nonlocal num_placed
             while not has_ended.is_set():
-                num_placed += pages.place(write, LARGE.layer_bytes)
+                num_placed += pages.place(write, LARGE.layer_bytes) is not None
 
         thread = threading.Thread(target=copy)
         thread.start()

@@ -3,15 +3,17 @@
 import asyncio
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from messenger import board
-from messenger.messages import Abandon, WriteEntry
+from messenger.messages import Abandon, Write, WriteEntry
 from messenger.peer import MAX_QUEUED_REQUESTS, Peer
 from messenger.protocol import encode_frame
 from messenger.requests import Outcome, ProbeRequest, Urgency
+from messenger.shared_pages import SharedPages
 from messenger.transports import Traffic, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import PoolError, TransferError
@@ -632,6 +634,8 @@ def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: 
             with peer.transfer(1, "told twice", lambda: None) as transfer:
                 for lane in peer.lanes:  # what they say is lost with them
                     lane._departures._outbox.post = lambda *_: None  # type: ignore[method-assign]
+                    if lane._shared is not None:
+                        sends(lane._shared, lambda fd, word: len(word))
                 await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
                 node.sender_memory.page(0)[:8] = bytes(8)  # nobody reads it any more
                 lane = next(lane for lane in peer.lanes if lane.num_outstanding)
@@ -641,6 +645,37 @@ def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: 
                 await until(lambda: transfer.is_confirmed)
                 assert outcomes == [Outcome.PLACED]
                 assert [page for page, _ in grant.arrived] == [0] * node.layout.num_layers
+
+    run(test())
+
+
+def sends(shared: SharedPages, send: Callable[[int, bytes], int]) -> None:
+    """What is said when bytes are in their pages goes there."""
+    place = shared.place
+
+    def place_and_send(write: Write, layer_bytes: int, fd: int, word: bytes) -> int | None:
+        return None if place(write, layer_bytes) is None else send(fd, word)
+
+    shared.place = place_and_send  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 30])
+def test_what_did_not_leave_with_the_bytes_that_it_is_about_follows(tmp_path: Path, num_bytes: int) -> None:
+    def send(fd: int, word: bytes) -> int:
+        assert len(word) > 30
+        return os.write(fd, word[:num_bytes]) if num_bytes else 0
+
+    async def test() -> None:
+        async with fabric(tmp_path, LARGE, 4, transport="shm", streams=1) as node:
+            peer = await node.peer()
+            (lane,) = peer.lanes
+            assert lane._shared is not None
+            sends(lane._shared, send)
+            for page in range(3):  # with each the end of the one before
+                grant = node.pages.grant(page, [page])
+                await node.write(page, [page])
+                assert grant.is_complete
+            await until(lambda: not any(grant.writers for grant in node.pages.grants.values()))
 
     run(test())
 
