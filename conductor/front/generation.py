@@ -106,7 +106,11 @@ class Generation:
             if isinstance(event.error, OverloadedError):
                 self._metrics.choice_rejected(self._now() - self._arrived_s)
             raise event.error
-        return self._advance(choice, event)
+        plain = choice.text.plain
+        if plain is None or event.finish_reason is not None:
+            return self._advance(choice, event)
+        self._count(choice, len(event.token_ids), event.num_cached_tokens)
+        return Delta(choice.index, plain.push(event.token_ids), event.token_ids, None)
 
     async def end(self, request_id: str, reason: FinishReason) -> None:
         """A choice has all of its tokens."""

@@ -69,7 +69,7 @@ class StopMatcher:
 class TextStream:
     """The text of one choice."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_chars", "_num_tokens", "_token_by_token")
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_chars", "_num_tokens", "plain")
 
     def __init__(
         self,
@@ -82,14 +82,15 @@ class TextStream:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
-        self._token_by_token = bool(stops) or counts_offsets
+        self.plain = None if stops or counts_offsets else detokenizer
+        """what it gives is shown as it is, until `flush`; None if tokens are looked at one by one"""
         self._num_tokens = 0
         self._num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> Decoded:
         """Decode more tokens. After `stopped` nothing more may be pushed."""
-        if not self._token_by_token:
-            return Decoded(self._detokenizer.push(token_ids), len(token_ids), False)
+        if self.plain is not None:
+            return Decoded(self.plain.push(token_ids), len(token_ids), False)
         shown, offsets = "", []
         # One by one: the number of tokens up to a stop string must not depend on how they were sent.
         for num_tokens, token_id in enumerate(token_ids, start=1):
