@@ -3,8 +3,9 @@
     python -m benchmarks.scheduling.decision NUM_INSTANCES NUM_BLOCKS      (one size, one JSON line)
 
 Half of the instances prefill, half decode; prompts and holders are those of the index's benchmark. Every
-instance has requests, and both SLOs are set. Beside the time of the clock is that of the thread's CPU: a
-difference between the two is other processes' work.
+instance has requests, and both SLOs are set. A check whose SLO all work together would miss, so that decode's
+load is forecast, is shown apart. Beside the time of the clock is that of the thread's CPU: a difference
+between the two is other processes' work.
 
 Owns: this workload, its table. Does not know: how a decision is made.
 """
@@ -45,7 +46,9 @@ P99_FACTOR = 3
 BLOCK_SIZE = 256
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=BLOCK_SIZE, dtype="bfloat16")
 REQUESTS_PER_INSTANCE = 8
-SLOS = SLOs(ttft_s=30.0, tbt_s=0.1)
+NUM_ENDED = 64
+"""requests that have been decoded before"""
+SLOS, TIGHT_SLOS = SLOs(ttft_s=30.0, tbt_s=0.1), SLOs(ttft_s=30.0, tbt_s=1e-6)
 _SEED = 7
 
 
@@ -74,15 +77,18 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
     admission = Admission(view, forecast, Lateness(), rules.overload)
     assignments = Assignments(view, forecast, Lateness(), Outcomes(), rules)
     draw = random.Random(_SEED)
-    for number in range(REQUESTS_PER_INSTANCE * num_instances):
+    for number in range(-NUM_ENDED, REQUESTS_PER_INSTANCE * num_instances):
         asked = request(f"r{number}", keys_of_prompt(draw.randrange(num_prompts)))
         placement = scheduler.schedule(asked, 0.0)
         assert placement is not None
         assignments.assign(asked, placement, SLOS.tbt_s, 0.0)
         assignments.order_prefill(asked.request_id, placement.decode, 0, None, 0.0)
-        if number % 2:
+        if number < 0 or number % 2:
             assignments.end_prefill(asked.request_id, 0.5, 0)
-    wall_s, cpu_s = [], []
+        if number < 0:
+            assignments.end_decode(asked.request_id, 0.5 - 0.01 * number, 200)
+            assignments.release(asked.request_id, 0.5)
+    wall_s, cpu_s, with_forecast_s = [], [], []
     for prompt in draw.choices(range(num_prompts), k=NUM_MATCHES):
         asked = request("r", keys_of_prompt(prompt))
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
@@ -91,7 +97,10 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
         admission.check_arrival(asked, placement, SLOS, 0.0, 1.0)
         cpu_s.append(time.thread_time() - started_cpu_s)
         wall_s.append(time.perf_counter() - started_s)
-    figures = {}
+        started_cpu_s = time.thread_time()
+        admission.check_arrival(asked, placement, TIGHT_SLOS, 0.0, 1.0)
+        with_forecast_s.append(time.thread_time() - started_cpu_s)
+    figures = {"forecast_p50": 1e6 * statistics.median(with_forecast_s)}
     for clock, times_s in (("wall", sorted(wall_s)), ("cpu", sorted(cpu_s))):
         figures[f"{clock}_p50"] = 1e6 * statistics.median(times_s)
         figures[f"{clock}_p99"] = 1e6 * times_s[int(0.99 * len(times_s))]
@@ -115,11 +124,12 @@ def report(is_full: bool) -> None:
                 f"{bar_us} us",
                 f"{figures['cpu_p99']:.0f} / {figures['wall_p99']:.0f} us",
                 f"{P99_FACTOR * bar_us} us",
+                f"{figures['forecast_p50']:.0f} us",
             ]
         )
     print_table(
         f"Decision: a prompt of {PROMPT_BLOCKS} blocks, {num_blocks:,} blocks in the index",
-        ["instances", "p50, CPU / wall", "bar", "p99, CPU / wall", "bar"],
+        ["instances", "p50, CPU / wall", "bar", "p99, CPU / wall", "bar", "the check with a forecast"],
         rows,
     )
 
