@@ -19,8 +19,9 @@ from typing import Protocol
 from mooncake.native import load_or_do_without
 
 _MOST_SKIPPED = 64
-_HELD_S = 50e-6
-"""listening ends no later than this after its time, unless others have the processor"""
+_HELD_S = 1e-3
+"""listening, with what is received within it, ends no later than this after its time unless others have the
+processor, who keep it for several times as long"""
 
 
 @functools.cache
