@@ -13,14 +13,15 @@ import random
 import re
 import reprlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import fastokens
 from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 # The libraries' regexes differ in these: U+180E is white space to one of them, and a long s (or the kelvin
-# sign) is an s (or a k) in another case.
-_DISPUTED = re.compile("[\u180e\u017f\u212a]")
+# sign) is an s (or a k) in another case. The last ones are numbers since Unicode 17.
+_DISPUTED = re.compile("[\u180e\u017f\u212a\U00011de0-\U00011de9\U00016ff4-\U00016ff6]")
 _CODE_POINTS = (*range(0x100), *range(0x100, 0xD800, 151), *range(0xE000, 0x32000, 151), 0xE0041, 0x10FFFF)
 # What regexes of pre-tokenizers name, and what they have been wrong about.
 _PIECES = (
@@ -32,6 +33,8 @@ _PIECES = (
     *("'s", "'LL", "’re", "__", "-", "!", "...", "—", "€", "+=", "/", "\u2581", "Ġ", "<|", "|>"),
     *("🎉", "👩\u200d👩\u200d👧", "🇩🇪", "1\ufe0f\u20e3"),
 )
+# GPT-2's regex (ByteLevel's own) behind a split at each digit: white space before one is as at a text's end.
+_DIGITS_AND_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
 _NUM_MIXED_TEXTS = 64
 _MIXED_TOGETHER = 64
 _END = "</w>"
@@ -58,7 +61,7 @@ class Encoder:
         if self._quick is not None and (text.isascii() or _DISPUTED.search(text) is None):
             try:
                 return _quickly(self._quick, text, add_special_tokens)
-            except ValueError as error:  # its regexes give up on a million spaces and more
+            except ValueError as error:  # a byte that is no token; a regex that white space is too long for
                 log.info("fastokens gave up on a text of %d characters: %s", len(text), error)
         return _surely(self._backend, text, add_special_tokens)
 
@@ -86,15 +89,34 @@ def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
     # Read with the first long text: other cores are not for one prompt, workers compute on them.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     try:
-        written = backend.to_str()
-        quick = fastokens.Tokenizer.from_json_str(written)
-        splitting = json.dumps(_showing_ends(json.loads(written)))
-        _compare(Backend.from_str(splitting), fastokens.Tokenizer.from_json_str(splitting), _characters())
+        fields = json.loads(backend.to_str())
+        quicker = _in_one_split(fields)
+        quick = fastokens.Tokenizer.from_json_str(json.dumps(quicker))
+        splits = Backend.from_str(json.dumps(_showing_ends(fields)))
+        quick_splits = fastokens.Tokenizer.from_json_str(json.dumps(_showing_ends(quicker)))
+        _compare(splits, quick_splits, _characters())
         _compare(backend, quick, _mixed(backend))
     except ValueError as error:
         log.warning("texts are encoded by tokenizers, which takes longer than fastokens: %s", error)
         return None
     return quick
+
+
+def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer (of a tokenizer.json). Where digits are split off, and ByteLevel's own regex is for
+    what is between them, one regex does both: fastokens takes a third of the time."""
+    match fields["pre_tokenizer"]:
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True} as byte_level,
+            ],
+        }:
+            split = {"type": "Split", "pattern": {"Regex": _DIGITS_AND_GPT2}, "behavior": "Isolated"}
+            steps = [{**split, "invert": False}, {**byte_level, "use_regex": False}]
+            return {**fields, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    return fields
 
 
 def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str]) -> None:
@@ -104,7 +126,7 @@ def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str])
             raise ValueError(f"it gives other ids for {reprlib.repr(text)}")
 
 
-def _showing_ends(fields: dict[str, object]) -> dict[str, object]:
+def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
     """A tokenizer that splits texts as the one of `fields` (a tokenizer.json), and whose tokens are bytes: a
     piece's last byte is another token, so the ids show every split. Merges would hide most of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

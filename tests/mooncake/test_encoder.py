@@ -110,9 +110,8 @@ class TestSameIds:
         encoder = Encoder(backend)
         assert encoder.is_quick
         check_same(encoder, backend, texts(400))
-        check_same(
-            encoder, backend, texts(100, *["'\u017f", "'\u212a", "\u180e"] * 20)
-        )  # the libraries differ
+        disputed = ["'\u017f", "'\u212a", "\u180e", " \U00011de0", "  \U00016ff6"]  # the libraries differ
+        check_same(encoder, backend, texts(100, *disputed * 20))
 
     def test_of_the_default_model(self, default: tuple[Encoder, Tokenizer]) -> None:
         encoder, backend = default
@@ -211,9 +210,9 @@ class TestWhereIdsWouldDiffer:
         self, default: tuple[Encoder, Tokenizer]
     ) -> None:
         encoder, backend = default
-        text = " " * 1_100_000
+        text = "one \x04 two"
         assert encoder._quick is not None
-        with pytest.raises(ValueError, match="stack"):  # of its regexes: so much they can take back
+        with pytest.raises(ValueError, match="has no token"):
             encoder._quick.encode(text, True)
         assert encoder.encode(text, True) == backend.encode_batch_fast([text])[0].ids
 
