@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mooncake.sections import MessengerConfig
+from tests.kvstore.forked import enter
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node
 
 LINKS = ("link0", "link1")
@@ -23,6 +24,7 @@ class Host:
 
     def __init__(self, namespace: str, number: int) -> None:
         self.namespace = namespace
+        self.network = Path("/run/netns") / namespace
         self.addresses = [f"10.77.{link}.{number}" for link in range(len(LINKS))]
 
     def set_link(self, link: str, *, up: bool) -> None:
@@ -42,6 +44,16 @@ class Host:
         shown = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show"))
         return {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in shown if link["ifname"] in LINKS}
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Processes that are started within are on this host."""
+        with open("/proc/self/ns/net") as home:
+            enter(self.network)
+            try:
+                yield
+            finally:
+                enter(Path(f"/proc/self/fd/{home.fileno()}"))
+
 
 class HostNode(Node):
     """A messenger on a host, reached at all of its addresses."""
@@ -49,7 +61,7 @@ class HostNode(Node):
     def __init__(self, folder: Path, name: str, num_pages: int, host: Host) -> None:
         super().__init__(folder, name, num_pages * SEGMENT_PAGE_BYTES + 3 * 4096, "tcp")
         self.host = host
-        self.network = Path("/run/netns") / host.namespace
+        self.network = host.network
 
     @property
     def settings(self) -> MessengerConfig:

@@ -41,7 +41,7 @@ class ForkedMessenger(Forked):
 
 def _serve(network: Path | None, segment_fd: int) -> None:
     if network is not None:
-        _enter(network)
+        enter(network)
 
     async def serve(config: MessengerProcess) -> None:
         await service.serve(config.model_copy(update={"segment_fd": segment_fd}))
@@ -49,7 +49,8 @@ def _serve(network: Path | None, segment_fd: int) -> None:
     child_main(MessengerProcess, serve, service.event_loop)
 
 
-def _enter(network: Path) -> None:
+def enter(network: Path) -> None:
+    """This thread is in that namespace from now on, and processes that it starts."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(network) as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
