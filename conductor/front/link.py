@@ -258,8 +258,8 @@ class Link:
         await self._give_up(error)
 
     async def _give_up(self, error: RequestError) -> None:
-        for request_id in list(self._in_flight):
-            await self._lose(request_id, error)
+        while self._in_flight:  # with one choice of an answer the others end
+            await self._lose(next(iter(self._in_flight)), error)
 
     async def _lose(self, request_id: str, error: RequestError) -> None:
         """Its tokens, if more of them come, are of no use."""

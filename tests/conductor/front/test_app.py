@@ -357,6 +357,22 @@ def test_long_prompt_is_tokenized_beside_the_loop(front: Running, monkeypatch: p
     assert threads[0] != threads[1]
 
 
+def test_an_answer_with_several_choices_ends_when_the_conductor_gave_the_front_up(front: Running) -> None:
+    async def stall(cluster: FakeCluster, request: Request) -> None:
+        pass
+
+    cluster = front.cluster
+    cluster.behaviour = stall
+    body = json.dumps({"model": MODEL_NAME, "messages": HI, "n": 2}).encode()
+    with raw_request(front.address, "/v1/chat/completions", body) as connection:
+        cluster.wait_until(lambda: len(cluster.submitted) == 2)
+        unknown = ClusterState(1, 1, 1, 1000, known=False)
+        asyncio.run_coroutine_threadsafe(cluster.to_front(unknown), cluster.loop).result(DEADLINE_S)
+        assert connection.recv(100).startswith(b"HTTP/1.1 500")
+    cluster.reset()
+    assert post(front, "/v1/chat/completions", {"model": MODEL_NAME, "messages": HI}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_tokens_before", [0, 1])
 def test_hang_up_cancels_the_work(front: Running, stream: bool, num_tokens_before: int) -> None:
