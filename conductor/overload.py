@@ -31,6 +31,8 @@ from mooncake.sections import Overload
 PROBE_AFTER_S = 5.0
 """an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all
 were rejected would never be corrected"""
+_IDLE_S = 1e-6
+"""a shorter queue may be nothing but what rounding has left of others that were there"""
 _SHORTEST_RETRY_S = 1.0
 
 
@@ -134,7 +136,7 @@ class Admission:
         return self._check_tbt(costs.predict_s(slot, num_others + 1, num_kv_tokens), slos.tbt_s)
 
     def _is_probe(self, placement: Placement, now_s: float) -> bool:
-        if placement.prediction.queue_s > 0:
+        if placement.prediction.queue_s > _IDLE_S:
             return False
         slot = self._view.slot_of(placement.prefill.name)
         assert slot is not None
