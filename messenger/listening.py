@@ -56,9 +56,10 @@ class Patience:
     before them.
     """
 
-    def __init__(self, listen_s: float) -> None:
+    def __init__(self, listen_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
         """0: never."""
         self.listen_s = listen_s
+        self._now_s = now_s
         self._num_skipped = self._num_to_skip = 0
         self._is_crowded = False
         """others wanted the processor when we listened"""
@@ -74,12 +75,11 @@ class Patience:
             self._num_skipped += 1
             return False
         self._num_skipped = 0
-        until_s = time.perf_counter() + self.listen_s + longer_s
+        until_s = self._now_s() + self.listen_s + longer_s
         is_there = False
-        while not is_there and (left_s := until_s - time.perf_counter()) > 0 and hears(left_s):
+        while not is_there and (left_s := until_s - self._now_s()) > 0 and hears(left_s):
             is_there = has_come()
-        late_s = time.perf_counter() - until_s
-        self._is_crowded = late_s > _HELD_S
+        self._is_crowded = self._now_s() - until_s > _HELD_S
         if self._is_crowded:
             self._num_to_skip = _MOST_SKIPPED
         elif is_there:

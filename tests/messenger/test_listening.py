@@ -2,10 +2,10 @@
 
 import asyncio
 import functools
+import itertools
 import os
 import socket
 import threading
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -23,19 +23,38 @@ def _run(test: Coroutine[Any, Any, None]) -> None:
         runner.run(bounded())
 
 
-def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
-    patience, num_asked = Patience(LISTEN_S), 0
+class Clock:
+    """Stands still but for those who listen."""
 
-    def silence() -> bool:
-        nonlocal num_asked
-        num_asked += 1
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def in_vain(self) -> bool:
+        """What comes again and again is not what is listened for."""
+        self.now_s += 0.4 * LISTEN_S
         return False
 
-    asked = []
+    def silence(self, within_s: float) -> bool:
+        """Nothing comes in that time."""
+        self.now_s += within_s
+        return False
+
+    def held_up(self, within_s: float) -> bool:
+        """Something comes, and others have the processor until after that time."""
+        self.now_s += within_s + 0.002
+        return True
+
+
+def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
+    clock = Clock()
+    patience, asked = Patience(LISTEN_S, clock), []
     for _ in range(200):
-        before = num_asked
-        assert not patience.listen(lambda _: True, silence)
-        asked.append(num_asked > before)
+        begun_s = clock.now_s
+        assert not patience.listen(lambda _: True, clock.in_vain)
+        asked.append(clock.now_s > begun_s)
     assert [number for number, was_asked in enumerate(asked) if was_asked] == [0, 2, 6, 14, 30, 62, 126, 191]
     while not patience.listen(lambda _: True, lambda: True):
         pass
@@ -44,9 +63,10 @@ def test_listening_is_tried_less_often_the_longer_it_was_of_no_use() -> None:
 
 
 def test_listening_is_tried_again_when_it_would_have_been_of_use() -> None:
-    patience = Patience(LISTEN_S)
+    clock = Clock()
+    patience = Patience(LISTEN_S, clock)
     for _ in range(10):
-        assert not patience.listen(lambda _: True, lambda: False)
+        assert not patience.listen(clock.silence, lambda: True)
     patience.slept(2 * LISTEN_S)
     assert not patience.listen(lambda _: True, lambda: True)
     patience.slept(0.5 * LISTEN_S)
@@ -54,21 +74,12 @@ def test_listening_is_tried_again_when_it_would_have_been_of_use() -> None:
 
 
 def test_a_processor_that_others_want_is_left_to_them() -> None:
-    patience, num_listened = Patience(LISTEN_S), 0
-
-    def held_up(within_s: float) -> bool:
-        nonlocal num_listened
-        num_listened += 1
-        until_s = time.perf_counter() + within_s + 0.002
-        while time.perf_counter() < until_s:
-            pass
-        return True
-
-    assert patience.listen(held_up, lambda: True), "it has come meanwhile"
+    clock = Clock()
+    patience = Patience(LISTEN_S, clock)
+    assert patience.listen(clock.held_up, lambda: True), "it has come meanwhile"
     for _ in range(64):
-        assert not patience.listen(held_up, lambda: True)
+        assert not patience.listen(clock.held_up, lambda: True)
         patience.slept(0.5 * LISTEN_S)
-    assert num_listened == 1
     assert patience.listen(lambda _: True, lambda: True)
     assert patience.listen(lambda _: True, lambda: True)
 
@@ -152,6 +163,8 @@ def test_who_speaks_without_end_keeps_nobody_else_from_being_heard() -> None:
         loop.add_reader(silent, order.append, "speaker")
         loop.add_reader(near, hear_other)
         loop.listener.speaker = Chatterbox(silent.fileno())
+        ticks = itertools.count(0.0, 1e-6)  # however others want the processor
+        loop.listener._patience = Patience(LISTEN_S, lambda: next(ticks))
         while not order:
             await asyncio.sleep(2 * LISTEN_S)
         order.clear()
