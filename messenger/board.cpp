@@ -97,7 +97,7 @@ extern "C" ssize_t place(Board* board, size_t seat, uint64_t grant, uint8_t* tar
     const auto& open = board->grants[grant % kGrants];
     auto& copied = board->seats[seat].copied;
     copied = grant + 1;
-    bool is_wanted = open == grant + 1;
+    bool is_wanted = grant + 1 != 0 && open == grant + 1;  // a place that is closed has 0
     for (size_t i = 0; i < num_slices && is_wanted; i++) {
         const Slice& slice = slices[i];
         Copier copier(target + slice.target, slice.num_layers * layer_bytes >= kStreamedBytes);

@@ -88,6 +88,14 @@ def test_what_is_granted_can_be_written_until_the_grant_is_closed() -> None:
     assert segment.page(1) == bytes(PAGE_BYTES)
 
 
+@pytest.mark.parametrize("grant_id", [-1, (1 << 64) - 1])
+def test_a_grant_that_there_cannot_be_is_not_open(grant_id: int) -> None:
+    segment = Segment()
+    pages = segment.pages(taken(segment.board(), os.getpid()))
+    assert pages.place(Write(1, grant_id, [segment.entry]), LARGE.layer_bytes) is None
+    assert segment.page(1) == bytes(PAGE_BYTES)
+
+
 def test_layers_of_several_pages_are_one_write_and_damage_is_found() -> None:
     segment = Segment()
     board, size = segment.board(), LARGE.layer_bytes
