@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -59,7 +60,8 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
             stderr=stderr.fileno(),
             environ={**os.environ, **(environment or {})},
         )
-        code = process.wait(3 * DEADLINE_S)
+        with closing(process):
+            code = process.wait(3 * DEADLINE_S)
         stdout.seek(0)
         stderr.seek(0)
         return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
@@ -73,17 +75,17 @@ def run_on_terminal(*arguments: str, typed: str = "") -> tuple[int, str]:
     """Exit code, and what a person would see."""
     terminal, end = pty.openpty()
     environ = {**os.environ, "COLUMNS": "140"}
-    process = Forked(call, arguments, stdin=end, stdout=end, stderr=end, environ=environ)
-    os.close(end)
-    os.write(terminal, typed.encode())
-    seen = b""
-    while select.select([terminal], [], [], 3 * DEADLINE_S)[0]:
-        try:
-            seen += os.read(terminal, 1 << 16)
-        except OSError:  # the last writer has closed it
-            break
-    os.close(terminal)
-    return process.wait(DEADLINE_S), seen.decode()
+    with closing(Forked(call, arguments, stdin=end, stdout=end, stderr=end, environ=environ)) as process:
+        os.close(end)
+        os.write(terminal, typed.encode())
+        seen = b""
+        while select.select([terminal], [], [], 3 * DEADLINE_S)[0]:
+            try:
+                seen += os.read(terminal, 1 << 16)
+            except OSError:  # the last writer has closed it
+                break
+        os.close(terminal)
+        return process.wait(DEADLINE_S), seen.decode()
 
 
 def json_lines(result: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
