@@ -59,7 +59,6 @@ class Loads:
         """the longest sequence that fits when all that is assigned has ended; 0 for the other role"""
         self.prefill_mask = 0
         """`is_prefill` as the bits of a number"""
-        self._least_prefill_room_blocks: int | None = None
         self.memory_usage = np.zeros(0)
         """share of the device's KVCache that is in use, as last heard"""
         self.num_assigned = np.zeros(0, np.int64)
@@ -115,16 +114,8 @@ class Loads:
 
     def set_room(self, slot: int, num_blocks: int) -> None:
         """The longest sequence that fits, in blocks."""
-        self._least_prefill_room_blocks = None
         self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
-
-    @property
-    def least_prefill_room_blocks(self) -> int:
-        """Of all prefill instances, of which there is at least one."""
-        if self._least_prefill_room_blocks is None:
-            self._least_prefill_room_blocks = int(self.prefill_room_blocks[self.is_prefill].min())
-        return self._least_prefill_room_blocks
 
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
         """Until each instance has computed all that it was given and that is not of a higher priority number;

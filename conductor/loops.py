@@ -207,5 +207,5 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     code.find_least_ttft.argtypes = (pointer, *match, pointer, ctypes.c_void_p)
     code.select_decoding_instance.argtypes = (pointer, size, size, pointer, ctypes.c_void_p)
     for name in ("find_best_prefix_match", "find_least_ttft", "select_decoding_instance"):
-        code[name].restype = size
+        getattr(code, name).restype = size
     return code
