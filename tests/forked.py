@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
+from multiprocessing.util import Finalize
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -17,9 +18,18 @@ _preloaded = ["__main__"]
 
 
 def preload(module: str) -> None:
-    """The process that is forked imports this module, if it has not been started yet."""
+    """The fork server imports this module, if it has not been started yet."""
     _preloaded.append(module)
     _CONTEXT.set_forkserver_preload(_preloaded)
+
+
+def _end_all() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+# At its end a process waits for those that it has forked: for those that a failed test has left, for ever.
+Finalize(None, _end_all, exitpriority=0)
 
 
 class Descriptor:

@@ -114,5 +114,5 @@ def _run(module: str, environ: dict[str, str], stdin: int, stdout: int, pass_fds
     os.environ.clear()
     os.environ.update(environ)
     sys.argv, sys.stdin = [module], os.fdopen(0)
-    del sys.modules[module]  # it runs as __main__
+    sys.modules.pop(module, None)  # it runs as __main__
     runpy.run_module(module, run_name="__main__", alter_sys=True)

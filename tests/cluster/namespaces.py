@@ -46,7 +46,7 @@ class Host:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Processes that are started within are on this host."""
+        """Processes that are started within are on this host; not those of `tests.forked`."""
         with open("/proc/self/ns/net") as home:
             enter(self.network)
             try:
