@@ -16,13 +16,17 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from conductor.front.errors import error_body
+from conductor.front.outbox import Outbox, Writer
 from mooncake.errors import RequestError
 
 MAX_HEAD_BYTES = 1 << 16
 
 
-def connections(request_timeout_s: float, send_timeout_s: float) -> type[HttpToolsProtocol]:
-    """What uvicorn calls for each connection. `send_timeout_s`: in which a client has to take something."""
+def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox) -> type[HttpToolsProtocol]:
+    """What uvicorn calls for each connection. `send_timeout_s`: in which a client has to take something.
+
+    Answers leave through `outbox`.
+    """
     late = RequestError(
         f"the request did not arrive within {request_timeout_s:g} s", status=408, code="request_timeout"
     )
@@ -48,6 +52,7 @@ def connections(request_timeout_s: float, send_timeout_s: float) -> type[HttpToo
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._writer = Writer(transport, outbox)
             self._set_deadline()
 
         def data_received(self, data: bytes) -> None:
@@ -67,6 +72,7 @@ def connections(request_timeout_s: float, send_timeout_s: float) -> type[HttpToo
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
             self._answered = cycle
+            cycle.transport = self._writer  # type: ignore[assignment]
             if not self.flow.write_paused:  # what is left of the answer before tells nothing when more comes
                 self._unset_send_deadline()
             super()._start_asgi_task(cycle, app)
@@ -82,6 +88,7 @@ def connections(request_timeout_s: float, send_timeout_s: float) -> type[HttpToo
             self._unset_send_deadline()
 
         def on_response_complete(self) -> None:
+            self._writer.flush()  # what waits for the client is told by the transport
             self._set_send_deadline()
             super().on_response_complete()
 

@@ -22,6 +22,7 @@ from conductor.front.grammars import WantedGrammar
 from conductor.front.link import ConductorPeer, Link
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
+from conductor.front.outbox import Outbox
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
 from mooncake.api_keys import ApiKey
 from mooncake.errors import GrammarError, OverloadedError, RequestError
@@ -49,6 +50,7 @@ class Front:
         """Raises ConfigError for an endpoint that cannot be used."""
         self.config, self.model = config, model
         self.registry, self.display = registry, display
+        self.outbox = Outbox()
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         quota, now = config.context_cache_tokens, asyncio.get_running_loop().time
         self._caches = None if quota is None else ContextCaches(quota)
@@ -62,6 +64,7 @@ class Front:
             model.block_size,
             self.metrics.output_dropped,
             lambda: [] if self._caches is None else self._caches.kept(now()),
+            self.outbox,
         )
 
     @property

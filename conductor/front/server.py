@@ -25,6 +25,7 @@ from conductor.front.errors import UnavailableError
 from conductor.front.front import Front
 from conductor.front.link import ConductorPeer
 from conductor.front.model import ServedModel
+from conductor.front.outbox import Outbox
 from mooncake.config import host_and_port
 from mooncake.errors import ConfigError
 
@@ -101,9 +102,9 @@ async def serve(
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
         front = Front(config, model, conductor, registry, display)
-        listeners = [(main, _server(create_app(front), config, certificate))]
+        listeners = [(main, _server(create_app(front), config, certificate, front.outbox))]
         if admin is not None:
-            listeners.append((admin, _server(create_admin_app(front), config, certificate)))
+            listeners.append((admin, _server(create_admin_app(front), config, certificate, front.outbox)))
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(front.link.run())]
             if certificate is not None:
@@ -129,11 +130,11 @@ def _key_of(config: FrontConfig) -> Path:
     return config.tls_key
 
 
-def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None) -> _Server:
+def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None, outbox: Outbox) -> _Server:
     return _Server(
         uvicorn.Config(
             RequestIds(app),
-            http=connections(config.request_timeout_s, _SEND_TIMEOUT_S),
+            http=connections(config.request_timeout_s, _SEND_TIMEOUT_S, outbox),
             ws="none",
             lifespan="off",
             backlog=_ACCEPTS_AT_ONCE,

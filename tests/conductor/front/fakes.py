@@ -210,11 +210,6 @@ class FakeCluster:
         num_cached_tokens: int = 16,
     ) -> None:
         """One Tokens message, as a worker sends it. A logprob is minus the token's id."""
-        worker = self._workers.get(request.reply_to)
-        if worker is None:
-            worker = self._workers[request.reply_to] = self._context.socket(zmq.DEALER)
-            use_key(worker, CLUSTER_KEY)
-            worker.connect(request.reply_to)
         ref = Ref(epoch=1, request_id=request.request_id, attempt=attempt)
         output = TokenOutput(ref, position, list(token_ids), num_cached_tokens, finish)
         num_top = request.sampling.num_logprobs
@@ -222,7 +217,16 @@ class FakeCluster:
             top = list(range(97, 97 + num_top))
             logprobs = [TokenLogprobs(-token, top, [-float(other) for other in top]) for token in token_ids]
             output = msgspec.structs.replace(output, logprobs=logprobs)
-        await worker.send(msgspec.msgpack.encode(Tokens([output])))
+        await self.send_step(request.reply_to, [output])
+
+    async def send_step(self, reply_to: str, outputs: list[TokenOutput]) -> None:
+        """One Tokens message of several requests."""
+        worker = self._workers.get(reply_to)
+        if worker is None:
+            worker = self._workers[reply_to] = self._context.socket(zmq.DEALER)
+            use_key(worker, CLUSTER_KEY)
+            worker.connect(reply_to)
+        await worker.send(msgspec.msgpack.encode(Tokens(outputs)))
 
     async def say(self, request: Request, text: str, *, end: bool = False, step: int = 1) -> None:
         """`text` in messages of `step` tokens, then the end token or, without `end`, LENGTH with the last."""

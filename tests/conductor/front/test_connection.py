@@ -1,5 +1,6 @@
 """For how long an answer waits for a client that takes nothing of it."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, Scope
 from uvicorn.server import ServerState
 
 from conductor.front.connection import connections
+from conductor.front.outbox import Outbox
 
 SEND_TIMEOUT_S = 60.0
 LONG_S = 1e9
@@ -57,6 +59,9 @@ class Transport:
     num_bytes = 0
     is_aborted = False
 
+    def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+
     def get_write_buffer_size(self) -> int:
         return self.num_bytes
 
@@ -78,9 +83,9 @@ class Client:
     """And the connection to it."""
 
     def __init__(self) -> None:
-        self.loop, self.transport = Loop(), Transport()
+        self.loop, self.transport, self.outbox = Loop(), Transport(), Outbox()
         config = uvicorn.Config(never, ws="none", log_config=None, timeout_keep_alive=int(LONG_S))
-        kind = connections(LONG_S, SEND_TIMEOUT_S)
+        kind = connections(LONG_S, SEND_TIMEOUT_S, self.outbox)
         self.connection = kind(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
 
@@ -120,6 +125,20 @@ def test_who_has_made_room_again_may_wait(client: Client) -> None:
 def test_the_end_of_an_answer_does_not_wait_for_ever(client: Client) -> None:
     client.transport.num_bytes = 100
     client.connection.on_response_complete()
+    assert client.is_cut_off_after(SEND_TIMEOUT_S)
+
+
+def test_nor_does_an_end_that_was_written_together_with_others(client: Client) -> None:
+    client.connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    async def answer() -> None:
+        with client.outbox:
+            await client.connection.cycle.send({"type": "http.response.start", "status": 200, "headers": []})
+            assert client.transport.num_bytes == 0
+            await client.connection.cycle.send({"type": "http.response.body", "body": b"all"})
+
+    asyncio.run(answer())
+    assert client.transport.num_bytes > 0
     assert client.is_cut_off_after(SEND_TIMEOUT_S)
 
 
