@@ -112,6 +112,8 @@ class Reception:
     """all tokens there are, once the Conductor has said that they were sent"""
     num_silent_beats: int = 0
     """that said that no more tokens come, since the latest ones"""
+    is_unknown: bool = False
+    """to the Conductor, as it has said since the latest heartbeat"""
 
     @property
     def what_is_missing(self) -> RequestError:
@@ -285,7 +287,8 @@ class Link:
 
     def _fail_what_lost_its_end(self) -> None:
         for request_id, reception in list(self._in_flight.items()):
-            if reception.num_sent is not None:
+            if reception.num_sent is not None or reception.is_unknown:
+                reception.is_unknown = False
                 self._wait_for_less(request_id, reception)
 
     def _wait_for_less(self, request_id: str, reception: Reception) -> None:
@@ -316,8 +319,9 @@ class Link:
                         reception.num_silent_beats = 0
                 case Unknown(request_ids):
                     for request_id in request_ids:
-                        if (reception := self._in_flight.get(request_id)) and reception.num_sent is None:
-                            self._wait_for_less(request_id, reception)
+                        # After a break it answers several heartbeats at once, and tokens are on their way.
+                        if (reception := self._in_flight.get(request_id)) is not None:
+                            reception.is_unknown = True
 
     async def _continue(self, request_id: str) -> None:
         """The request's decode instance is lost: say how far its answer has come."""

@@ -53,10 +53,11 @@ class Writer:
         self._kept += data
 
     def flush(self) -> None:
-        """What is kept leaves now."""
+        """What is kept leaves now, if anybody is there."""
         if self._kept:
             kept, self._kept = self._kept, b""
-            self._transport.write(kept)
+            if not self._transport.is_closing():
+                self._transport.write(kept)
 
     def close(self) -> None:
         """When all has left."""

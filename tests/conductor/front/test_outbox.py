@@ -31,11 +31,16 @@ class Transport:
 
     def __init__(self, name: str, log: list[tuple[str, bytes | None]]) -> None:
         self._name, self._log = name, log
+        self._is_closing = False
+
+    def is_closing(self) -> bool:
+        return self._is_closing
 
     def write(self, data: bytes) -> None:
         self._log.append((self._name, data))
 
     def close(self) -> None:
+        self._is_closing = True
         self._log.append((self._name, None))
 
 
@@ -43,9 +48,10 @@ class Sockets:
     def __init__(self) -> None:
         self.log: list[tuple[str, bytes | None]] = []
         self.outbox = Outbox()
+        self.transports = [Transport(name, self.log) for name in ("one", "other")]
         self.one, self.other = (
-            Writer(Transport(name, self.log), self.outbox)  # type: ignore[arg-type]
-            for name in ("one", "other")
+            Writer(transport, self.outbox)  # type: ignore[arg-type]
+            for transport in self.transports
         )
 
 
@@ -69,6 +75,16 @@ def test_what_is_kept_is_written_before_the_end() -> None:
         sockets.one.close()
         assert sockets.log == [("one", b"1"), ("one", None)]
     assert sockets.log[2:] == [("other", b"a")]
+
+
+def test_nothing_is_written_to_who_has_gone() -> None:
+    """A transport of a closed socket raises, and others have something too."""
+    sockets = Sockets()
+    with sockets.outbox:
+        sockets.one.write(b"1")
+        sockets.other.write(b"a")
+        sockets.transports[0].close()
+    assert sockets.log == [("one", None), ("other", b"a")]
 
 
 def test_a_bug_keeps_nothing_back() -> None:
