@@ -80,6 +80,9 @@ class HandMadeHolder:
             except OSError:
                 return
             self._socks.append(sock)
+            if self._closing.is_set():  # it may have come too late to be closed with the others
+                sock.close()
+                return
             thread = threading.Thread(target=self._serve, args=(sock,))
             self._threads.append(thread)
             thread.start()
