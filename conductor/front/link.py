@@ -183,6 +183,8 @@ class Link:
         self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
         self._cluster: ClusterState | None = None
         self._num_unanswered = 0
+        self.first_answer = asyncio.Event()
+        """set once the Conductor has answered"""
         self._ended: UnavailableError | None = None
 
     @property
@@ -337,6 +339,7 @@ class Link:
     async def _adopt(self, cluster: ClusterState) -> None:
         restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch
         self._cluster, self._num_unanswered = cluster, 0
+        self.first_answer.set()
         if restarted:
             log.warning("the conductor has restarted; %d requests fail", len(self._in_flight))
             # They are cancelled too: they may have reached the new one already.

@@ -31,6 +31,7 @@ from mooncake.errors import ConfigError
 
 _BACKLOG = 2048
 _ACCEPTS_AT_ONCE = 64  # asyncio tries, and logs, each of them when descriptors run out
+_FIRST_ANSWER_S = 1.0  # of the Conductor; without one there is no use in waiting longer
 _LAST_WORDS_S = 1  # until clients have read why their answers end
 _SEND_TIMEOUT_S = 60.0  # in which a client has to take some of an answer that waits for it
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
@@ -109,6 +110,10 @@ async def serve(
             beside = [group.create_task(front.link.run())]
             if certificate is not None:
                 beside.append(group.create_task(certificate.follow()))
+            with contextlib.suppress(
+                TimeoutError
+            ):  # within one process it has answered before the first request
+                await asyncio.wait_for(front.link.first_answer.wait(), _FIRST_ANSWER_S)
             serving = [asyncio.create_task(server.serve(sockets=[socket])) for socket, server in listeners]
             try:
                 host, port = main.getsockname()[:2]
