@@ -68,7 +68,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
             num_slots=pool.table.num_pages,
             num_blocks=len(pool.shelf.index),
             num_hits=pool.counters.num_hits[Tier.DRAM],
-            num_evictions=pool.counters.num_evictions,
+            num_evictions=pool.room.num_evictions,
             num_checksum_failures=pool.counters.num_dropped,
         )
     }

@@ -101,17 +101,17 @@ class Mover:
     @property
     def _num_target(self) -> int:
         """Free pages to reach."""
-        return min(max(self._high_watermark, self._pool.num_wanted), self._pool.table.num_pages)
+        return min(max(self._high_watermark, self._pool.room.num_wanted), self._pool.table.num_pages)
 
     def _make_room(self) -> None:
-        pool = self._pool
+        pool, room = self._pool, self._pool.room
         while pool.shelf.num_free + len(self._demoting) < self._num_target:
             page = pool.shelf.coldest()
             if page is None:
                 break  # every page is in use; the next one that is not wakes us
-            if pool.is_disposable(page):
-                pool.evict(page)
-                pool.room_changed()
+            if room.is_disposable(page):
+                room.evict(page)
+                room.changed()
             elif len(self._demoting) < self._max_demotions and not self._is_pausing:
                 self._demoting.add(page)
                 pool.hold(page)
@@ -119,7 +119,7 @@ class Mover:
             else:
                 return  # the next demotion that ends, or the end of the pause, wakes us
         if not self._demoting:
-            pool.num_wanted = 0  # whoever still waits will ask again; others must not be evicted for nobody
+            room.num_wanted = 0  # whoever still waits will ask again; others must not be evicted for nobody
 
     async def flush(self, timeout_s: float) -> None:
         """Before the end: writes what only DRAM has to SSD, latest use first, as far as time allows."""
@@ -179,10 +179,10 @@ class Mover:
                 self._ssd.forget(key)  # found damaged while it was being written
         elif not is_held:
             self._pause()
-        elif pool.shelf.is_idle(page) and pool.is_disposable(page):
+        elif pool.shelf.is_idle(page) and pool.room.is_disposable(page):
             if pool.shelf.num_free < self._num_target:
-                pool.evict(page)
-            pool.room_changed()
+                pool.room.evict(page)
+            pool.room.changed()
         self.wake()
 
     def _stop_counting_on(self, page: int) -> None:

@@ -11,27 +11,23 @@ Invariants, checked by `check_integrity`:
 - a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
 - a page with a user is never evicted and never given to somebody else.
 
-With a lower tier that works a block may leave DRAM only once that tier holds it: nothing that was stored is
-lost by being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
-
 Owns: reservations, leases, holds, pins. Does not know: bytes, sockets, the clock.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from kvstore.claims import NOBODY, Block, Lease, Leases, Reservation, layer_mask
 from kvstore.events import EventLog
-from kvstore.ghosts import Ghosts
 from kvstore.pages import RESERVED, SEALED, PageTable, Writer
 from kvstore.pins import Pin, Pins
+from kvstore.room import LowerTier, Room
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
-from mooncake.errors import PoolError, PoolFullError
+from mooncake.errors import PoolError
 from mooncake.pools import Tier
 from mooncake.sections import EvictionPolicy
 
@@ -44,29 +40,16 @@ class PoolCounters:
     """by the tier in which the block was before anybody asked for it"""
     num_misses: Counter[str] = field(default_factory=Counter)
     """by reason: absent (not seen lately) or evicted"""
-    num_evictions: int = 0
     num_dropped: int = 0
     num_removed: int = 0
     num_expired_leases: int = 0
 
 
-class LowerTier(Protocol):
-    """What is below DRAM."""
-
-    @property
-    def is_accepting(self) -> bool:
-        """Whether it takes blocks now; if not, they are evicted to nowhere."""
-
-    def holds(self, key: BlockKey) -> bool:
-        """Whether the block can be had from there."""
-
-
 class Pool:
     """State machine over a page table; adopts what is already in it.
 
-    `on_sealed` hears of pages whose blocks can be found from now on, those that are adopted too.
-    `on_space` is called whenever a page becomes free or idle, `on_pressure` when fewer pages are free than
-    `low_watermark`, or too few for somebody.
+    `on_sealed` hears of pages whose blocks can be found from now on, those that are adopted too. What
+    `low_watermark`, `on_space` and `on_pressure` are says `Room`.
     """
 
     def __init__(
@@ -84,15 +67,16 @@ class Pool:
         self.table = table
         self.shelf = Shelf(table, policy, self._removed, on_sealed)
         self.counters = PoolCounters()
-        self.space_epoch = 0
-        """number of times that a page became free or evictable"""
-        self.num_wanted = 0
-        """free pages that somebody could not get"""
+        self.room = Room(
+            self.shelf,
+            lower,
+            low_watermark=low_watermark,
+            on_evict=self._evicting,
+            on_space=on_space,
+            on_pressure=on_pressure,
+        )
         self._events = events
         self._lower = lower
-        self._low_watermark = low_watermark
-        self._on_space = on_space
-        self._on_pressure = on_pressure
         self._all_layers = (1 << table.num_layers) - 1
         self._last_id = 0
         self._reservations: dict[int, Reservation] = {}
@@ -100,7 +84,6 @@ class Pool:
         self._num_holds: Counter[int] = Counter()
         """outstanding transfers that touch a page, by page; no zeros"""
         self._pins = Pins()
-        self.ghosts = Ghosts(table.num_pages)
         self._promoted: set[int] = set()
         """pages whose block came from the lower tier and has not been asked for since"""
         self._former_writers: dict[Writer, list[int]] = {}
@@ -141,7 +124,12 @@ class Pool:
         self.shelf.unseal(page)
         if not self.shelf.num_users_of[page]:
             self._free(page)
-            self._settled()
+            self.room.users_left()
+
+    def _evicting(self, page: int) -> None:
+        """The block in this idle page is about to leave DRAM."""
+        self.unpin([self.table.key(page)])
+        self._promoted.discard(page)
 
     def _removed(self, key: BlockKey) -> None:
         """The shelf's index has lost a block."""
@@ -164,10 +152,10 @@ class Pool:
         found = list(dict.fromkeys(page for page in places if page is not None))
         num_missing = places.count(None) + num_private
         self.shelf.claim(found)  # not to be evicted for the others
-        if num_missing > self.shelf.num_free + self.shelf.num_idle or not self.make_room(num_missing):
+        if num_missing > self.shelf.num_free + self.shelf.num_idle or not self.room.make(num_missing):
             num_evictable = self.shelf.num_idle
             self.shelf.unclaim(found, used=False)
-            raise self._full(num_missing, num_evictable)
+            raise self.room.refusal(num_missing, num_evictable)
         blocks = self._blocks([*keys, *[None] * num_private], places, writer)
         for block in blocks:
             if block.found:
@@ -186,7 +174,7 @@ class Pool:
         num_missing = places.count(None) + num_private
         num_evictable = self.shelf.num_idle - sum(map(self.shelf.is_idle, found))
         if num_missing > self.shelf.num_free + num_evictable:
-            raise self._full(num_missing, num_evictable)
+            raise self.room.refusal(num_missing, num_evictable)
 
     def _check_size(self, num_blocks: int) -> None:
         if num_blocks > self.table.num_pages:
@@ -202,8 +190,8 @@ class Pool:
         """
         if self._reservations.get(reservation.reservation_id) is not reservation:
             return
-        if not self.make_room(len(blocks)):
-            raise self._full(len(blocks), self.shelf.num_idle)
+        if not self.room.make(len(blocks)):
+            raise self.room.refusal(len(blocks), self.shelf.num_idle)
         old_pages = [block.page for block in blocks]
         writer = self.table.writer(old_pages[0]) if blocks else None
         for block, page in zip(blocks, self.shelf.take(len(blocks), writer), strict=True):
@@ -227,8 +215,8 @@ class Pool:
 
     def begin_promotion(self, key: BlockKey, position: int) -> Reservation:
         """A page for a block that the lower tier holds, before anybody has asked for it. Or PoolFullError."""
-        if not self.make_room(1):
-            raise self._full(1, self.shelf.num_idle)
+        if not self.room.make(1):
+            raise self.room.refusal(1, self.shelf.num_idle)
         (block,) = self._blocks([key], [None], None)
         block.position = position
         reservation = Reservation(self._next_id(), NOBODY, [block])
@@ -367,51 +355,6 @@ class Pool:
         for page in self._former_writers.pop(writer, []):
             self.unhold(page)
 
-    # -- room -------------------------------------------------------------------------------------
-
-    def make_room(self, num_pages: int) -> bool:
-        """Evicts until `num_pages` are free. Whether they are: the lower tier may not be that far yet."""
-        while self.shelf.num_free < num_pages:
-            page = self.shelf.coldest()
-            if page is None or not self.is_disposable(page):
-                return False
-            self.evict(page)
-        return True
-
-    def is_disposable(self, page: int) -> bool:
-        """Whether the block in `page` may leave DRAM: the lower tier holds it, or takes nothing."""
-        lower = self._lower
-        return lower is None or not lower.is_accepting or lower.holds(self.table.key(page))
-
-    def evict(self, page: int) -> None:
-        """Takes the block in an idle page out of DRAM."""
-        key = self.table.key(page)
-        self.unpin([key])
-        self._promoted.discard(page)
-        self.shelf.evict(page)
-        if self._lower is None or not self._lower.holds(key):
-            self.ghosts.add(key)
-        self.counters.num_evictions += 1
-
-    def left_lower_tier(self, key: BlockKey) -> None:
-        """The lower tier has not this block any more."""
-        if self.find(key) is None:
-            self.ghosts.add(key)
-
-    def _full(self, num_missing: int, num_evictable: int) -> PoolFullError:
-        if num_missing <= self.shelf.num_free + num_evictable:  # else room would be made in vain
-            self.num_wanted = max(self.num_wanted, num_missing)
-            self._on_pressure()
-        return PoolFullError(
-            f"{num_missing} pages are needed, {self.shelf.num_free} are free and {num_evictable} evictable"
-            f" of {self.table.num_pages}"
-        )
-
-    def room_changed(self) -> None:
-        """A page became free or idle, or idle ones may be evicted now: whoever waits should try again."""
-        self.space_epoch += 1
-        self._on_space()
-
     # ---------------------------------------------------------------------------------------------
 
     def _blocks(
@@ -419,8 +362,7 @@ class Pool:
     ) -> list[Block]:
         """One for each key, on its place or on a fresh page; those without a place come last."""
         fresh = self.shelf.take(len(keys) - len(places) + places.count(None), writer)
-        if self.shelf.num_free < self._low_watermark:
-            self._on_pressure()
+        self.room.pages_taken()
         pages_left = iter(fresh)
         pages = [next(pages_left) if page is None else page for page in places] + list(pages_left)
         is_fresh = set(fresh)
@@ -443,7 +385,7 @@ class Pool:
 
     def _count_misses(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
-            self.counters.num_misses[self.ghosts.reason(key)] += 1
+            self.counters.num_misses[self.room.ghosts.reason(key)] += 1
 
     def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
         for page in self.shelf.unclaim(pages, used=used):
@@ -456,17 +398,11 @@ class Pool:
                     and self._num_holds[page] == self.shelf.num_users_of[page]
                 ):
                     self.table.quarantine(page)
-        self._settled()
+        self.room.users_left()
 
     def _free(self, page: int) -> None:
         self._promoted.discard(page)
         self.shelf.free(page)
-
-    def _settled(self) -> None:
-        """Pages have lost users."""
-        if self.shelf.num_free < max(self._low_watermark, self.num_wanted):
-            self._on_pressure()
-        self.room_changed()
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -477,7 +413,7 @@ class Pool:
     @property
     def num_changes(self) -> int:
         """Grows with whatever is done here."""
-        return self._last_id + self.space_epoch
+        return self._last_id + self.room.epoch
 
     @property
     def num_reservations(self) -> int:

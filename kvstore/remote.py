@@ -321,7 +321,7 @@ class _Client:
             except PoolFullError as error:
                 # Taken after the attempt, which may move blocks and so look like room itself: waiting for an
                 # older epoch might end at once, and nobody else would ever have a turn.
-                space_epoch = self._store.pool.space_epoch
+                space_epoch = self._store.pool.room.epoch
                 full = PoolFullError(f"no room for {len(keys)} blocks within {timeout_s:g} s: {error}")
             try:
                 async with asyncio.timeout_at(deadline_s):

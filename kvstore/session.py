@@ -139,14 +139,14 @@ class Session:
         try:
             answer = self._perform(call)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._pool.space_epoch)
+            answer = failed_call(call.call_id, error, self._pool.room.epoch)
         self._reply(answer)
 
     async def _answer_later(self, call: Call) -> None:
         try:
             answer = await self._perform_later(call)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._pool.space_epoch)
+            answer = failed_call(call.call_id, error, self._pool.room.epoch)
         self._reply(answer)
 
     def _reply(self, answer: Answer) -> None:
@@ -356,7 +356,7 @@ class Session:
         try:
             await fetch.run(call.sources, self._tasks, call.urgency)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._pool.space_epoch)
+            answer = failed_call(call.call_id, error, self._pool.room.epoch)
         else:
             num_layers = [block.arrived.bit_length() for block in fetch.blocks]
             answer = Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])

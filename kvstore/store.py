@@ -103,7 +103,7 @@ class Store:
 
     async def wait_for_space(self, space_epoch: int) -> None:
         """Returns when pages have become free or evictable since `space_epoch`."""
-        while self.pool.space_epoch <= space_epoch:
+        while self.pool.room.epoch <= space_epoch:
             self.space.clear()
             await self.space.wait()
 
@@ -234,8 +234,8 @@ def open_store(
         promotion_timeout_s=kvcache.ssd_timeout_s,
     )
     if ssd is not None:
-        ssd.on_lost = pool.left_lower_tier
-        ssd.on_health = pool.room_changed
+        ssd.on_lost = pool.room.left_lower_tier
+        ssd.on_health = pool.room.changed
     for copier in copiers:
         pool.keep_aside(copier)
     grants = Grants(pool, segment, address, board)

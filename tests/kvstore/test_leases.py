@@ -279,7 +279,7 @@ def test_refused_request_for_more_than_can_be_had_does_not_ask_for_room_that_can
     pool.reserve(ALICE, [], 3)
     with pytest.raises(PoolFullError):
         pool.reserve(BOB, [], 4)
-    assert pool.num_wanted == 0
+    assert pool.room.num_wanted == 0
 
 
 def test_refused_request_that_could_be_served_asks_for_its_room() -> None:
@@ -291,7 +291,7 @@ def test_refused_request_that_could_be_served_asks_for_its_room() -> None:
     assert calls == []
     with pytest.raises(PoolFullError):
         pool.reserve(BOB, [], 4)
-    assert (pool.num_wanted, len(calls)) == (4, 1)
+    assert (pool.room.num_wanted, len(calls)) == (4, 1)
 
 
 # -- writers of a former life -------------------------------------------------------------------------
@@ -544,7 +544,7 @@ class LeaseModel(RuleBasedStateMachine):
     def lower_tier_loses(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.lower.held)))
         self.lower.held.remove(key)
-        self.pool.left_lower_tier(key)
+        self.pool.room.left_lower_tier(key)
 
     @rule(is_accepting=st.booleans())
     def lower_tier_changes(self, is_accepting: bool) -> None:
@@ -553,7 +553,7 @@ class LeaseModel(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, NUM_PAGES))
     def make_room(self, num_pages: int) -> None:
         num_free, idle = self.table.count()[PageState.FREE], self.idle()
-        has_room = self.pool.make_room(num_pages)
+        has_room = self.pool.room.make(num_pages)
         assert has_room == (self.table.count()[PageState.FREE] >= num_pages)
         if not self.lower.is_accepting or idle <= self.lower.held:
             assert has_room == (num_pages <= num_free + len(idle)), "idle blocks were left and no room made"

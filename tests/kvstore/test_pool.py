@@ -69,7 +69,7 @@ def test_evicts_least_recently_used_unleased_block() -> None:
     store(pool, KEYS[3])
     leased = pool.reserve(1, [KEYS[0], KEYS[2], KEYS[3]], 0)
     assert [block.found for block in leased.blocks] == [True, True, True]
-    assert pool.counters.num_evictions == 1
+    assert pool.room.num_evictions == 1
 
 
 def test_of_one_prompt_the_last_block_is_evicted_first() -> None:

@@ -491,7 +491,7 @@ def test_put_whose_attempts_look_like_room_themselves_gives_up_in_time_and_holds
         nonlocal num_attempts
         num_attempts += 1
         assert num_attempts < 100, "nobody else has a turn"
-        session._pool.room_changed()
+        session._pool.room.changed()
         raise PoolFullError("it is full again")
 
     def test(address: tuple[str, int], statistics: Callable[[], PoolStats]) -> None:

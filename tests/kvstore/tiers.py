@@ -178,7 +178,7 @@ class Running:
             try:
                 return self.pool.reserve(OWNER, keys, num_private)
             except PoolFullError:
-                await self.store.wait_for_space(self.pool.space_epoch)
+                await self.store.wait_for_space(self.pool.room.epoch)
 
     async def put(self, *keys: BlockKey) -> None:
         """Stores the blocks of `keys` and leaves them to eviction."""
@@ -247,7 +247,7 @@ async def running(
         on_pressure=lambda: mover.wake(),
     )
     if ssd is not None:
-        ssd.on_lost, ssd.on_health = pool.left_lower_tier, pool.room_changed
+        ssd.on_lost, ssd.on_health = pool.room.left_lower_tier, pool.room.changed
     async with asyncio.TaskGroup() as tasks:
         mover = Mover(
             pool,
