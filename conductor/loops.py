@@ -123,6 +123,9 @@ class NativeLoops:
         self._view, self._code = view, _with_types(library)
         self._num_changes: int | None = None
         """of the view, when its arrays were last looked for"""
+        self._found = _nothing_found(0)
+        self._columns: list[NDArray[np.generic]] = []
+        """kept: nobody else may have them any more"""
         self._addresses = b""
         self._tbt_s = array("d", [0.0])
 
@@ -156,9 +159,8 @@ class NativeLoops:
         if self._num_changes != view.num_changes:
             self._num_changes = view.num_changes
             num_slots, loads = view.loads.num_slots, view.loads
-            queue_s, rest_s, ttft_s = np.zeros((3, num_slots))
-            self._found = queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_)
-            self._columns = columns = [  # kept: nobody else may have them any more
+            self._found = _nothing_found(num_slots)
+            self._columns = columns = [
                 *self._found,
                 loads.is_prefill,
                 loads.ends_s,
@@ -180,6 +182,12 @@ class NativeLoops:
 
 _PROMPT = struct.Struct("3qdq4d")
 """the fields of `Prompt` but the priority, those of `Fetch`, and the time"""
+
+
+def _nothing_found(num_slots: int) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
+    """Of candidates, by slot: to be filled."""
+    queue_s, rest_s, ttft_s = np.zeros((3, num_slots))
+    return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_)
 
 
 def _packed(match: PrefixMatch) -> tuple[int, int, bytes, bytes]:
