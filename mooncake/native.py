@@ -1,7 +1,5 @@
 """Small C++ files, compiled for this machine when they are first needed, and loaded with ctypes.
 
-    python -m mooncake.native FILE...       (compiles ahead)
-
 A library is kept in the user's cache under a name made of its source, the headers beside it, the flags, the
 compiler and the processor, so it is compiled once a machine, and again after a change. The compiler is
 `$CXX`, else `c++`.
@@ -17,7 +15,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -114,8 +111,3 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], library: Path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        load(Path(name))
