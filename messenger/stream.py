@@ -239,7 +239,7 @@ class Stream:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._failure = error
+            self._failure = error.with_traceback(None)  # which would keep this stream, and be kept by it
         self._has_listened = True
         return True
 
@@ -253,7 +253,7 @@ class Stream:
         if self._has_listened:
             self._has_listened = False
             if self._failure is not None:
-                raise self._failure
+                raise self._take_failure()
             return
         if self.receive_first is not None and self._begin == self._end:
             self._receive_first()
@@ -271,6 +271,11 @@ class Stream:
         num_bytes = self._receive_now([self._buffer[self._end :]])
         self._end += num_bytes
         self.moved(num_bytes)
+
+    def _take_failure(self) -> OSError:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
         """At least one byte into `buffers`, in order."""

@@ -445,9 +445,12 @@ def test_a_connection_that_ends_while_somebody_listens_is_lost() -> None:
             await asyncio.sleep(0)
             near.close()
             assert far.listen(DEADLINE_S)
+            assert far._failure is not None
+            assert far._failure.__traceback__ is None, "its frames would keep the stream"
             far.poll()
             with pytest.raises(ConnectionResetError, match="closed by the peer"):
                 await waiting
+            assert far._failure is None
 
     run(test())
 
