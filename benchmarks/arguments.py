@@ -56,6 +56,14 @@ def count(text: str) -> int:
     return value
 
 
+def counts(module: str, *names: str) -> list[int]:
+    """What `module` is called with: one count for each of `names`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    for name in names:
+        parser.add_argument(name, type=count)
+    return list(vars(parser.parse_args()).values())
+
+
 def lengths(text: str) -> tuple[int, int]:
     """Tokens in and out, each 1 or more: `128/64`."""
     try:

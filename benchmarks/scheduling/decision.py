@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 
+from benchmarks.arguments import counts
 from benchmarks.scheduling.index import (
     NUM_BLOCKS,
     NUM_INSTANCES,
@@ -135,4 +136,4 @@ def report(is_full: bool) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(measure(*counts(__spec__.name, "NUM_INSTANCES", "NUM_BLOCKS"))))

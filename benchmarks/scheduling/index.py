@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from benchmarks.arguments import counts
 from benchmarks.store.index import resident_bytes
 from benchmarks.store.rounds import print_table, progress
 from conductor.prefix_index import PrefixIndex
@@ -197,4 +198,4 @@ def report(is_full: bool) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(measure(*counts(__spec__.name, "NUM_INSTANCES", "NUM_BLOCKS"))))

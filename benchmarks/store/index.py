@@ -8,10 +8,10 @@ Owns: how the index is filled and asked. Does not know: bytes of blocks, sockets
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.arguments import counts
 from kvstore.pages import PageTable, table_bytes
 from kvstore.pool import Pool
 from mooncake.blocks import KEY_BYTES, BlockKey
@@ -76,4 +76,4 @@ def measure(num_blocks: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]))))
+    print(json.dumps(measure(*counts(__spec__.name, "NUM_BLOCKS"))))

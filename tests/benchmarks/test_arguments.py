@@ -5,13 +5,24 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.arguments import lengths, one_of
+from benchmarks.arguments import counts, lengths, one_of
 from mooncake.sections import EvictionPolicy
 
 
 def test_lengths_and_choices_are_read() -> None:
     assert lengths("128/64") == (128, 64)
     assert one_of(EvictionPolicy)("length_aware") is EvictionPolicy.LENGTH_AWARE
+
+
+def test_a_command_without_its_counts_says_how_it_is_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["index.py", "16", "1000"])
+    assert counts("benchmarks.index", "NUM_INSTANCES", "NUM_BLOCKS") == [16, 1000]
+    monkeypatch.setattr("sys.argv", ["index.py", "16"])
+    with pytest.raises(SystemExit):
+        counts("benchmarks.index", "NUM_INSTANCES", "NUM_BLOCKS")
+    assert "usage: python -m benchmarks.index [-h] NUM_INSTANCES NUM_BLOCKS" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
