@@ -199,11 +199,12 @@ class Conductor:
     def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:
         """What the connection has swallowed ends: here if nobody waits for it, there if nobody has it."""
         listed, effects = set(request_ids), list[Effect]()
-        for tracked in [tracked for tracked in self.requests.values() if tracked.front == sender]:
-            tracked.num_unlisted = 0 if tracked.request_id in listed else tracked.num_unlisted + 1
+        own = {key: tracked for key, tracked in self.requests.items() if tracked.front == sender}
+        for request_id, tracked in own.items():
+            tracked.num_unlisted = 0 if request_id in listed else tracked.num_unlisted + 1
             if tracked.num_unlisted > 1:  # the first time its instance may be about to say that it has ended
                 effects += self._dispatcher.abort(tracked, now_s)
-        unknown = [request_id for request_id in request_ids if request_id not in self.requests]
+        unknown = [request_id for request_id in request_ids if request_id not in own]
         return [*effects, Effect(sender, Unknown(unknown))] if unknown else effects
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:

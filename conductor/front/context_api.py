@@ -19,10 +19,10 @@ from conductor.front.context_caches import ContextCache
 from conductor.front.fields import WHOLE, KnownFields, ListOf
 from conductor.front.front import Front, beside, key_of
 from conductor.front.generation import Generation
-from conductor.front.link import Event
 from conductor.front.model import ServedModel
 from conductor.front.openapi import described
 from conductor.front.prompt import ChatPrefix, check_num_messages, prefix_tokens, prompts_of, tenant_root
+from conductor.front.reception import Event
 from conductor.front.response import until_hang_up
 from conductor.front.schema import (
     MAX_CACHE_NAME_CHARS,

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from conductor.front.link import Event, Link, Lost, Receive, Received
+from conductor.front.link import Link
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
+from conductor.front.reception import Event, Lost, Receive, Received
 from conductor.front.text import TextStream
 from conductor.front.validation import Job
 from mooncake.errors import OverloadedError

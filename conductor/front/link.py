@@ -1,7 +1,7 @@
 """The front's two connections: one to the Conductor, one where workers send tokens.
 
-Owns: the heartbeat with the Conductor, the requests in flight, and the fencing of what arrives for them.
-Does not know: HTTP, text.
+Owns: the heartbeat with the Conductor, the requests in flight. Does not know: HTTP, text, which of the tokens
+that arrive are new (`reception`).
 
 The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
 knows nothing of the requests in flight: they fail, and their clients may try again. Of context caches it is
@@ -13,12 +13,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from conductor.front.errors import GenerationFailedError, UnavailableError
+from conductor.front.reception import Lost, Receive, Received, Reception
 from mooncake.bus import PeerGoneError, Router
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError, OverloadedError, RequestError
@@ -45,7 +43,7 @@ from mooncake.messages import (
     Tokens,
     Unknown,
 )
-from mooncake.requests import FinishReason, Request, TokenLogprobs
+from mooncake.requests import Request
 
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
@@ -55,37 +53,14 @@ Conductor gone, whose answers it has only not read yet"""
 MAX_BEATS_FOR_LAST_TOKENS = 3
 """heartbeats, once the Conductor has said that all tokens were sent, or that it does not have the request;
 not seconds, for the same reason"""
-STREAM_TIMEOUT_S = (
-    30.0  # without a token while the Conductor is gone, which alone could place the request again
-)
+STREAM_TIMEOUT_S = 30.0
+"""without a token while the Conductor is gone, which alone could place the request again"""
 
 log = logging.getLogger(__name__)
-
-
-class Received(msgspec.Struct, frozen=True):
-    """New tokens of one request, in order and without repetition."""
-
-    request_id: str
-    token_ids: list[int]
-    num_cached_tokens: int
-    finish_reason: FinishReason | None
-    logprobs: Sequence[TokenLogprobs] = ()
-    """of each token, if the request wants them"""
-
-
-class Lost(msgspec.Struct, frozen=True):
-    """A request that gets no more tokens, and why."""
-
-    request_id: str
-    error: RequestError
-
 
 FromConductor = (
     ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Unknown | InstanceDrains
 )
-Event = Received | Lost
-Receive = Callable[[Event], None]
-"""gets the events of one request, in order, as soon as they come; raises nothing"""
 
 
 class ConductorPeer(Protocol):
@@ -96,63 +71,6 @@ class ConductorPeer(Protocol):
 
     async def recv(self) -> FromConductor:
         """The next message."""
-
-
-@dataclass(slots=True)
-class Reception:
-    """How far one request's tokens have arrived. Every attempt gives the same token at the same position."""
-
-    request: Request
-    receive: Receive
-    last_s: float
-    attempt: tuple[int, int] = (0, 0)
-    """epoch of the Conductor that placed it, and attempt"""
-    token_ids: list[int] = field(default_factory=list)
-    num_sent: int | None = None
-    """all tokens there are, once the Conductor has said that they were sent"""
-    num_silent_beats: int = 0
-    """that said that no more tokens come, since the latest ones"""
-    is_unknown: bool = False
-    """to the Conductor, as it has said since the latest heartbeat"""
-
-    @property
-    def what_is_missing(self) -> RequestError:
-        """Of one that has no more tokens to come, and has not ended."""
-        num_received = len(self.token_ids)
-        if self.num_sent is not None:
-            missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
-            return GenerationFailedError(missing)
-        if num_received:
-            return GenerationFailedError(f"what became of it after {num_received} tokens was lost")
-        return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
-
-    def accept(self, output: TokenOutput) -> list[int] | None:
-        """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
-
-        Raises GenerationFailedError when tokens before these are missing, or differ from those that an
-        earlier attempt has given: what the client has read cannot be taken back.
-        """
-        attempt = (output.ref.epoch, output.ref.attempt)
-        if attempt < self.attempt:
-            return None
-        self.attempt = attempt
-        num_received = len(self.token_ids)
-        if output.position == num_received:
-            self.token_ids += output.token_ids
-            return output.token_ids
-        if output.position > num_received:
-            raise GenerationFailedError(
-                f"internal error: tokens {num_received} to {output.position - 1} "
-                f"of attempt {self.attempt[1]} did not arrive"
-            )
-        known = self.token_ids[output.position : output.position + len(output.token_ids)]
-        if known != output.token_ids[: len(known)]:
-            raise GenerationFailedError(
-                f"attempt {self.attempt[1]} drew other tokens from {output.position} on than were sent"
-            )
-        new = output.token_ids[len(known) :]
-        self.token_ids += new
-        return new
 
 
 class Link:

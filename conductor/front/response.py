@@ -18,8 +18,8 @@ from conductor.front.answer import AnswerFormat, event
 from conductor.front.boundary import DIRECT_SEND
 from conductor.front.errors import error_body, error_response
 from conductor.front.generation import Delta, Generation, joined
-from conductor.front.link import Event
 from conductor.front.metrics import Metrics, Outcome
+from conductor.front.reception import Event
 from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 

@@ -110,9 +110,7 @@ async def serve(
             beside = [group.create_task(front.link.run())]
             if certificate is not None:
                 beside.append(group.create_task(certificate.follow()))
-            with contextlib.suppress(
-                TimeoutError
-            ):  # within one process it has answered before the first request
+            with contextlib.suppress(TimeoutError):  # requests are told then that it does not answer
                 await asyncio.wait_for(front.link.first_answer.wait(), _FIRST_ANSWER_S)
             serving = [asyncio.create_task(server.serve(sockets=[socket])) for socket, server in listeners]
             try:

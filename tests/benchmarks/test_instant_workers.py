@@ -6,7 +6,8 @@ from typing import Any
 
 from benchmarks.load.instant_workers import InstantInstance
 from conductor.event_follower import EventFollower
-from conductor.front.link import Event, Link, Received
+from conductor.front.link import Link
+from conductor.front.reception import Event, Received
 from conductor.history import History
 from conductor.policy import Conductor
 from conductor.rules import Limits

@@ -464,6 +464,8 @@ def test_a_front_is_told_which_of_its_requests_the_conductor_does_not_have() -> 
     [answer] = conductor.handle(FRONT, InFlight(["swallowed", "here"]), 1.5)
     assert answer == Effect(FRONT, Unknown(["swallowed"]))
     assert conductor.num_running == 1
+    other_front = peer_identity("front1", 1)
+    assert conductor.handle(other_front, InFlight(["here"]), 1.5) == [Effect(other_front, Unknown(["here"]))]
 
 
 def test_a_request_that_its_front_does_not_have_ends_at_the_second_heartbeat() -> None:

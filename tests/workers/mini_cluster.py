@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from conductor.effects import Effect
-from conductor.front.link import Reception
+from conductor.front.reception import Reception
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from kvstore.segment import Segment

@@ -10,7 +10,8 @@ import pytest
 
 from conductor.front import link as link_module
 from conductor.front.errors import GenerationFailedError, UnavailableError
-from conductor.front.link import Event, Link, Lost, Received, Reception
+from conductor.front.link import Link
+from conductor.front.reception import Event, Lost, Received, Reception
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.line import Inbox, Line

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from conductor.front.boundary import DIRECT_SEND
 from conductor.front.errors import GenerationFailedError
 from conductor.front.generation import Delta
-from conductor.front.link import Event, Lost, Receive, Received
 from conductor.front.metrics import Metrics, Outcome
+from conductor.front.reception import Event, Lost, Receive, Received
 from conductor.front.response import GenerationResponse
 from mooncake.requests import FinishReason
 
