@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
-import msgspec
-
 from messenger.catalogue import Catalogue
+from messenger.copies import Copies, copied_share
 from messenger.departures import Departures
 from messenger.frames import Frames
 from messenger.listening import Patience
@@ -104,13 +103,6 @@ class Lane:
         if endpoint is not None:
             pages = RemotePages(endpoint, layout, self.post)
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
-        self._shared = shared
-        """what is written by ourselves"""
-        self._catalogue = catalogue
-        """what is read by ourselves"""
-        self._has_read = False
-        """by it"""
-        self._copies = shared is not None or catalogue is not None
         if isinstance(inlet, TcpInlet) and inlet.direct is not None:
             self._stream.receive_first = partial(inlet.direct.receive, may_answer=False)
         self._departures = Departures(
@@ -118,6 +110,9 @@ class Lane:
             answer_timeout_s,
             self._pump,
             lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
+        )
+        self._copies = Copies(
+            shared, catalogue, self._stream, self._outstanding, self._results, self._departures
         )
         self._patience = Patience(self._stream.listen_s)
         self._left: Frame | None = None
@@ -133,7 +128,7 @@ class Lane:
     @property
     def has_answered(self) -> bool:
         """Whether it was of any use."""
-        return self._outstanding.num_answered > 0 or self._has_read
+        return self._outstanding.num_answered > 0 or self._copies.have_been_read
 
     @property
     def was_asked(self) -> bool:
@@ -164,7 +159,7 @@ class Lane:
     def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
         """There may be something to send. What this side copies, and nobody waits for, gets turns of its own:
         others may come between."""
-        if self._copies and urgency is Urgency.BULK:
+        if self._copies.are_possible and urgency is Urgency.BULK:
             self._pump_soon()
         else:
             self._pump()
@@ -216,8 +211,7 @@ class Lane:
                 if self._remote.failure is not None:
                     self.remedy = self._remote.failure.remedy
                 await self._remote.close()
-            if self._shared is not None:
-                self._shared.leave()
+            self._copies.leave()
             self._outstanding.end()
             self._departures.end()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
@@ -270,7 +264,7 @@ class Lane:
             may_wait &= _may_wait(request)
             num_bytes += sum(map(len, pieces))
             if not request.moving_bytes:
-                num_bytes += self._copied_share(request)
+                num_bytes += copied_share(request, _SENT_BYTES, self._owner.frame_bytes)
         if begun and may_wait:
             self._departures.keep(*map(bytes, begun))
         elif begun:
@@ -278,20 +272,13 @@ class Lane:
         if num_bytes >= _SENT_BYTES and self._owner.has_more:
             self._pump_soon()  # others first
 
-    def _copied_share(self, request: Request) -> int:
-        """What `request`, which this side has copied, is of a turn: all of it if somebody waits, who goes on
-        before others are copied."""
-        if request.urgency is Urgency.LATENCY:
-            return _SENT_BYTES
-        return max(1, request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK))
-
     def _pump_soon(self) -> None:
         if not self._is_pumping_soon:
             self._is_pumping_soon = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        if self._copies and self._owner.gives_way():
+        if self._copies.are_possible and self._owner.gives_way():
             asyncio.get_running_loop().call_soon(self._turn)
         else:
             self._is_pumping_soon = False
@@ -300,14 +287,8 @@ class Lane:
     def _begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
         """What is to be sent now for `request`, which is outstanding from now on. `is_next`: nothing has to
         leave before, but what is kept."""
-        if isinstance(request, WriteRequest) and self._shared is not None and not request.is_placed:
-            tells = is_next and request.urgency is Urgency.LATENCY and not self._departures.is_stopped
-            return self._place(request, self._shared, tells=tells)
-        if isinstance(request, FetchRequest) and self._catalogue is not None:
-            checksums = self._catalogue.read(request.fetch, request.views)
-            if checksums is not None:
-                self._read(request, checksums)
-                return []
+        if (pieces := self._copies.begin(request, is_next=is_next)) is not None:
+            return pieces
         self._outstanding.begin(request)
         if isinstance(request, WriteRequest) and self._remote is not None:
             self._remote.begin(request)
@@ -326,32 +307,6 @@ class Lane:
         self._outstanding.sent(request)
         if isinstance(request, FetchRequest):
             self._results.expect()
-
-    def _place(
-        self, request: WriteRequest, shared: SharedPages, *, tells: bool
-    ) -> Sequence[bytes | memoryview]:
-        """Writes it, unless that is the receiver's to do, and `tells` the receiver in the same call."""
-        placed = msgspec.structs.replace(request.write, is_placed=True)
-        kept = self._departures.take_kept() if tells else b""
-        frame = kept + encode_frame(placed)
-        word = frame if tells else b""
-        num_left = shared.place(placed, request.layer_bytes, self._stream.fileno, word)
-        if num_left is not None:
-            request.write, request.is_placed = placed, True
-        self._outstanding.begin(request)
-        self._outstanding.sent(request)
-        if num_left is None:
-            return [kept + encode_frame(request.write)]
-        self._results.moved(request, received=False)
-        request.done(Outcome.PLACED, "")
-        return [frame[num_left:]] if num_left < len(frame) else []
-
-    def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
-        """The blocks are there. Their holder is told in time: they have been of use."""
-        request.is_read = self._has_read = True
-        self.post(msgspec.structs.replace(request.fetch, is_read=True), may_wait=True)
-        self._results.moved(request, received=True)
-        request.done(checksums, None)
 
     def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
         if self._remote is not None:

@@ -627,15 +627,15 @@ def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(tmp_path: 
             seats.take_seat = lambda pid: take_seat(pid) if len(node.seats_taken) < num_seats else None  # type: ignore[method-assign]
             grant = node.pages.grant(1, [0, 1])
             peer = await node.peer(2)
-            with_seat = sorted(peer.lanes, key=lambda lane: lane._shared is None)
-            assert [lane._shared is not None for lane in with_seat] == [True, num_seats == 2]
+            with_seat = sorted(peer.lanes, key=lambda lane: lane._copies.pages is None)
+            assert [lane._copies.pages is not None for lane in with_seat] == [True, num_seats == 2]
             peer._queues.set_lanes(with_seat)  # the first one takes it
             outcomes: list[Outcome] = []
             with peer.transfer(1, "told twice", lambda: None) as transfer:
                 for lane in peer.lanes:  # what they say is lost with them
                     lane._departures._outbox.post = lambda *_: None  # type: ignore[method-assign]
-                    if lane._shared is not None:
-                        sends(lane._shared, lambda fd, word: len(word))
+                    if lane._copies.pages is not None:
+                        sends(lane._copies.pages, lambda fd, word: len(word))
                 await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
                 node.sender_memory.page(0)[:8] = bytes(8)  # nobody reads it any more
                 lane = next(lane for lane in peer.lanes if lane.num_outstanding)
@@ -669,13 +669,19 @@ def test_what_did_not_leave_with_the_bytes_that_it_is_about_follows(tmp_path: Pa
         async with fabric(tmp_path, LARGE, 4, transport="shm", streams=1) as node:
             peer = await node.peer()
             (lane,) = peer.lanes
-            assert lane._shared is not None
-            sends(lane._shared, send)
+            assert lane._copies.pages is not None
+            sends(lane._copies.pages, send)
             for page in range(3):  # with each the end of the one before
                 grant = node.pages.grant(page, [page])
                 await node.write(page, [page])
                 assert grant.is_complete
             await until(lambda: not any(grant.writers for grant in node.pages.grants.values()))
+            grant = node.pages.grant(3, [3])
+            with peer.transfer(3, "said at once", lambda: None) as transfer:
+                entry, word = node.entry(3), Abandon(99)
+                await transfer.write([entry], LARGE.block_bytes, lambda _: lane.post(word, may_wait=True))
+                await until(lambda: transfer.is_confirmed)
+            assert grant.is_complete
 
     run(test())
 
