@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from kvstore import disk as disk_module
 from kvstore import mover as mover_module
-from kvstore import ssd as ssd_module
 from kvstore.pages import PageState
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolFullError
@@ -21,8 +21,8 @@ RETRY_S = 0.005
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_module, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(ssd_module, "_LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(disk_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(disk_module, "_LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(mover_module, "_RETRY_S", RETRY_S)
 
 

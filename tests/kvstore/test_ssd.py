@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from kvstore import ssd as ssd_module
+from kvstore import disk as disk_module
+from kvstore.disk import Disk
 from kvstore.events import EventLog
 from kvstore.pages import PageState, PageTable
-from kvstore.ssd import Disk, Loaded, SsdTier
+from kvstore.ssd import Loaded, SsdTier
 from mooncake.blocks import BlockKey
 from mooncake.kv_events import (
     KVCleared,
@@ -40,8 +41,8 @@ PAUSE_S = 0.01
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_module, "_FIRST_PAUSE_S", PAUSE_S)
-    monkeypatch.setattr(ssd_module, "_LONGEST_PAUSE_S", 2 * PAUSE_S)
+    monkeypatch.setattr(disk_module, "_FIRST_PAUSE_S", PAUSE_S)
+    monkeypatch.setattr(disk_module, "_LONGEST_PAUSE_S", 2 * PAUSE_S)
 
 
 @pytest.fixture
