@@ -20,7 +20,8 @@ from typing import NamedTuple
 from kvstore.pages import PageTable
 from kvstore.pool import Pool
 from mooncake.blocks import KEY_BYTES
-from mooncake.sections import EvictionPolicy, KVCacheConfig
+from mooncake.policies import EvictionPolicy
+from mooncake.sections import KVCacheConfig
 
 BLOCK_TOKENS = 512
 CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)

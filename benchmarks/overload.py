@@ -39,7 +39,7 @@ from benchmarks.overloading.slowed import VOCAB_SIZE
 from benchmarks.servers import ServerError, free_port, serving, telling_why
 from benchmarks.store.rounds import progress
 from benchmarks.traces.mixes import Mix, RequestClass
-from mooncake.sections import Overload
+from mooncake.policies import Overload
 
 NUM_INPUT, NUM_OUTPUT = 512, 200
 TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06

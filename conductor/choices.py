@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from conductor.estimators import Floats
 from conductor.loads import Loads
 from conductor.rules import Rules
-from mooncake.sections import Scheduling
+from mooncake.policies import Scheduling
 
 LOAD_THRESHOLD = 1.5
 """delta_L of BanaServe's Algorithm 2, in its utilization, which is 0 to 2"""

@@ -25,8 +25,8 @@ from conductor.refusals import Refusals
 from conductor.rules import SLOs
 from conductor.timeline import Work
 from conductor.turned_away import Terms, TurnedAway
+from mooncake.policies import Overload
 from mooncake.requests import Request
-from mooncake.sections import Overload
 
 PROBE_AFTER_S = 5.0
 """an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all

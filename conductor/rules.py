@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conductor.balancing import START
+from mooncake.policies import Overload, Scheduling
 from mooncake.requests import Request
-from mooncake.sections import Overload, Scheduling
 
 
 @dataclass(frozen=True, slots=True)

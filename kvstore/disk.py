@@ -16,7 +16,7 @@ from kvstore.pages import FREE, QUARANTINED
 from kvstore.shelf import Shelf
 from kvstore.slab import Record, Slab
 from mooncake.blocks import BlockKey
-from mooncake.sections import EvictionPolicy
+from mooncake.policies import EvictionPolicy
 
 log = logging.getLogger(__name__)
 

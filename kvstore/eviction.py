@@ -13,7 +13,7 @@ Owns: the order. Does not know: who may go.
 import numpy as np
 
 from kvstore.pages import Array, PageTable
-from mooncake.sections import EvictionPolicy
+from mooncake.policies import EvictionPolicy
 
 _AGE_BITS = 32
 _POSITION_BITS = 20

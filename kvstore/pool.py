@@ -28,8 +28,8 @@ from kvstore.room import LowerTier, Room
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Tier
-from mooncake.sections import EvictionPolicy
 
 
 @dataclass(slots=True)

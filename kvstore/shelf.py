@@ -20,7 +20,7 @@ import numpy as np
 from kvstore.eviction import coldest
 from kvstore.pages import FREE, QUARANTINED, RESERVED, SEALED, Array, PageTable, Writer
 from mooncake.blocks import BlockKey
-from mooncake.sections import EvictionPolicy
+from mooncake.policies import EvictionPolicy
 
 _VICTIMS_SHARE = 64  # 1/64 of the pages is chosen at a time
 

@@ -18,8 +18,8 @@ from kvstore.events import EventLog
 from kvstore.slab import Slab
 from messenger.checksums import layer_checksums
 from mooncake.blocks import BlockKey
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Tier
-from mooncake.sections import EvictionPolicy
 
 log = logging.getLogger(__name__)
 

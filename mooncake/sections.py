@@ -5,11 +5,12 @@ Owns: keys of sections, and what must fit together within one. Does not know: fi
 """
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+
+from mooncake.policies import EvictionPolicy, Overload, Scheduling
 
 LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 """host:port, or [address]:port of IPv6"""
@@ -78,33 +79,6 @@ class HttpConfig(Section):
         if self.admin_keys_file is not None and self.admin_listen is None:
             raise ValueError("http.admin_keys_file is for http.admin_listen: name that too")
         return self
-
-
-class EvictionPolicy(StrEnum):
-    """Which block goes first when room is needed (Mooncake, Table 1)."""
-
-    LRU = "lru"
-    LFU = "lfu"
-    LENGTH_AWARE = "length_aware"
-
-
-class Scheduling(StrEnum):
-    """How the Conductor chooses a prefill instance (Mooncake, section 6; BanaServe, Algorithm 2)."""
-
-    KVCACHE_CENTRIC = "kvcache_centric"
-    CACHE_AWARE = "cache_aware"
-    LOAD_BALANCING = "load_balancing"
-    RANDOM = "random"
-    BANASERVE = "banaserve"
-
-
-class Overload(StrEnum):
-    """What decides whether a request is rejected (Mooncake, section 7)."""
-
-    BASELINE = "baseline"
-    EARLY_REJECTION = "early_rejection"
-    PREDICTION = "prediction"
-    REQUEST_PREDICTION = "request_prediction"
 
 
 class KVCacheConfig(Section):

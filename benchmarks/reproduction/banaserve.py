@@ -13,7 +13,7 @@ from benchmarks.simulator.setup import Setup
 from benchmarks.simulator.summary import summarize
 from benchmarks.traces.arrivals import arrivals
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
-from mooncake.sections import Scheduling
+from mooncake.policies import Scheduling
 
 SETUP = Setup(model="llama-13b", num_gpus=1, num_prefill=8, num_decode=8, pool_tokens=120_000, rejects=False)
 POLICIES = (

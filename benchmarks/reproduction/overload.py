@@ -9,7 +9,7 @@ from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace
 from benchmarks.simulator.pictures import Drawn, draw_load
 from benchmarks.simulator.series import LoadSeries
 from benchmarks.simulator.setup import Setup, simulate
-from mooncake.sections import Overload
+from mooncake.policies import Overload
 
 PUBLISHED = {
     Overload.BASELINE: "4,183 of 23,000",

@@ -12,7 +12,7 @@ from benchmarks.simulator.cluster import DisaggregatedCluster
 from benchmarks.simulator.requests import SimulatedRequest
 from benchmarks.simulator.setup import Setup, simulate
 from mooncake.blocks import BlockKey
-from mooncake.sections import Scheduling
+from mooncake.policies import Scheduling
 
 SETUP = Setup(num_prefill=8, num_decode=8, ttft_slo_s=30.0, rejects=False)
 PUBLISHED_TTFT_S = {

@@ -38,9 +38,9 @@ from conductor.rules import Rules, SLOs
 from conductor.scheduling import Scheduler
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.messages import PROTOCOL_VERSION, Register, Role
+from mooncake.policies import Overload
 from mooncake.pools import Capacity, MessengerAddress, PoolShard
 from mooncake.requests import Request, SamplingParams
-from mooncake.sections import Overload
 
 BARS_US = {16: 50, 100: 80, 1000: 200}
 P99_FACTOR = 3

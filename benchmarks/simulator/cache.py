@@ -18,8 +18,9 @@ from kvstore.pages import RESERVED, PageTable
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
 from mooncake.kv_events import KVEvent
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Tier
-from mooncake.sections import EvictionPolicy, KVCacheConfig
+from mooncake.sections import KVCacheConfig
 
 PUBLISH_DELAY_S = 0.01
 """how long events are collected"""

@@ -26,7 +26,7 @@ from benchmarks.traces.replay import at_speed, jittered, until
 from benchmarks.traces.request import TraceRequest
 from benchmarks.traces.synthetic import SyntheticLoad, synthesize
 from mooncake.errors import ConfigError
-from mooncake.sections import EvictionPolicy, Overload, Scheduling
+from mooncake.policies import EvictionPolicy, Overload, Scheduling
 
 
 def main() -> None:

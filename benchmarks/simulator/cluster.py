@@ -47,9 +47,9 @@ from mooncake.messages import (
     ToFront,
     ToWorker,
 )
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Capacity
 from mooncake.requests import Request, SamplingParams
-from mooncake.sections import EvictionPolicy
 from workers.prefill_queue import PrefillQueue
 
 FRONT = b"front"

@@ -21,8 +21,8 @@ from benchmarks.simulator.summary import SLOs, summarize
 from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
 from conductor.rules import Limits, Rules
 from mooncake.errors import ConfigError
+from mooncake.policies import EvictionPolicy, Overload, Scheduling
 from mooncake.profile import load_profile
-from mooncake.sections import EvictionPolicy, Overload, Scheduling
 
 OnSecond = Callable[[DisaggregatedCluster], None]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.arguments import counts, lengths, one_of
-from mooncake.sections import EvictionPolicy
+from mooncake.policies import EvictionPolicy
 
 
 def test_lengths_and_choices_are_read() -> None:

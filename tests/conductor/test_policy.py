@@ -50,9 +50,9 @@ from mooncake.messages import (
     Unpin,
     WorkFailed,
 )
+from mooncake.policies import Overload
 from mooncake.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats, Tier
 from mooncake.requests import FinishReason, Ref, Request, SamplingParams, TokenLogprobs
-from mooncake.sections import Overload
 
 EPOCH = 7
 FRONT = b"front#1"

@@ -62,6 +62,7 @@ from mooncake.messages import (
     Submit,
     WorkFailed,
 )
+from mooncake.policies import Overload, Scheduling
 from mooncake.pools import (
     Capacity,
     Grant,
@@ -73,7 +74,6 @@ from mooncake.pools import (
     Tier,
 )
 from mooncake.requests import FinishReason, Request, SamplingParams
-from mooncake.sections import Overload, Scheduling
 
 FRONT = b"front#1"
 PAGES = 1000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.eviction import coldest
 from kvstore.pages import PageTable
-from mooncake.sections import EvictionPolicy
+from mooncake.policies import EvictionPolicy
 
 LRU, LFU, LENGTH_AWARE = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.LENGTH_AWARE
 

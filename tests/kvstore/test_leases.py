@@ -16,8 +16,8 @@ from kvstore.pages import PageState, PageTable, Writer
 from kvstore.pool import Pool
 from mooncake.blocks import BlockKey
 from mooncake.errors import PoolError, PoolFullError
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Tier
-from mooncake.sections import EvictionPolicy
 
 NUM_PAGES, NUM_LAYERS = 6, 2
 ALL_LAYERS = range(NUM_LAYERS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.pages import PageState, PageTable, Writer
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
-from mooncake.sections import EvictionPolicy
+from mooncake.policies import EvictionPolicy
 
 LRU, LFU, LENGTH_AWARE = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.LENGTH_AWARE
 BATCH = 4

@@ -19,8 +19,8 @@ from mooncake.kv_events import (
     KVRemoved,
     KVStored,
 )
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Tier
-from mooncake.sections import EvictionPolicy
 from tests.kvstore.nodes import run
 from tests.kvstore.tiers import (
     LAYOUT,

@@ -29,8 +29,9 @@ from messenger.rdma.cards import Cards
 from messenger.transports import Traffic
 from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
 from mooncake.errors import PoolFullError
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import MessengerAddress
-from mooncake.sections import EvictionPolicy, KVCacheConfig
+from mooncake.sections import KVCacheConfig
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")

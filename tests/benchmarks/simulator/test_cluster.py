@@ -18,7 +18,7 @@ from benchmarks.simulator.setup import Setup, simulate
 from benchmarks.traces.mixes import Mix, RequestClass, mixed
 from benchmarks.traces.request import TraceRequest
 from conductor.placement import Reason
-from mooncake.sections import Overload, Scheduling
+from mooncake.policies import Overload, Scheduling
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
 COUPLED = msgspec.structs.replace(SMALL, num_prefill=0, num_decode=0, num_coupled=4)

@@ -15,9 +15,9 @@ from benchmarks.simulator.requests import SimulatedRequest
 from mooncake.blocks import KVLayout
 from mooncake.costs import Costs as Polynomial
 from mooncake.messages import Prefill, Prefilled
+from mooncake.policies import EvictionPolicy
 from mooncake.pools import Grant, MessengerAddress
 from mooncake.requests import Ref, Request, SamplingParams
-from mooncake.sections import EvictionPolicy
 from workers.prefill_queue import PrefillQueue
 
 CHUNK = 512
