@@ -12,18 +12,8 @@ from conductor.overload import Admission
 from conductor.pairs import Pairs
 from conductor.placing import Placing
 from conductor.rules import Limits
-from mooncake.messages import (
-    Abort,
-    Decode,
-    Ended,
-    Finished,
-    Interrupted,
-    Prefill,
-    Prefilled,
-    Refused,
-    Reserved,
-    WorkFailed,
-)
+from mooncake.front_messages import Ended, Interrupted
+from mooncake.messages import Abort, Decode, Finished, Prefill, Prefilled, Refused, Reserved, WorkFailed
 from mooncake.pools import Grant
 from mooncake.requests import Ref, Request
 

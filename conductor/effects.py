@@ -1,8 +1,11 @@
-"""What the Conductor wants done: messages to peers. Pure values."""
+"""What the Conductor hears and what it wants done: messages of its peers, messages to them. Pure values."""
 
 import msgspec
 
-from mooncake.messages import ToFront, ToWorker
+from mooncake.front_messages import FromFront, ToFront
+from mooncake.messages import FromWorker, ToWorker
+
+ToConductor = FromWorker | FromFront
 
 
 class Effect(msgspec.Struct, frozen=True):

@@ -11,23 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conductor.effects import Effect
-from mooncake.messages import (
-    Abort,
-    Cancel,
-    Decode,
-    Ended,
-    Failed,
-    Finished,
-    Prefill,
-    Refused,
-    Rejected,
-    Reserve,
-    Reserved,
-    Submit,
-    ToConductor,
-    WorkFailed,
-)
+from conductor.effects import Effect, ToConductor
+from mooncake.front_messages import Cancel, Ended, Failed, Rejected, Submit
+from mooncake.messages import Abort, Decode, Finished, Prefill, Refused, Reserve, Reserved, WorkFailed
 from mooncake.requests import Ref
 
 NUM_ENDED = 500

@@ -16,7 +16,7 @@ from conductor.pairs import Pairs
 from conductor.placement import Placement, Reason, Rejection, why_too_large
 from conductor.rules import Limits, Rules
 from conductor.scheduling import Scheduler
-from mooncake.messages import Failed, Rejected
+from mooncake.front_messages import Failed, Rejected
 
 
 class Placing:

@@ -11,7 +11,7 @@ from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
 from conductor.contexts import Contexts
 from conductor.dispatcher import Dispatcher
-from conductor.effects import Effect
+from conductor.effects import Effect, ToConductor
 from conductor.instances import Instance, Instances
 from conductor.lateness import Lateness
 from conductor.lifecycle import RequestState, TrackedRequest
@@ -24,21 +24,25 @@ from conductor.replication import Replication
 from conductor.rules import Limits, Rules
 from conductor.stage_loads import decode_load, prefill_load
 from mooncake.costs import Costs
-from mooncake.messages import (
-    PROTOCOL_VERSION,
+from mooncake.front_messages import (
     Cancel,
     ClusterState,
     Continue,
     Drain,
     DropContext,
-    FromWorker,
     FrontHello,
-    Heartbeat,
-    HeartbeatAck,
     InFlight,
     InstanceDrains,
-    InstanceState,
     KeepContext,
+    Submit,
+    Unknown,
+)
+from mooncake.messages import (
+    PROTOCOL_VERSION,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    InstanceState,
     Leave,
     Register,
     Registered,
@@ -46,9 +50,6 @@ from mooncake.messages import (
     Retire,
     Retired,
     Role,
-    Submit,
-    ToConductor,
-    Unknown,
 )
 from mooncake.requests import Ref
 

@@ -19,7 +19,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
-from conductor.effects import Effect
+from conductor.effects import Effect, ToConductor
 from conductor.event_follower import EventFollower
 from conductor.front.config import FrontConfig
 from conductor.front.model import ServedModel
@@ -33,8 +33,8 @@ from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.bus import PeerGoneError, Router, peer_identity
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError
+from mooncake.front_messages import FromFront
 from mooncake.line import Inbox, Line
-from mooncake.messages import FromFront, ToConductor
 from mooncake.process import Ready, child_main
 from mooncake.process_config import ConductorProcess
 from mooncake.profile import load_profile

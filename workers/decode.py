@@ -21,17 +21,8 @@ import msgspec
 from kvstore.answers import ReservedBlock
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError, PoolError, TransferError
-from mooncake.messages import (
-    TO_HOST,
-    TO_POOL,
-    Decode,
-    Finished,
-    Refused,
-    Reserve,
-    Reserved,
-    TokenOutput,
-    WorkFailed,
-)
+from mooncake.front_messages import TokenOutput
+from mooncake.messages import TO_HOST, TO_POOL, Decode, Finished, Refused, Reserve, Reserved, WorkFailed
 from mooncake.pools import Grant
 from mooncake.requests import Ref
 from workers.block_transfers import BlockPair, BlockTransfers

@@ -11,13 +11,7 @@ import msgspec
 from mooncake.bus import Dealer, PeerGoneError
 from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
-    BlockOrder,
-    DropCopies,
-    Pin,
-    Replicate,
-    Unpin,
-)
+from mooncake.messages import BlockOrder, DropCopies, Pin, Replicate, Unpin
 from mooncake.pools import PoolStats
 from workers.errors import SessionLostError
 from workers.rank_messages import FromLeader, ToFollower

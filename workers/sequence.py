@@ -8,8 +8,8 @@ import torch
 
 from kvstore.answers import Reservation
 from mooncake.aging import standing_s
+from mooncake.front_messages import TokenOutput
 from mooncake.grammar import GrammarState
-from mooncake.messages import TokenOutput
 from mooncake.requests import (
     FinishReason,
     Ref,

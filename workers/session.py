@@ -14,6 +14,7 @@ from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout
 from mooncake.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.errors import ConfigError
+from mooncake.front_messages import ToFront, TokenOutput, Tokens
 from mooncake.instance_metrics import InstanceReport
 from mooncake.messages import (
     PROTOCOL_VERSION,
@@ -33,9 +34,6 @@ from mooncake.messages import (
     Reserve,
     Retire,
     Retired,
-    ToFront,
-    TokenOutput,
-    Tokens,
     ToWorker,
     Unpin,
     WorkFailed,

@@ -26,6 +26,7 @@ from mooncake.bus import Dealer, peer_identity
 from mooncake.checkpoint import kv_layout, open_checkpoint
 from mooncake.config import Config, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.front_messages import ToFront, TokenOutput, Tokens
 from mooncake.keys import ClusterKey
 from mooncake.messages import (
     PROTOCOL_VERSION,
@@ -43,9 +44,6 @@ from mooncake.messages import (
     Reserve,
     Reserved,
     Role,
-    ToFront,
-    TokenOutput,
-    Tokens,
     ToWorker,
 )
 from mooncake.pools import Capacity, Grant, MessengerAddress, PeerStats, PoolShard, PoolStats, Tier, TierStats

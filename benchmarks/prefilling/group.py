@@ -15,20 +15,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from benchmarks.prefilling.traced_worker import TRACE_VARIABLE
+from conductor.effects import ToConductor
 from mooncake.blocks import block_keys, root_key
 from mooncake.bus import Router
 from mooncake.config import Config, load_config
 from mooncake.keys import ClusterKey
-from mooncake.messages import (
-    Heartbeat,
-    HeartbeatAck,
-    Prefill,
-    Prefilled,
-    Register,
-    Registered,
-    ToConductor,
-    WorkFailed,
-)
+from mooncake.messages import Heartbeat, HeartbeatAck, Prefill, Prefilled, Register, Registered, WorkFailed
 from mooncake.node import ChildSpec, plan_node
 from mooncake.pools import Grant
 from mooncake.requests import Ref, Request, SamplingParams

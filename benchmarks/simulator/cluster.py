@@ -27,24 +27,18 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError
+from mooncake.front_messages import Ended, Failed, FromFront, FrontHello, Rejected, Submit, ToFront
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
     DecodeStats,
-    Ended,
-    Failed,
-    FromFront,
     FromWorker,
-    FrontHello,
     Heartbeat,
     Prefill,
     Register,
-    Rejected,
     Reserve,
     Role,
-    Submit,
-    ToFront,
     ToWorker,
 )
 from mooncake.policies import EvictionPolicy

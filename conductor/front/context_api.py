@@ -39,8 +39,8 @@ from conductor.front.validation import Endpoint, Job, Prompt, UsageShown, fit_in
 from mooncake.api_keys import ApiKey
 from mooncake.blocks import block_keys
 from mooncake.errors import RequestError
+from mooncake.front_messages import DropContext, KeepContext
 from mooncake.line import Inbox
-from mooncake.messages import DropContext, KeepContext
 from mooncake.requests import SamplingParams
 
 PATH = "/v1/context_caches"

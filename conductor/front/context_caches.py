@@ -16,7 +16,7 @@ from mooncake.api_keys import ApiKey
 from mooncake.blocks import BlockKey
 from mooncake.costs import Costs, prefill_quantities
 from mooncake.errors import RequestError
-from mooncake.messages import KeepContext
+from mooncake.front_messages import KeepContext
 
 NO_KEY = "(none)"
 """stands for the name of the key where there are none; no key can have it"""

@@ -26,7 +26,7 @@ from conductor.front.outbox import Outbox
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
 from mooncake.api_keys import ApiKey
 from mooncake.errors import GrammarError, OverloadedError, RequestError
-from mooncake.messages import ClusterState
+from mooncake.front_messages import ClusterState
 
 # Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
 # Below it a thread is felt more: it and the loop wait for each other's lock.

@@ -20,9 +20,7 @@ from conductor.front.reception import Lost, Receive, Received, Reception
 from mooncake.bus import PeerGoneError, Router
 from mooncake.costs import Costs
 from mooncake.errors import ConfigError, OverloadedError, RequestError
-from mooncake.keys import ClusterKey
-from mooncake.messages import (
-    PROTOCOL_VERSION,
+from mooncake.front_messages import (
     Cancel,
     ClusterState,
     Continue,
@@ -36,13 +34,14 @@ from mooncake.messages import (
     InstanceDrains,
     Interrupted,
     KeepContext,
-    RegisterRefused,
     Rejected,
     Submit,
     TokenOutput,
     Tokens,
     Unknown,
 )
+from mooncake.keys import ClusterKey
+from mooncake.messages import PROTOCOL_VERSION, RegisterRefused
 from mooncake.requests import Request
 
 HEARTBEAT_S = 1.0

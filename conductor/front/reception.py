@@ -11,7 +11,7 @@ import msgspec
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from mooncake.errors import RequestError
-from mooncake.messages import TokenOutput
+from mooncake.front_messages import TokenOutput
 from mooncake.requests import FinishReason, Request, TokenLogprobs
 
 

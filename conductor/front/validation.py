@@ -38,7 +38,7 @@ from conductor.front.tools import ToolUse, tool_use
 from mooncake.api_keys import ApiKey
 from mooncake.blocks import block_keys
 from mooncake.errors import RequestError
-from mooncake.messages import ClusterState
+from mooncake.front_messages import ClusterState
 from mooncake.requests import Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.instant_workers import InstantInstance
+from conductor.effects import ToConductor
 from conductor.event_follower import EventFollower
 from conductor.front.link import Link
 from conductor.front.reception import Event, Received
@@ -14,9 +15,10 @@ from conductor.rules import Limits
 from conductor.service import ConductorService
 from mooncake.blocks import KVLayout
 from mooncake.bus import Router
+from mooncake.front_messages import FromFront
 from mooncake.keys import ClusterKey
 from mooncake.line import Inbox, Line
-from mooncake.messages import FromFront, Role, ToConductor
+from mooncake.messages import Role
 from mooncake.requests import FinishReason, Request, SamplingParams
 
 DEADLINE_S = 20.0

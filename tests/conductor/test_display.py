@@ -5,11 +5,13 @@ import time
 import msgspec
 
 from conductor.display import NUM_PATHS, Display
+from conductor.effects import ToConductor
 from conductor.history import History
 from conductor.rules import Limits
 from mooncake.bus import peer_identity
+from mooncake.front_messages import KeepContext, Submit
 from mooncake.kv_events import KVStored
-from mooncake.messages import Finished, Heartbeat, KeepContext, Prefilled, Reserved, Role, Submit, ToConductor
+from mooncake.messages import Finished, Heartbeat, Prefilled, Reserved, Role
 from mooncake.pools import PeerStats, Tier
 from mooncake.requests import FinishReason
 from tests.conductor.test_policy import D0, FRONT, GRANT, P0, POOL, new_conductor, ref, registration, request

@@ -2,22 +2,12 @@
 
 import pytest
 
+from conductor.effects import ToConductor
 from conductor.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
 from conductor.policy import Conductor
 from conductor.rules import Limits
-from mooncake.messages import (
-    Cancel,
-    Finished,
-    Leave,
-    Prefilled,
-    Refused,
-    Register,
-    Reserved,
-    Role,
-    Submit,
-    ToConductor,
-    WorkFailed,
-)
+from mooncake.front_messages import Cancel, Submit
+from mooncake.messages import Finished, Leave, Prefilled, Refused, Register, Reserved, Role, WorkFailed
 from mooncake.requests import FinishReason
 from tests.conductor.test_policy import D0, FRONT, GRANT, P0, new_conductor, ref, registration, request
 

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from conductor.history import History
 from conductor.metrics import ConductorMetrics, HistoryMetrics
 from conductor.rules import Limits
-from mooncake.messages import Cancel, Submit
+from mooncake.front_messages import Cancel, Submit
 from tests.conductor.test_policy import FRONT, new_conductor, request
 
 

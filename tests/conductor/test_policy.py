@@ -14,24 +14,29 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
+from mooncake.front_messages import (
+    Cancel,
+    ClusterState,
+    Continue,
+    Drain,
+    Ended,
+    Failed,
+    FrontHello,
+    InFlight,
+    Interrupted,
+    KeepContext,
+    Rejected,
+    Submit,
+    Unknown,
+)
 from mooncake.kv_events import KVStored
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Cancel,
-    ClusterState,
-    Continue,
     Decode,
-    Drain,
-    Ended,
-    Failed,
     Finished,
-    FrontHello,
     Heartbeat,
     HeartbeatAck,
-    InFlight,
-    Interrupted,
-    KeepContext,
     Leave,
     Pin,
     Prefill,
@@ -41,12 +46,9 @@ from mooncake.messages import (
     Register,
     Registered,
     RegisterRefused,
-    Rejected,
     Reserve,
     Reserved,
     Role,
-    Submit,
-    Unknown,
     Unpin,
     WorkFailed,
 )

@@ -30,36 +30,38 @@ from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from mooncake.blocks import KVLayout
 from mooncake.bus import peer_identity
 from mooncake.costs import Costs
+from mooncake.front_messages import (
+    Cancel,
+    ClusterState,
+    Drain,
+    Ended,
+    Failed,
+    FrontHello,
+    InstanceDrains,
+    Interrupted,
+    Rejected,
+    Submit,
+)
 from mooncake.kv_events import KVStored
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Cancel,
-    ClusterState,
     Decode,
-    Drain,
     DropCopies,
-    Ended,
-    Failed,
     Finished,
-    FrontHello,
     Heartbeat,
     HeartbeatAck,
-    InstanceDrains,
-    Interrupted,
     Prefill,
     Prefilled,
     Refused,
     Register,
     Registered,
-    Rejected,
     Replicate,
     Reserve,
     Reserved,
     Retire,
     Retired,
     Role,
-    Submit,
     WorkFailed,
 )
 from mooncake.policies import Overload, Scheduling

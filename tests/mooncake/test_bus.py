@@ -8,11 +8,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from conductor.effects import ToConductor
 from mooncake.bus import MAX_IN_A_ROW, Dealer, PeerGoneError, Router, peer_identity
 from mooncake.curve import LARGEST_MESSAGE_BYTES, use_key
 from mooncake.errors import ConfigError
+from mooncake.front_messages import Cancel
 from mooncake.keys import ClusterKey
-from mooncake.messages import Abort, Cancel, ToConductor, ToWorker
+from mooncake.messages import Abort, ToWorker
 from mooncake.requests import Ref
 
 ABORT = Abort(Ref(1, "r", 2))

@@ -15,11 +15,13 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from conductor.effects import ToConductor
 from mooncake import curve
 from mooncake.bus import Dealer, Router, peer_identity
 from mooncake.curve import HANDSHAKE_MARGIN_S, HANDSHAKE_S, Gate, Handshakes, use_key
+from mooncake.front_messages import Cancel
 from mooncake.keys import ClusterKey
-from mooncake.messages import Cancel, ToConductor, ToWorker
+from mooncake.messages import ToWorker
 
 KEY, OTHER_KEY = ClusterKey.generate(), ClusterKey.generate()
 FRIEND = peer_identity("p0", 1)

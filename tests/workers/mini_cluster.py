@@ -18,23 +18,25 @@ from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import KVLayout, block_keys, root_key
 from mooncake.bus import peer_identity
+from mooncake.front_messages import (
+    Cancel,
+    Continue,
+    Failed,
+    FrontHello,
+    Interrupted,
+    Rejected,
+    Submit,
+    TokenOutput,
+)
 from mooncake.grammar import Grammars, Vocabulary
 from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Cancel,
-    Continue,
     Decode,
-    Failed,
-    FrontHello,
-    Interrupted,
     Prefill,
     Register,
-    Rejected,
     Reserve,
     Role,
-    Submit,
-    TokenOutput,
     ToWorker,
     WorkFailed,
 )

@@ -15,14 +15,7 @@ from kvstore.client import KVCachePool
 from kvstore.segment import Segment
 from kvstore.worker_client import WorkerClient
 from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.messages import (
-    PROTOCOL_VERSION,
-    BlockOrder,
-    Prefill,
-    Prefilled,
-    PrefixSource,
-    WorkFailed,
-)
+from mooncake.messages import PROTOCOL_VERSION, BlockOrder, Prefill, Prefilled, PrefixSource, WorkFailed
 from mooncake.pools import (
     Capacity,
     Grant,

@@ -10,13 +10,7 @@ import pytest
 from kvstore.answers import Reservation, ReservedBlock
 from mooncake.blocks import KVLayout
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages import (
-    BlockOrder,
-    DropCopies,
-    Pin,
-    Replicate,
-    Unpin,
-)
+from mooncake.messages import BlockOrder, DropCopies, Pin, Replicate, Unpin
 from mooncake.pools import MessengerAddress, PoolShard
 from tests.kvstore.nodes import DEADLINE_S, run
 from workers.block_orders import BlockOrders

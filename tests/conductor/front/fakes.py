@@ -28,9 +28,7 @@ from conductor.front.model import ServedModel
 from mooncake.bus import Dealer, peer_identity
 from mooncake.curve import Gate, use_key
 from mooncake.errors import RequestError
-from mooncake.grammar import Grammars, Vocabulary
-from mooncake.keys import ClusterKey
-from mooncake.messages import (
+from mooncake.front_messages import (
     Cancel,
     ClusterState,
     Continue,
@@ -48,6 +46,8 @@ from mooncake.messages import (
     Tokens,
     Unknown,
 )
+from mooncake.grammar import Grammars, Vocabulary
+from mooncake.keys import ClusterKey
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
 EOS = 256

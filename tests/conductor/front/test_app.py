@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from mooncake.messages import ClusterState
+from mooncake.front_messages import ClusterState
 from mooncake.requests import FinishReason, Request
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, FakeCluster, Running, raw_request
 

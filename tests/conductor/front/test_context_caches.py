@@ -15,7 +15,7 @@ from mooncake.api_keys import ApiKey, add_api_key
 from mooncake.blocks import block_keys, root_key
 from mooncake.costs import Costs
 from mooncake.errors import RequestError
-from mooncake.messages import ClusterState, DropContext, KeepContext
+from mooncake.front_messages import ClusterState, DropContext, KeepContext
 from mooncake.requests import Request
 from tests.conductor.front.fakes import (
     DEADLINE_S,

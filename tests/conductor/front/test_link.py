@@ -14,8 +14,8 @@ from conductor.front.link import Link
 from conductor.front.reception import Event, Lost, Received, Reception
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import ConfigError, OverloadedError
+from mooncake.front_messages import ClusterState, Ended, Interrupted, TokenOutput, Unknown
 from mooncake.line import Inbox, Line
-from mooncake.messages import ClusterState, Ended, Interrupted, TokenOutput, Unknown
 from mooncake.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 

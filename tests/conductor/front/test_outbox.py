@@ -13,7 +13,7 @@ import pytest
 
 from conductor.front import server
 from conductor.front.outbox import Outbox, Writer
-from mooncake.messages import TokenOutput
+from mooncake.front_messages import TokenOutput
 from mooncake.requests import FinishReason, Ref, Request
 from tests.conductor.front.fakes import (
     DEADLINE_S,

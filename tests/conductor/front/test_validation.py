@@ -9,7 +9,7 @@ import pytest
 from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
 from mooncake.blocks import block_keys, root_key
 from mooncake.errors import RequestError
-from mooncake.messages import ClusterState
+from mooncake.front_messages import ClusterState
 from mooncake.requests import SamplingParams
 from tests.conductor.front.fakes import EOS, MODEL_NAME, byte_model
 
