@@ -41,7 +41,7 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         num_used=pool.num_used_pages,
         num_reservations=pool.num_reservations,
         num_leases=pool.num_leases,
-        num_pins=pool.num_pins,
+        num_pins=len(pool.pins),
         block_bytes=store.segment.layout.block_bytes,
         eviction_policy=pool.shelf.policy.value,
         tiers=_tiers(store),

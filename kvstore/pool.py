@@ -11,7 +11,7 @@ Invariants, checked by `check_integrity`:
 - a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
 - a page with a user is never evicted and never given to somebody else.
 
-Owns: reservations, leases, holds, pins. Does not know: bytes, sockets, the clock.
+Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ import numpy as np
 from kvstore.claims import NOBODY, Block, Lease, Leases, Reservation, layer_mask
 from kvstore.events import EventLog
 from kvstore.pages import RESERVED, SEALED, PageTable, Writer
-from kvstore.pins import Pin, Pins
+from kvstore.pins import Pins
 from kvstore.room import LowerTier, Room
 from kvstore.shelf import Shelf
 from mooncake.blocks import BlockKey
@@ -75,6 +75,7 @@ class Pool:
             on_space=on_space,
             on_pressure=on_pressure,
         )
+        self.pins = Pins(self.shelf, self._unclaim)
         self._events = events
         self._lower = lower
         self._all_layers = (1 << table.num_layers) - 1
@@ -83,7 +84,6 @@ class Pool:
         self._leases = Leases()
         self._num_holds: Counter[int] = Counter()
         """outstanding transfers that touch a page, by page; no zeros"""
-        self._pins = Pins()
         self._promoted: set[int] = set()
         """pages whose block came from the lower tier and has not been asked for since"""
         self._former_writers: dict[Writer, list[int]] = {}
@@ -120,7 +120,7 @@ class Pool:
             self._unseal(page)
 
     def _unseal(self, page: int) -> None:
-        self.unpin([self.table.key(page)])
+        self.pins.remove([self.table.key(page)])
         self.shelf.unseal(page)
         if not self.shelf.num_users_of[page]:
             self._free(page)
@@ -128,7 +128,7 @@ class Pool:
 
     def _evicting(self, page: int) -> None:
         """The block in this idle page is about to leave DRAM."""
-        self.unpin([self.table.key(page)])
+        self.pins.remove([self.table.key(page)])
         self._promoted.discard(page)
 
     def _removed(self, key: BlockKey) -> None:
@@ -265,52 +265,6 @@ class Pool:
         reservations = [r.reservation_id for r in self._reservations.values() if r.owner == owner]
         return reservations, [lease.lease_id for lease in self._leases if lease.owner == owner]
 
-    # -- pins -------------------------------------------------------------------------------------
-
-    def pin(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
-        """Pins those of `keys` that are in DRAM, anew if they are pinned. Returns how many that are.
-
-        A soft pin leaves a hard one as it is: whoever set that relies on it.
-        Raises PoolError if hard pins would take more than half of the pool.
-        """
-        pages = {key: page for key in keys if (page := self.find(key)) is not None}
-        num_hard = self._pins.num_hard + sum(hard and not self._pins.is_hard(key) for key in pages)
-        if num_hard > self.table.num_pages // 2:
-            raise PoolError(
-                f"{num_hard} of {self.table.num_pages} pages would be pinned hard, at most half may be;"
-                " unpin others or pin softly"
-            )
-        for key, page in pages.items():
-            if not hard and self._pins.is_hard(key):
-                continue
-            pin = Pin(key, page, hard, deadline_s)
-            if hard:
-                self.shelf.claim([page])
-            previous = self._pins.put(pin)
-            if previous is not None:
-                self._end_pin(previous)
-            if not hard:
-                self.shelf.pin_softly(page, True)
-        return len(pages)
-
-    def is_pinned(self, key: BlockKey) -> bool:
-        """Hard or softly."""
-        return key in self._pins
-
-    def unpin(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
-        """Returns how many pins were taken away. `hard`: hard ones too."""
-        keys = [key for key in keys if hard or not self._pins.is_hard(key)]
-        pins = [pin for key in keys if (pin := self._pins.take(key)) is not None]
-        for pin in pins:
-            self._end_pin(pin)
-        return len(pins)
-
-    def _end_pin(self, pin: Pin) -> None:
-        if pin.is_hard:
-            self._unclaim([pin.page])
-        else:
-            self.shelf.pin_softly(pin.page, False)
-
     # -- time -------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
@@ -318,8 +272,7 @@ class Pool:
         for lease in self._leases.take_expired(now_s):
             self.counters.num_expired_leases += 1
             self._unclaim(lease.claimed_pages[::-1])
-        for pin in self._pins.take_expired(now_s):
-            self._end_pin(pin)
+        self.pins.expire(now_s)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -424,10 +377,6 @@ class Pool:
         return len(self._leases)
 
     @property
-    def num_pins(self) -> int:
-        return len(self._pins)
-
-    @property
     def num_used_pages(self) -> int:
         """Pages that some reservation, lease, transfer or hard pin uses."""
         return int(np.count_nonzero(self.shelf.num_users))
@@ -437,7 +386,7 @@ class Pool:
         known: Counter[int] = Counter(self._num_holds)
         known.update(page for r in self._reservations.values() for page in r.by_page)
         known.update(page for lease in self._leases for page in lease.claimed_pages)
-        known.update(self._pins.hard_pages())
+        known.update(self.pins.hard_pages())
         users = self.shelf.num_users.copy()
         pages = np.fromiter(known.keys(), np.int64, len(known))
         users[pages] -= np.fromiter(known.values(), np.int32, len(known))

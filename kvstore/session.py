@@ -167,9 +167,9 @@ class Session:
                 return Leased(call_id, lease.lease_id, lease.pages)
             case PinBlocks(call_id, keys, ttl_s, hard):
                 deadline_s = self._deadline_s(ttl_s)
-                return Count(call_id, self._pool.pin(_checked(keys), hard=hard, deadline_s=deadline_s))
+                return Count(call_id, self._pool.pins.add(_checked(keys), hard=hard, deadline_s=deadline_s))
             case UnpinBlocks(call_id, keys, hard):
-                return Count(call_id, self._pool.unpin(_checked(keys), hard=hard))
+                return Count(call_id, self._pool.pins.remove(_checked(keys), hard=hard))
             case RemoveBlocks(call_id, keys):
                 return Count(call_id, self._store.remove(keys if keys is None else _checked(keys)))
             case ListBlocks(call_id, cursor, max_blocks):

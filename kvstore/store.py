@@ -92,7 +92,7 @@ class Store:
         """Forgets, in every tier, those of `keys` that nobody uses and no pin keeps."""
         for key in keys:
             page = self.pool.find(key)
-            if page is None or (self.pool.shelf.is_idle(page) and not self.pool.is_pinned(key)):
+            if page is None or (self.pool.shelf.is_idle(page) and key not in self.pool.pins):
                 self.mover.remove(key)
 
     def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:

@@ -169,8 +169,8 @@ def test_hard_pin_keeps_a_block_at_any_price_and_a_soft_one_as_long_as_others_ca
     pool = new_pool()
     hard, soft = KEYS[0], KEYS[1]
     store(pool, hard, soft)
-    assert pool.pin([hard, KEYS[5]], hard=True, deadline_s=9.0) == 1
-    assert pool.pin([soft], hard=False, deadline_s=9.0) == 1
+    assert pool.pins.add([hard, KEYS[5]], hard=True, deadline_s=9.0) == 1
+    assert pool.pins.add([soft], hard=False, deadline_s=9.0) == 1
     fill_up(pool, 20)
     assert pool.locate([hard, soft]) == [Tier.DRAM, Tier.DRAM]
     reservation = pool.reserve(ALICE, [], NUM_PAGES - 1)
@@ -178,7 +178,7 @@ def test_hard_pin_keeps_a_block_at_any_price_and_a_soft_one_as_long_as_others_ca
     with pytest.raises(PoolFullError):
         pool.reserve(ALICE, [], 1)
     pool.release(reservation.reservation_id)
-    assert pool.num_pins == 1, "a pin ends with its block"
+    assert len(pool.pins) == 1, "a pin ends with its block"
     assert pool.check_integrity() is None
 
 
@@ -186,15 +186,15 @@ def test_hard_pin_keeps_a_block_at_any_price_and_a_soft_one_as_long_as_others_ca
 def test_new_pin_replaces_the_old_one(first_is_hard: bool, second_is_hard: bool) -> None:
     pool = new_pool()
     store(pool, KEYS[0])
-    pool.pin(KEYS[:1], hard=first_is_hard, deadline_s=5.0)
-    pool.pin(KEYS[:1], hard=second_is_hard, deadline_s=9.0)
-    assert (pool.num_pins, pool.num_used_pages) == (1, int(second_is_hard))
+    pool.pins.add(KEYS[:1], hard=first_is_hard, deadline_s=5.0)
+    pool.pins.add(KEYS[:1], hard=second_is_hard, deadline_s=9.0)
+    assert (len(pool.pins), pool.num_used_pages) == (1, int(second_is_hard))
     pool.expire(8.0)
-    assert pool.num_pins == 1
+    assert len(pool.pins) == 1
     fill_up(pool, 20)
     assert pool.find(KEYS[0]) is not None
     pool.expire(9.0)
-    assert (pool.num_pins, pool.num_used_pages) == (0, 0)
+    assert (len(pool.pins), pool.num_used_pages) == (0, 0)
     fill_up(pool)
     assert pool.find(KEYS[0]) is None
     assert pool.check_integrity() is None
@@ -203,37 +203,37 @@ def test_new_pin_replaces_the_old_one(first_is_hard: bool, second_is_hard: bool)
 def test_soft_pins_come_and_go_and_a_hard_one_stays() -> None:
     pool = new_pool()
     store(pool, *KEYS[:2])
-    pool.pin(KEYS[:1], hard=True, deadline_s=9.0)
-    assert pool.pin(KEYS[:2], hard=False, deadline_s=5.0) == 2
-    assert pool.unpin(KEYS[:2], hard=False) == 1
+    pool.pins.add(KEYS[:1], hard=True, deadline_s=9.0)
+    assert pool.pins.add(KEYS[:2], hard=False, deadline_s=5.0) == 2
+    assert pool.pins.remove(KEYS[:2], hard=False) == 1
     pool.expire(8.0)
-    assert (pool.num_pins, pool.num_used_pages) == (1, 1)
-    assert pool.unpin(KEYS[:2]) == 1
-    assert (pool.num_pins, pool.num_used_pages, pool.check_integrity()) == (0, 0, None)
+    assert (len(pool.pins), pool.num_used_pages) == (1, 1)
+    assert pool.pins.remove(KEYS[:2]) == 1
+    assert (len(pool.pins), pool.num_used_pages, pool.check_integrity()) == (0, 0, None)
 
 
 def test_hard_pins_take_at_most_half_of_the_pool() -> None:
     pool = new_pool()
     store(pool, *KEYS[:4])
-    pool.pin(KEYS[:3], hard=True, deadline_s=9.0)
-    assert pool.pin(KEYS[:3], hard=True, deadline_s=9.0) == 3, "anew is not more"
+    pool.pins.add(KEYS[:3], hard=True, deadline_s=9.0)
+    assert pool.pins.add(KEYS[:3], hard=True, deadline_s=9.0) == 3, "anew is not more"
     with pytest.raises(PoolError, match="4 of 6 pages would be pinned hard, at most half may be"):
-        pool.pin(KEYS[3:4], hard=True, deadline_s=9.0)
-    assert pool.num_pins == 3
-    pool.unpin(KEYS[:1])
-    pool.pin(KEYS[:1], hard=False, deadline_s=9.0)
-    assert pool.pin(KEYS[3:4], hard=True, deadline_s=9.0) == 1
-    assert pool.unpin(KEYS) == 4
+        pool.pins.add(KEYS[3:4], hard=True, deadline_s=9.0)
+    assert len(pool.pins) == 3
+    pool.pins.remove(KEYS[:1])
+    pool.pins.add(KEYS[:1], hard=False, deadline_s=9.0)
+    assert pool.pins.add(KEYS[3:4], hard=True, deadline_s=9.0) == 1
+    assert pool.pins.remove(KEYS) == 4
     assert (pool.num_used_pages, pool.check_integrity()) == (0, None)
 
 
 def test_removed_or_damaged_block_loses_its_pin() -> None:
     pool = new_pool()
     (_, damaged) = store(pool, *KEYS[:2])
-    pool.pin(KEYS[:2], hard=True, deadline_s=9.0)
+    pool.pins.add(KEYS[:2], hard=True, deadline_s=9.0)
     assert pool.remove(KEYS[0])
     pool.drop(damaged)
-    assert (pool.num_pins, pool.num_used_pages) == (0, 0)
+    assert (len(pool.pins), pool.num_used_pages) == (0, 0)
     assert pool.table.count()[PageState.FREE] == NUM_PAGES
     store(pool, *KEYS[:2])
     pool.expire(9.0)  # of the pins that were
@@ -244,12 +244,12 @@ def test_pins_that_are_renewed_again_and_again_leave_nothing_behind() -> None:
     pool = new_pool()
     store(pool, KEYS[0])
     for number in range(5000):
-        pool.pin(KEYS[:1], hard=True, deadline_s=1e9 + number)
-    assert len(pool._pins._deadlines) < 1500
+        pool.pins.add(KEYS[:1], hard=True, deadline_s=1e9 + number)
+    assert len(pool.pins._deadlines) < 1500
     pool.expire(1e9 + 4998)
-    assert pool.num_pins == 1
+    assert len(pool.pins) == 1
     pool.expire(1e9 + 4999)
-    assert pool.num_pins == 0
+    assert len(pool.pins) == 0
 
 
 # -- a tier below -------------------------------------------------------------------------------------
@@ -501,9 +501,9 @@ class LeaseModel(RuleBasedStateMachine):
         deadline_s = self.now_s + ttl_s
         if hard and len({*self.hard, *found}) > NUM_PAGES // 2:
             with pytest.raises(PoolError):
-                self.pool.pin(keys, hard=True, deadline_s=deadline_s)
+                self.pool.pins.add(keys, hard=True, deadline_s=deadline_s)
             return
-        assert self.pool.pin(keys, hard=hard, deadline_s=deadline_s) == len(found)
+        assert self.pool.pins.add(keys, hard=hard, deadline_s=deadline_s) == len(found)
         for key in found:
             if not hard and key in self.hard:
                 continue
@@ -516,7 +516,7 @@ class LeaseModel(RuleBasedStateMachine):
     @rule(keys=keys_drawn)
     def unpin(self, keys: list[BlockKey]) -> None:
         pinned = {key for key in keys if key in self.hard or key in self.soft}
-        assert self.pool.unpin(keys) == len(pinned)
+        assert self.pool.pins.remove(keys) == len(pinned)
         for key in pinned:
             self.unpinned(key)
 
@@ -633,7 +633,7 @@ class LeaseModel(RuleBasedStateMachine):
         assert len(used) <= self.pool.num_used_pages <= len(used) + num_former
         assert self.pool.num_reservations == len(self.reservations) + len(self.promotions)
         assert self.pool.num_leases == len(self.leases)
-        assert self.pool.num_pins == len(self.hard) + len(self.soft)
+        assert len(self.pool.pins) == len(self.hard) + len(self.soft)
 
     def nothing_was_lost(self) -> None:
         """Compares with what was in DRAM before the step."""

@@ -541,7 +541,7 @@ def test_blocks_on_ssd_are_leased_reserved_and_pinned_as_those_in_dram() -> None
             reservation = await answers.to(4)
             assert isinstance(reservation, Reservation)
             assert [block.sealed for block in reservation.blocks] == [True, True, False, False]
-            assert r.pool.unpin(keys) == 2
+            assert r.pool.pins.remove(keys) == 2
 
     run(test())
 
@@ -606,14 +606,14 @@ def test_what_is_used_or_pinned_stays_when_idle_blocks_are_dropped() -> None:
             on_ssd, idle, pinned, softly_pinned, used, other = (key_of(number) for number in range(1, 7))
             await on_ssd_only(r, on_ssd)
             await r.put(idle, pinned, softly_pinned, used, other)
-            r.pool.pin([pinned], hard=True, deadline_s=1e9)
-            r.pool.pin([softly_pinned], hard=False, deadline_s=1e9)
+            r.pool.pins.add([pinned], hard=True, deadline_s=1e9)
+            r.pool.pins.add([softly_pinned], hard=False, deadline_s=1e9)
             user.handle(LeaseBlocks(1, [used], 5.0))
             await answers.to(1)
             user.handle(DropIdle([on_ssd, idle, pinned, softly_pinned, used, key_of(7)]))
             keys = [on_ssd, idle, pinned, softly_pinned, used, other]
             assert r.pool.locate(keys) == [None, None, *[Tier.DRAM] * 4]
-            assert r.pool.unpin([pinned, softly_pinned]) == 2
+            assert r.pool.pins.remove([pinned, softly_pinned]) == 2
 
     run(test())
 
@@ -673,7 +673,7 @@ def test_who_goes_while_a_disk_works_for_him_leaves_nothing_behind(call: ToPool)
             assert answers.all == {}
             slab.go_on()
             await until(r.is_settled)
-            assert (r.pool.num_leases, r.pool.num_pins) == (0, 0)
+            assert (r.pool.num_leases, len(r.pool.pins)) == (0, 0)
             assert await r.get(key_of(1)) == block_of(key_of(1))
 
     run(test())
@@ -865,7 +865,7 @@ def test_leases_and_pins_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert isinstance(await answers.to(1), Leased)
                 assert r.pool.num_used_pages == 1
                 await until(lambda: r.pool.num_used_pages == 0)
-                assert (r.pool.num_leases, r.pool.num_pins) == (0, 0)
+                assert (r.pool.num_leases, len(r.pool.pins)) == (0, 0)
                 tending.cancel()
 
     run(test())
