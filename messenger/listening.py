@@ -50,7 +50,8 @@ def hears(fd: int, within_s: float) -> bool:
 
 
 class Patience:
-    """Whenever listening was of no use, it is tried half as often, and again once it would have been.
+    """Whenever listening was of no use, it is tried half as often, until it is of use again, or once it would
+    have been, as far as `slept` is told.
 
     Where others want the processor it is hardly tried: who waits awake is let in behind them, who is woken up
     before them.
