@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore import worker_client as client_module
+from kvstore import worker_calls as calls_module
 from kvstore.worker_client import WorkerClient
 from messenger.checksums import layer_checksums
 from mooncake.errors import MismatchError, PoolError, PoolFullError
@@ -302,7 +302,7 @@ def test_messenger_that_does_not_answer_counts_as_gone(
         node = start_node("p0")
         client = await node.connect()
         reservation = await client.reserve(prompt_keys(2), 0)
-        monkeypatch.setattr(client_module, "_ANSWER_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(calls_module, "_ANSWER_TIMEOUT_S", 0.2)
         assert node.process is not None
         node.process.send_signal(signal.SIGSTOP)
         with pytest.raises(PoolError, match="p0 did not answer within"):
