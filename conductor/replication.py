@@ -62,6 +62,8 @@ class Replication:
     def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
         self._view, self._rules = view, rules
         self._heat = Heat()
+        self._noted: list[Sequence[BlockKey]] = []
+        """prompts that were counted since the latest round"""
         self._copies: dict[tuple[str, BlockKey], Copy] = {}
         """by instance and last block; oldest first"""
         self._hot: list[Sequence[BlockKey]] = []
@@ -80,15 +82,21 @@ class Replication:
         self._heat.note(keys)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """A round, if it is time for one."""
+        """A round, if it is time for one. What was noted is counted with each call, a little at a time."""
         if self._round_s is None:
             self._round_s = now_s
         seconds = now_s - self._round_s
         layout = self._view.layout
-        if seconds < self._rules.period_s or layout is None:
+        if layout is None:
             return []
-        self._round_s = now_s
-        noted = self._heat.count(seconds)
+        is_time = seconds >= self._rules.period_s
+        if is_time:
+            self._round_s = now_s
+            self._heat.fade(seconds)
+        self._noted += self._heat.count()
+        if not is_time:
+            return []
+        noted, self._noted = self._noted, []
         holders = self._holders()
         self._follow(holders, now_s)
         return self._drop(holders) + self._replicate(noted, layout, now_s)
