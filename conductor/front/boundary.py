@@ -75,7 +75,11 @@ class RequestIds:
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            # It leads back to what has the scope, which would be freed no sooner than garbage is looked for.
+            del scope["extensions"][DIRECT_SEND]
 
 
 class Boundary:

@@ -1,6 +1,7 @@
 """The API as clients see it: OpenAI's own client, and plain HTTP where that client hides something."""
 
 import asyncio
+import gc
 import json
 import socket
 import struct
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from mooncake.front_messages import ClusterState
 from mooncake.requests import FinishReason, Request
@@ -440,3 +442,23 @@ def test_openapi_describes_the_bodies(front: Running) -> None:
     paths = httpx.get(f"{front.url}/openapi.json").json()["paths"]
     body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"model", "messages", "cache_salt"} <= set(body["properties"])
+
+
+def num_cycles() -> int:
+    """Requests of which uvicorn remembers something."""
+    return sum(type(kept) is RequestResponseCycle for kept in gc.get_objects())
+
+
+def test_what_a_request_needed_is_freed_without_a_search_for_garbage(front: Running) -> None:
+    """All streams would wait for that."""
+    gc.collect()
+    gc.disable()
+    try:
+        num_before = num_cycles()
+        with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
+            for _ in range(5):
+                body = {"model": MODEL_NAME, "prompt": "hi", "stream": True}
+                assert client.post("/v1/completions", json=body).text.endswith("[DONE]\n\n")
+            assert num_cycles() <= num_before + 1, "a connection remembers the latest one"
+    finally:
+        gc.enable()
