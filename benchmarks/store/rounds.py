@@ -45,15 +45,36 @@ class Side(Timed, Protocol):
         """Fills it with blocks of this size."""
 
 
-def in_rounds(sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int) -> dict[str, Sample]:
-    """Medians by side. Each round starts with another side."""
+def each_round(
+    sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int
+) -> dict[str, list[Sample]]:
+    """By side, round after round. Each round starts with another side."""
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     names = list(sides)
     for index in range(num_rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(measure(sides[name]))
-    return {name: Sample(*map(statistics.median, zip(*samples[name], strict=True))) for name in names}
+    return samples
+
+
+def medians(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Sample]:
+    """Of the rounds of each side."""
+    return {
+        name: Sample(*map(statistics.median, zip(*rounds, strict=True))) for name, rounds in samples.items()
+    }
+
+
+def share(samples: Mapping[str, Sequence[Sample]], name: str, other: str) -> float:
+    """What one side moves by what another one does in the same round, the median: a slow machine is so for
+    both."""
+    pairs = zip(samples[name], samples[other], strict=True)
+    return statistics.median([one.items_per_s / two.items_per_s for one, two in pairs])
+
+
+def in_rounds(sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int) -> dict[str, Sample]:
+    """Medians by side."""
+    return medians(each_round(sides, measure, num_rounds))
 
 
 def time_sides(

@@ -18,12 +18,14 @@ from benchmarks.store.rounds import (
     GIB,
     Sample,
     Side,
+    each_round,
     gib_and_us,
     in_rounds,
+    medians,
     print_table,
     progress,
+    share,
     size_name,
-    time_sides,
 )
 from benchmarks.store.workload import WORKING_SET_BYTES, Memory, Op, Workload
 from benchmarks.transfer.limits import MESSAGE_BYTES, StreamingBlocks, TwoStreams, time_round_trips
@@ -39,21 +41,29 @@ PEER = "Transfer Engine"
 RAW, STREAMING, MEMCPY = "raw TCP", "raw TCP, streaming", "memcpy"
 LARGE_BYTES = 1 << 20
 """and more: what the shares of raw TCP, of memcpy and of the peer are asked of"""
+SHARES = "Throughputs are medians over rounds, their shares medians of the shares within each round."
 
 
 class Effort(NamedTuple):
     """How much is measured."""
 
     num_rounds: int
+    """of all sides, whose figures are compared round by round: short ones, as the machine's speed changes"""
     budget_s: float
     """of one measurement of one side in one round"""
+    num_long_rounds: int
     long_budget_s: float
-    """the same, where tens of MiB are under way"""
+    """the same, where what is measured takes long to become steady"""
     num_round_trips: int
 
+    @property
+    def num_pairs(self) -> int:
+        """Rounds of two measurements in the time of all long ones."""
+        return round(self.num_long_rounds * self.long_budget_s / self.budget_s)
 
-QUICK = Effort(3, 0.05, 0.2, 2_000)
-NORMAL = Effort(5, 0.2, 1.0, 20_000)
+
+QUICK = Effort(6, 0.025, 3, 0.2, 2_000)
+NORMAL = Effort(20, 0.05, 5, 1.0, 20_000)
 
 
 class TransferSide(Side, Protocol):
@@ -121,14 +131,15 @@ def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES)
             for side in sides.values():
                 side.open(block_bytes)
             for depth, op in itertools.product(DEPTHS, OPS):
-                figures = time_sides(sides, op, depth, effort.budget_s, effort.num_rounds)
+                samples = _time_sides(effort, sides, op, depth)
+                figures = medians(samples)
                 cells = [
                     _gib(figures[name].items_per_s * block_bytes)
                     if name == STREAMING
                     else gib_and_us(figures[name], block_bytes)
                     for name in sides
                 ]
-                bars = "; ".join(map(str, transfer_bars(figures, block_bytes, depth)))
+                bars = "; ".join(map(str, transfer_bars(samples, block_bytes, depth)))
                 rows.append((f"{OPS[op]} {depth} x {size_name(block_bytes)}", *cells, bars or "-"))
     print_table(
         "Transfers between two processes",
@@ -137,23 +148,30 @@ def transfers(effort: Effort, python: Path | None, sizes: Sequence[int] = SIZES)
         f"Throughput and p50 of one call. Every side takes {size_name(WORKING_SET_BYTES)} of blocks in turn."
         " Transfer Engine and raw sockets without checksums, over loopback. Raw TCP: one stream, a call is"
         " one request, a write is acknowledged; streaming: a request for each block, no acknowledgements.",
+        SHARES,
     )
 
 
-def transfer_bars(figures: Mapping[str, Sample], block_bytes: int, depth: int) -> Iterator[Bar]:
+def _time_sides(effort: Effort, sides: Mapping[str, Side], op: Op, depth: int) -> dict[str, list[Sample]]:
+    """One row. Items are blocks."""
+    return each_round(
+        sides, lambda side: Sample.of(side.time(op, depth, effort.budget_s), depth), effort.num_rounds
+    )
+
+
+def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, depth: int) -> Iterator[Bar]:
     """Those of one row."""
-    tcp, shm = figures.get(ours_name("tcp")), figures.get(ours_name("shm"))
-    if tcp is not None:
-        if block_bytes >= LARGE_BYTES:
-            yield Bar("tcp of raw TCP", tcp.items_per_s / figures[RAW].items_per_s, 0.85)
-            if PEER in figures:
-                yield Bar("tcp by Transfer Engine", tcp.items_per_s / figures[PEER].items_per_s, 1.3)
-        elif block_bytes == 64 << 10:
-            yield Bar("tcp", tcp.items_per_s * block_bytes / GIB, 1.0, unit=" GiB/s")
-        elif block_bytes == 4 << 10 and depth == 1:
-            yield Bar("tcp p50", 1e6 * tcp.p50_s, 100, is_least=False, unit=" us")
-    if shm is not None and block_bytes >= LARGE_BYTES:
-        yield Bar("shm of memcpy", shm.items_per_s / figures[MEMCPY].items_per_s, 0.8)
+    tcp, shm = ours_name("tcp"), ours_name("shm")
+    figures = medians(samples)
+    if block_bytes >= LARGE_BYTES:
+        yield Bar("tcp of raw TCP", share(samples, tcp, RAW), 0.85)
+        if PEER in samples:
+            yield Bar("tcp by Transfer Engine", share(samples, tcp, PEER), 1.3)
+        yield Bar("shm of memcpy", share(samples, shm, MEMCPY), 0.8)
+    elif block_bytes == 64 << 10:
+        yield Bar("tcp", figures[tcp].items_per_s * block_bytes / GIB, 1.0, unit=" GiB/s")
+    elif block_bytes == 4 << 10 and depth == 1:
+        yield Bar("tcp p50", 1e6 * figures[tcp].p50_s, 100, is_least=False, unit=" us")
 
 
 def round_trips(effort: Effort) -> None:
@@ -171,18 +189,18 @@ def concurrent(effort: Effort, python: Path | None) -> None:
         rows = [_concurrent_row(effort, name, sides[name], op) for name in sides for op in OPS]
     size = size_name(CONCURRENT_BYTES // NUM_CONCURRENT)
     columns = ("", f"{NUM_CONCURRENT} x {size}", f"1 x {size_name(CONCURRENT_BYTES)}", "bar")
-    print_table("Concurrent transfers", columns, rows)
+    print_table("Concurrent transfers", columns, rows, SHARES)
 
 
 def _concurrent_row(effort: Effort, name: str, side: TransferSide, op: Op) -> list[str]:
     def measure(num_transfers: int) -> Sample:
-        return Sample.of(side.time_concurrent(op, num_transfers, effort.long_budget_s), 1)
+        return Sample.of(side.time_concurrent(op, num_transfers, effort.budget_s), 1)
 
     progress(f"concurrent: {name}, {OPS[op]}")
-    figures = in_rounds({"many": NUM_CONCURRENT, "one": 1}, measure, effort.num_rounds)
-    share = Bar("of one", figures["many"].items_per_s / figures["one"].items_per_s, 0.9)
-    rates = [_gib(figure.items_per_s * CONCURRENT_BYTES) for figure in figures.values()]
-    return [f"{name}, {OPS[op]}", *rates, _verdict(name, share)]
+    samples = each_round({"many": NUM_CONCURRENT, "one": 1}, measure, effort.num_pairs)
+    of_one = Bar("of one", share(samples, "many", "one"), 0.9)
+    rates = [_gib(figure.items_per_s * CONCURRENT_BYTES) for figure in medians(samples).values()]
+    return [f"{name}, {OPS[op]}", *rates, _verdict(name, of_one)]
 
 
 def latency(effort: Effort, python: Path | None) -> None:
@@ -204,7 +222,7 @@ def _latency_row(effort: Effort, name: str, side: TransferSide, op: Op) -> list[
         return Sample.of(times_s, 1)._replace(items_per_s=bulk_bytes_per_s)
 
     progress(f"latency: {name}, {OPS[op]}")
-    figures = in_rounds({"alone": 0, "beside": NUM_BULK}, measure, effort.num_rounds)
+    figures = in_rounds({"alone": 0, "beside": NUM_BULK}, measure, effort.num_long_rounds)
     alone, beside = figures["alone"], figures["beside"]
     times = [f"{1e6 * time_s:.0f} us" for time_s in (alone.p50_s, beside.p50_s, beside.p99_s)]
     slower = Bar("by alone", beside.p50_s / alone.p50_s, 3, is_least=False)
