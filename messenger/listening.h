@@ -18,11 +18,11 @@ inline bool hears(int fd, int64_t for_ns) {
     };
     const int64_t until_ns = now_ns() + for_ns;
     pollfd asked = {fd, POLLIN, 0};
-    do {
-        if (poll(&asked, 1, 0) > 0) return true;
+    while (poll(&asked, 1, 0) <= 0) {
+        if (now_ns() >= until_ns) return false;
         sched_yield();  // whoever is to say it may have been woken on this very core
-    } while (now_ns() < until_ns);
-    return false;
+    }
+    return true;
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from ctypes import CDLL, c_int, c_int64
 from pathlib import Path
@@ -154,14 +155,28 @@ class ListeningLoop(asyncio.SelectorEventLoop):
     """An event loop for a process that others wait for."""
 
     time = staticmethod(time.monotonic)  # as asyncio's, without a call of its own: it is asked often
+    _ready: deque[asyncio.Handle]  # asyncio's own: nobody else knows who waits for a turn
+    _scheduled: list[asyncio.TimerHandle]  # a heap
 
     def __init__(self, listen_s: float) -> None:
         """0: it never listens."""
         self.listener = Listener(listen_s)
         super().__init__(self.listener)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether its next turn would be of use to anybody but who asks."""
+        is_due = bool(self._scheduled) and self._scheduled[0].when() <= self.time()
+        return bool(self._ready) or is_due or hears(self.listener.fileno(), 0)
+
 
 def listener() -> Listener | None:
     """Of the running loop, if that listens."""
     loop = asyncio.get_running_loop()
     return loop.listener if isinstance(loop, ListeningLoop) else None
+
+
+def others_wait() -> bool:
+    """Whether somebody has something to do on the running loop; where that cannot be seen, it may be."""
+    loop = asyncio.get_running_loop()
+    return loop.has_work if isinstance(loop, ListeningLoop) else True

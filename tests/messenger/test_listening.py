@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from messenger.listening import ListeningLoop, Patience, hears
+from messenger.listening import ListeningLoop, Patience, hears, others_wait
 
 LISTEN_S = 300e-6
 
@@ -179,3 +179,43 @@ def test_who_speaks_without_end_keeps_nobody_else_from_being_heard() -> None:
             sock.close()
 
     _run(test())
+
+
+def test_a_loop_knows_whether_anybody_waits_for_a_turn() -> None:
+    async def test() -> None:
+        loop, (near, far) = asyncio.get_running_loop(), socket.socketpair()
+        with near, far:
+            assert not others_wait()
+            loop.call_soon(lambda: None)
+            assert others_wait()
+            await asyncio.sleep(0)
+            assert not others_wait()
+
+            loop.add_reader(near, lambda: near.recv(100))
+            assert not others_wait()
+            far.send(b"something")
+            assert others_wait()
+            while others_wait():
+                await asyncio.sleep(0)
+            loop.remove_reader(near)
+
+            loop.call_later(60, lambda: None).cancel()
+            is_due = asyncio.Event()
+            loop.call_later(0, is_due.set)
+            assert others_wait()
+            await is_due.wait()
+            assert not others_wait()
+
+            thread = threading.Thread(target=loop.call_soon_threadsafe, args=(is_due.clear,))
+            thread.start()
+            thread.join()
+            assert others_wait()
+
+    _run(test())
+
+
+def test_on_another_loop_somebody_may_always_wait() -> None:
+    async def test() -> None:
+        assert others_wait()
+
+    asyncio.run(test())

@@ -307,6 +307,24 @@ def test_others_have_their_turn_while_bytes_come_fast() -> None:
     run(test())
 
 
+def test_nobody_has_a_turn_who_does_not_wait_for_it() -> None:
+    async def test() -> None:
+        async with pair() as (near, _):
+            order = list[str]()
+            near.moved(MIB)
+            with pytest.raises(StopIteration):
+                near.take_turns().send(None)
+            assert not near.is_turn_over
+            asyncio.get_running_loop().call_soon(order.append, "other")
+            await near.take_turns()
+            assert order == [], "it is not time"
+            near.moved(MIB)
+            await near.take_turns()
+            assert order == ["other"]
+
+    run(test())
+
+
 def test_what_is_ahead_is_taken_in_pieces_and_the_rest_follows() -> None:
     async def test() -> None:
         async with pair() as (near, far):
