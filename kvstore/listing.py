@@ -45,7 +45,7 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         block_bytes=store.segment.layout.block_bytes,
         eviction_policy=pool.shelf.policy.value,
         tiers=_tiers(store),
-        num_misses=dict(pool.counters.num_misses),
+        num_misses=dict(pool.hits.num_misses),
         num_dropped=pool.counters.num_dropped,
         num_removed=pool.counters.num_removed,
         num_demotions=store.ssd.counters.num_demotions if store.ssd is not None else 0,
@@ -67,7 +67,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
         Tier.DRAM: TierStats(
             num_slots=pool.table.num_pages,
             num_blocks=len(pool.shelf.index),
-            num_hits=pool.counters.num_hits[Tier.DRAM],
+            num_hits=pool.hits.num_hits[Tier.DRAM],
             num_evictions=pool.room.num_evictions,
             num_checksum_failures=pool.counters.num_dropped,
         )
@@ -76,7 +76,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
         tiers[Tier.SSD] = TierStats(
             num_slots=ssd.num_slots,
             num_blocks=ssd.num_blocks,
-            num_hits=pool.counters.num_hits[Tier.SSD],
+            num_hits=pool.hits.num_hits[Tier.SSD],
             num_evictions=ssd.num_evictions,
             num_checksum_failures=ssd.counters.num_checksum_failures,
             num_errors=ssd.counters.num_read_errors + ssd.counters.num_write_errors,

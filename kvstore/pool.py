@@ -16,12 +16,13 @@ Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.claims import NOBODY, Block, Lease, Leases, Reservation, layer_mask
 from kvstore.events import EventLog
+from kvstore.hits import Hits
 from kvstore.pages import RESERVED, SEALED, PageTable, Writer
 from kvstore.pins import Pins
 from kvstore.room import LowerTier, Room
@@ -36,10 +37,6 @@ from mooncake.pools import Tier
 class PoolCounters:
     """Totals since the pool was opened, in blocks."""
 
-    num_hits: Counter[Tier] = field(default_factory=Counter)
-    """by the tier in which the block was before anybody asked for it"""
-    num_misses: Counter[str] = field(default_factory=Counter)
-    """by reason: absent (not seen lately) or evicted"""
     num_dropped: int = 0
     num_removed: int = 0
     num_expired_leases: int = 0
@@ -75,6 +72,7 @@ class Pool:
             on_space=on_space,
             on_pressure=on_pressure,
         )
+        self.hits = Hits(self.room.ghosts)
         self.pins = Pins(self.shelf, self._unclaim)
         self._events = events
         self._lower = lower
@@ -84,8 +82,6 @@ class Pool:
         self._leases = Leases()
         self._num_holds: Counter[int] = Counter()
         """outstanding transfers that touch a page, by page; no zeros"""
-        self._promoted: set[int] = set()
-        """pages whose block came from the lower tier and has not been asked for since"""
         self._former_writers: dict[Writer, list[int]] = {}
         for page, writer in self.shelf.adopted_writers.items():
             self._add_hold(page)
@@ -129,7 +125,7 @@ class Pool:
     def _evicting(self, page: int) -> None:
         """The block in this idle page is about to leave DRAM."""
         self.pins.remove([self.table.key(page)])
-        self._promoted.discard(page)
+        self.hits.left(page)
 
     def _removed(self, key: BlockKey) -> None:
         """The shelf's index has lost a block."""
@@ -159,9 +155,9 @@ class Pool:
         blocks = self._blocks([*keys, *[None] * num_private], places, writer)
         for block in blocks:
             if block.found:
-                block.tier = Tier.SSD if block.page in self._promoted else Tier.DRAM
-        self._count_hits(found)
-        self._count_misses(key for key, page in zip(keys, places, strict=True) if page is None)
+                block.tier = self.hits.tier(block.page)
+        self._use(found)
+        self.hits.missed(key for key, page in zip(keys, places, strict=True) if page is None)
         reservation = Reservation(self._next_id(), owner, blocks)
         self._reservations[reservation.reservation_id] = reservation
         return reservation
@@ -229,7 +225,7 @@ class Pool:
         self.arrived(reservation, block, range(self.table.num_layers), checksums)
         if self.table.state_of[block.page] == SEALED:
             self.table.num_uses[block.page] = num_uses
-            self._promoted.add(block.page)
+            self.hits.promoted(block.page)
 
     def release(self, reservation_id: int) -> None:
         """Gives up all of a reservation's pages. Idempotent."""
@@ -245,8 +241,8 @@ class Pool:
         index = self.shelf.index
         lease = Lease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
         found = lease.claimed_pages
-        self._count_hits(found)
-        self._count_misses(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
+        self._use(found)
+        self.hits.missed(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
         self.shelf.claim(found)
         self._leases.put(lease)
         return lease
@@ -326,19 +322,10 @@ class Pool:
             blocks.append(Block(key, page, self.table.generation(page), found, arrived, position))
         return blocks
 
-    def _count_hits(self, pages: Collection[int]) -> None:
-        num_promoted = 0
-        if self._promoted:
-            num_promoted = sum(page in self._promoted for page in pages)
-            self._promoted.difference_update(pages)
-        self.counters.num_hits[Tier.SSD] += num_promoted
-        self.counters.num_hits[Tier.DRAM] += len(pages) - num_promoted
+    def _use(self, pages: Collection[int]) -> None:
+        self.hits.found(pages)
         for page in pages:
             self.table.use(page)
-
-    def _count_misses(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
-            self.counters.num_misses[self.room.ghosts.reason(key)] += 1
 
     def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
         for page in self.shelf.unclaim(pages, used=used):
@@ -354,7 +341,7 @@ class Pool:
         self.room.users_left()
 
     def _free(self, page: int) -> None:
-        self._promoted.discard(page)
+        self.hits.left(page)
         self.shelf.free(page)
 
     def _next_id(self) -> int:

@@ -135,11 +135,11 @@ def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_re
     pool.release(promotion.reservation_id)
     for _ in range(2):
         pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[1], KEYS[2]], 5.0).lease_id)
-    assert pool.counters.num_hits == {Tier.DRAM: 3, Tier.SSD: 1}
-    assert pool.counters.num_misses == {"absent": 3}  # one when it was stored
+    assert pool.hits.num_hits == {Tier.DRAM: 3, Tier.SSD: 1}
+    assert pool.hits.num_misses == {"absent": 3}  # one when it was stored
     fill_up(pool)
     pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[2]], 5.0).lease_id)
-    assert pool.counters.num_misses["evicted"] == 1
+    assert pool.hits.num_misses["evicted"] == 1
 
 
 def test_promoted_block_that_nobody_asked_for_leaves_no_hit_to_the_next_one_in_its_page() -> None:
@@ -151,7 +151,7 @@ def test_promoted_block_that_nobody_asked_for_leaves_no_hit_to_the_next_one_in_i
         forget()
         store(pool, KEYS[1])
         pool.end_lease(pool.lease(ALICE, KEYS[1:2], 5.0).lease_id)
-    assert pool.counters.num_hits == {Tier.DRAM: 2, Tier.SSD: 0}
+    assert pool.hits.num_hits == {Tier.DRAM: 2, Tier.SSD: 0}
 
 
 def test_promoted_block_keeps_its_uses_and_position() -> None:

@@ -301,7 +301,7 @@ def test_block_that_two_want_at_once_is_read_once() -> None:
             slab.go_on()
             assert await asyncio.gather(*readers) == [block_of(KEYS[0])] * 4
             assert (slab.num_reads, r.mover.num_promotions) == (1, 1)
-            assert r.pool.counters.num_hits == {Tier.SSD: 1, Tier.DRAM: 3}
+            assert r.pool.hits.num_hits == {Tier.SSD: 1, Tier.DRAM: 3}
             assert r.pool.locate(KEYS[:1]) == [Tier.DRAM]
 
     run(test())
