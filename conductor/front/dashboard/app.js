@@ -9,6 +9,7 @@ const MOST_DRAWN = 8; // instances of a role in the picture
 const byId = (id) => document.getElementById(id);
 const past = []; // {at, state}: what rates are differences of
 let shownRequest = null;
+let shownIsOver = false; // nothing of it changes any more, and the server forgets it in time
 const etags = {};
 
 function element(name, attributes = {}, ...children) {
@@ -202,19 +203,27 @@ async function ask(path) {
 }
 
 async function showTimeline() {
-  if (shownRequest === null) return;
-  const path = `dashboard/requests/${encodeURIComponent(shownRequest)}`;
+  if (shownRequest === null || shownIsOver) return;
+  const id = shownRequest;
+  let request = null, problem = null;
   try {
-    const request = await ask(path);
-    if (request !== null) drawTimeline(request);
+    request = await ask(`dashboard/requests/${encodeURIComponent(id)}`);
   } catch (error) {
-    byId("timeline").textContent = error.message;
+    problem = error.message;
+  }
+  if (id !== shownRequest) return; // another one was chosen meanwhile
+  if (problem !== null) {
+    byId("timeline").textContent = problem;
     byId("timeline").hidden = false;
+  } else if (request !== null) {
+    drawTimeline(request);
+    shownIsOver = request.is_over;
   }
 }
 
 function show(id) {
   shownRequest = id;
+  shownIsOver = false;
   delete etags[`dashboard/requests/${encodeURIComponent(id)}`];
   showTimeline();
 }
