@@ -16,7 +16,7 @@ from conductor.instances import Instance
 from conductor.lateness import Lateness
 from conductor.outcomes import Outcomes
 from conductor.placement import Placement
-from conductor.rules import Rules
+from conductor.rules import Rules, SLOs
 from mooncake.aging import due_s
 from mooncake.messages import PrefixSource
 from mooncake.requests import Request
@@ -37,7 +37,7 @@ class Assignment:
     """in the forecast"""
     device_s: float
     """what it is predicted to take of the devices"""
-    tbt_slo_s: float | None = None
+    slos: SLOs
     delay_s: float = 0.0
     """of prefills that came later and go first"""
     decode_began_s: float | None = None
@@ -84,7 +84,7 @@ class Assignments:
         """Of all that are placed."""
         return min(self._tbt_slos_s, default=None)
 
-    def assign(self, request: Request, placement: Placement, tbt_slo_s: float | None, now_s: float) -> None:
+    def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> None:
         """It is about to be ordered from this pair."""
         view, loads, prediction = self._view, self._view.loads, placement.prediction
         prefill, decode = view.slot_of(placement.prefill.name), view.slot_of(placement.decode.name)
@@ -110,10 +110,10 @@ class Assignments:
             fetched_bytes,
             stay,
             self._device_s(placement, decode),
-            tbt_slo_s,
+            slos,
         )
-        if tbt_slo_s is not None:
-            self._tbt_slos_s[tbt_slo_s] += 1
+        if slos.tbt_s is not None:
+            self._tbt_slos_s[slos.tbt_s] += 1
         self._outcomes.placed(placement)
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
@@ -166,7 +166,8 @@ class Assignments:
         if num_cached_tokens is not None:
             ttft_s = now_s - assignment.assigned_s
             self._outcomes.first_token(assignment.placement, ttft_s)
-            self._lateness.learn(assignment.placement.prediction, assignment.delay_s, ttft_s, now_s)
+            prediction, slos = assignment.placement.prediction, assignment.slos
+            self._lateness.learn(prediction, assignment.delay_s, ttft_s, slos.ttft_s, now_s)
             if seconds is not None and assignment.placement.source is None:  # else it has waited for a fetch
                 self._view.prefill_ended(
                     assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
@@ -192,10 +193,11 @@ class Assignments:
         if assignment is None:
             return
         self.num_released += 1
-        if assignment.tbt_slo_s is not None:
-            self._tbt_slos_s[assignment.tbt_slo_s] -= 1
-            if not self._tbt_slos_s[assignment.tbt_slo_s]:
-                del self._tbt_slos_s[assignment.tbt_slo_s]
+        tbt_slo_s = assignment.slos.tbt_s
+        if tbt_slo_s is not None:
+            self._tbt_slos_s[tbt_slo_s] -= 1
+            if not self._tbt_slos_s[tbt_slo_s]:
+                del self._tbt_slos_s[tbt_slo_s]
         self._leave_prefill(request_id, assignment, now_s, was_computed=False)
         assignment.stay.end()
         if self._view.holds(assignment.decode_slot, assignment.placement.decode):

@@ -24,7 +24,7 @@ from conductor.placement import Placement, Reason, Rejection
 from conductor.refusals import Refusals
 from conductor.rules import SLOs
 from conductor.timeline import Work
-from conductor.turned_away import Terms, TurnedAway
+from conductor.turned_away import MAX_SHARE, Terms, TurnedAway
 from mooncake.policies import Overload
 from mooncake.requests import Request
 
@@ -88,13 +88,16 @@ class Admission:
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
         prompt_s = prediction.transfer_s + prediction.prefill_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
-            first_token_s = waited_s + self._lateness.factor(now_s) * queue_s + prompt_s
+            factor = self._lateness.factor(now_s)
+            # Not so long that devices would have to run out of work for it.
+            slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
+            first_token_s = waited_s + factor * queue_s + slow_prompt_s
             terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
-            kept_s = self._turned_away.kept_s(terms, prompt_s, came_s, now_s)
+            kept_s = self._turned_away.kept_s(terms, slow_prompt_s, came_s, now_s)
             late_s = first_token_s + kept_s - slos.ttft_s
             if late_s > 0:
                 retry_s = max(_SHORTEST_RETRY_S, late_s)
-                return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
+                return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, slow_prompt_s, kept_s)
         if slos.tbt_s is None:
             return None
         factor = self._refusals.factor(now_s)

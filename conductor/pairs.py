@@ -36,8 +36,8 @@ class Pairs:
         num_tokens = len(tracked.request.token_ids)
         for instance in (placement.prefill, placement.decode):
             instance.requests[tracked.request_id] = num_tokens
-        tbt_slo_s = self._limits.slos_of(tracked.request).tbt_s
-        self._assignments.assign(tracked.request, placement, tbt_slo_s, now_s)
+        slos = self._limits.slos_of(tracked.request)
+        self._assignments.assign(tracked.request, placement, slos, now_s)
         tracked.move_to(RequestState.RESERVING)
         may_refuse = self._may_refuse and not tracked.may_have_begun
         shares_cores = placement.decode.shares_cores(placement.prefill)

@@ -1,50 +1,57 @@
-"""How much longer queues last than predicted."""
+"""How much longer first tokens take than predicted."""
 
 import pytest
 
 from conductor.lateness import MEMORY_S, MOST, Lateness
 from conductor.placement import Prediction
 
+NOW_S = 100.0
+QUEUED = Prediction(queue_s=9.0, transfer_s=0.5, prefill_s=0.5, tbt_s=0.1)
+SLO_S = 11.0
 
-def learned(*latest: tuple[Prediction, float]) -> float:
+
+def learned(*ttfts_s: float, ttft_slo_s: float | None = SLO_S) -> float:
     lateness = Lateness()
-    for prediction, ttft_s in latest:
-        lateness.learn(prediction, 0.0, ttft_s, NOW_S)
+    for ttft_s in ttfts_s:
+        lateness.learn(QUEUED, 0.0, ttft_s, ttft_slo_s, NOW_S)
     return lateness.factor(NOW_S)
 
 
-NOW_S = 100.0
-QUEUED = Prediction(queue_s=10.0, transfer_s=0.5, prefill_s=0.5, tbt_s=0.1)
+def test_all_but_one_of_twenty_come_in_time_with_it() -> None:
+    assert learned(*[10.0 + nth / 10 for nth in range(1, 21)]) == pytest.approx(1.19)
 
 
-def test_nine_of_ten_come_in_time_with_it() -> None:
-    assert learned(*[(QUEUED, 11.0 + tenth) for tenth in range(10)]) == pytest.approx(1.4, abs=0.11)
+def test_what_is_quicker_than_predicted_is_taken_as_predicted() -> None:
+    assert learned(*[6.0] * 20) == 1.0
 
 
-def test_a_queue_that_is_quicker_than_predicted_is_taken_as_predicted() -> None:
-    assert learned(*[(QUEUED, 6.0)] * 20) == 1.0
+def test_the_first_one_that_is_late_tells_at_once_and_nobody_says_too_much() -> None:
+    assert learned(12.0) == pytest.approx(1.2)
+    assert learned(100.0) == MOST
 
 
-def test_a_few_say_nothing_and_nobody_says_too_much() -> None:
-    assert learned(*[(QUEUED, 13.0)] * 7) == 1.0
-    assert learned(*[(QUEUED, 100.0)] * 20) == MOST
+@pytest.mark.parametrize("ttft_slo_s", [None, 20.0])
+def test_what_is_not_near_its_limit_tells_nothing(ttft_slo_s: float | None) -> None:
+    assert learned(*[13.0] * 20, ttft_slo_s=ttft_slo_s) == 1.0
 
 
-def test_what_was_computed_for_longer_than_it_waited_tells_nothing() -> None:
-    assert learned(*[(QUEUED._replace(queue_s=0.9), 11.0)] * 20) == 1.0
+def test_near_the_limit_is_what_would_be_with_the_allowance() -> None:
+    lateness = Lateness()
+    lateness.learn(QUEUED, 0.0, 14.0, 14.0, NOW_S)
+    lateness.learn(QUEUED._replace(queue_s=6.5), 0.0, 11.25, 14.0, NOW_S)
+    assert lateness.factor(NOW_S) == pytest.approx(1.5), "7.5 s count 1.4 times, which is 75% of 14 s"
 
 
-def test_what_came_later_and_went_first_was_part_of_the_queue() -> None:
+def test_what_came_later_and_went_first_was_expected() -> None:
     lateness = Lateness()
     for _ in range(20):
-        lateness.learn(QUEUED, 2.0, 13.0, NOW_S)
+        lateness.learn(QUEUED, 2.0, 12.0, SLO_S, NOW_S)
     assert lateness.factor(NOW_S) == 1.0
 
 
 def test_what_was_learned_in_an_overload_that_is_over_is_forgotten() -> None:
     lateness = Lateness()
     for at_s in range(20):
-        lateness.learn(QUEUED, 0.0, 14.0, at_s)
-    assert lateness.factor(19.0) == pytest.approx(1.3)
-    assert lateness.factor(MEMORY_S + 12.0) == pytest.approx(1.3), "eight are left"
-    assert lateness.factor(MEMORY_S + 12.5) == 1.0
+        lateness.learn(QUEUED, 0.0, 13.0, SLO_S, at_s)
+    assert lateness.factor(MEMORY_S + 19.0) == pytest.approx(1.3), "one is left"
+    assert lateness.factor(MEMORY_S + 19.5) == 1.0
