@@ -1,7 +1,6 @@
 """Where HTTP comes in: ids of requests, the size of bodies, and what becomes of bugs.
 
-`RequestIds` is around the whole application, so a stream's events pass by all of it; `Boundary` is within
-what adds headers to all responses (CORS).
+`RequestIds` is around the whole application; `Boundary` is within what adds headers to all responses (CORS).
 
 Owns: that every response has an id and that no exception leaves without OpenAI's error body.
 Does not know: routes.
@@ -22,9 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conductor.front.errors import UnavailableError, error_response
 from conductor.front.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
-
-DIRECT_SEND = "mooncake.direct_send"
-"""extension of the scope: where to send a response's body, once its start has been sent the usual way"""
 
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 log = logging.getLogger(__name__)
@@ -66,8 +62,6 @@ class RequestIds:
         state = scope.setdefault("state", {})
         text = given.decode("latin-1")
         state["request_id"] = text if _REQUEST_ID.fullmatch(text) else secrets.token_hex(16)
-        # What lies between would pass each event of a stream on, one after the other, and change none.
-        scope.setdefault("extensions", {})[DIRECT_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -75,11 +69,7 @@ class RequestIds:
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            # It leads back to what has the scope, which would be freed no sooner than garbage is looked for.
-            del scope["extensions"][DIRECT_SEND]
+        await self._app(scope, receive, send_with_id)
 
 
 class Boundary:

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from conductor.front.answer import AnswerFormat, event
-from conductor.front.boundary import DIRECT_SEND
+from conductor.front.connection import BODY, Body
 from conductor.front.errors import error_body, error_response
 from conductor.front.generation import Delta, Generation, joined
 from conductor.front.metrics import Metrics, Outcome
-from conductor.front.reception import Event
+from conductor.front.reception import Event, Received
 from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 
@@ -42,8 +42,9 @@ def outcome_of(error: RequestError) -> Outcome:
 class GenerationResponse(Response):
     """Runs `generation` and sends what comes. A client that hangs up ends it at once.
 
-    What the link receives is sent within the same turn of the event loop, without a task. To a client that
-    does not read it is sent by a task, later, and what comes meanwhile waits as token ids.
+    What the link receives is sent within the same turn of the event loop: without a task, and between the
+    first tokens and the last ones without a coroutine. To a client that does not read it is sent by a task,
+    later, and what comes meanwhile waits as token ids.
     """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
@@ -54,6 +55,8 @@ class GenerationResponse(Response):
         """received and not sent"""
         self._is_sending = self._has_started = self._has_ended = False
         self._slow_sending: asyncio.Task[None] | None = None
+        self._body: Body | None = None
+        """of a stream that has started"""
         self._parts: dict[int, list[Delta]] = {}
         """of each choice of an answer that is not streamed"""
         self._outcome = Outcome.ABORTED
@@ -84,13 +87,32 @@ class GenerationResponse(Response):
     def _on_event(self, event: Event) -> None:
         if self._has_ended:
             return
+        body = self._body
+        if body is not None and not self._is_sending and isinstance(event, Received) and body.takes_more():
+            self._write(event, body)
+            return
         self._events.append(event)
         if not self._is_sending:
             self._slow_sending = run_eagerly(self._send_what_has_come())
 
-    async def _send_what_has_come(self) -> None:
+    def _write(self, event: Received, body: Body) -> None:
+        try:
+            delta = self._generation.gain(event)
+            if delta is None:
+                return
+            if delta.finish_reason is not None:
+                self._slow_sending = run_eagerly(self._send_what_has_come((delta, event.request_id)))
+            elif chunks := self._answers.chunks(delta, self._generation.usage):
+                body.write(chunks)
+        except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
+            self._end_by(error)
+
+    async def _send_what_has_come(self, first: tuple[Delta, str] | None = None) -> None:
+        """`first`: what a request, whose id it is, has gained already."""
         self._is_sending = True
         try:
+            if first is not None:
+                await self._send_delta(*first)
             while self._events and not self._has_ended:
                 event = self._events.popleft()
                 try:
@@ -98,35 +120,40 @@ class GenerationResponse(Response):
                 except RequestError as error:
                     await self._send_error(error)
                     break
-                if delta is None:
-                    continue
-                chunks = b""
-                if not self._is_streamed:
-                    self._parts.setdefault(delta.choice_index, []).append(delta)
-                else:
-                    if not self._has_started:
-                        await self._start()
-                    chunks = self._answers.chunks(delta, self._generation.usage)
-                if delta.finish_reason is not None:
-                    await self._generation.end(event.request_id, delta.finish_reason)
-                    if self._generation.is_over:
-                        await self._end(chunks)
-                        self._outcome = Outcome.FINISHED
-                        break
-                if chunks:
-                    await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
+                if delta is not None:
+                    await self._send_delta(delta, event.request_id)
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
-            self._has_ended = True
-            self._outcome, self._bug = Outcome.FAILED, error
-            assert self._task is not None
-            self._task.cancel()  # it waits for the client to hang up
+            self._end_by(error)
         finally:
             self._is_sending = False
+
+    async def _send_delta(self, delta: Delta, request_id: str) -> None:
+        chunks = b""
+        if not self._is_streamed:
+            self._parts.setdefault(delta.choice_index, []).append(delta)
+        else:
+            if not self._has_started:
+                await self._start()
+            chunks = self._answers.chunks(delta, self._generation.usage)
+        if delta.finish_reason is not None:
+            await self._generation.end(request_id, delta.finish_reason)
+            if self._generation.is_over:
+                await self._end(chunks)
+                self._outcome = Outcome.FINISHED
+                return
+        if chunks:
+            await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
+
+    def _end_by(self, bug: Exception) -> None:
+        self._has_ended = True
+        self._outcome, self._bug = Outcome.FAILED, bug
+        assert self._task is not None
+        self._task.cancel()  # it waits for the client to hang up
 
     async def _start(self) -> None:
         self._has_started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        self._send = self._scope["extensions"][DIRECT_SEND]
+        self._body = self._scope["extensions"][BODY]
 
     async def _end(self, chunks: bytes) -> None:
         """`chunks`: the last ones of a stream."""

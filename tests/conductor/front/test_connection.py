@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, Scope
 from uvicorn.server import ServerState
 
-from conductor.front.connection import connections
+from conductor.front.connection import BODY, connections
 from conductor.front.outbox import Outbox
 
 SEND_TIMEOUT_S = 60.0
@@ -156,3 +156,15 @@ def test_nothing_is_watched_where_all_has_been_taken_or_nobody_is_there(client: 
     client.connection.pause_writing()
     client.connection.connection_lost(OSError())
     assert not client.is_cut_off_after(SEND_TIMEOUT_S)
+
+
+def test_parts_of_a_body_are_taken_while_the_client_reads(client: Client) -> None:
+    client.connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+    body = client.connection.cycle.scope["extensions"][BODY]
+    assert body.takes_more()
+    body.write(b"part")
+    assert client.transport.num_bytes == len(b"4\r\npart\r\n")
+    client.connection.pause_writing()
+    assert not body.takes_more()
+    client.connection.resume_writing()
+    assert body.takes_more()

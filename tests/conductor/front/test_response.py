@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conductor.front.boundary import DIRECT_SEND
+from conductor.front.connection import BODY
 from conductor.front.errors import GenerationFailedError
 from conductor.front.generation import Delta
 from conductor.front.metrics import Metrics, Outcome
@@ -72,6 +72,14 @@ class Client:
             if not message.get("more_body"):
                 self.is_over.set()
 
+    def takes_more(self) -> bool:
+        return self.reads.is_set() and not self.is_broken
+
+    def write(self, part: bytes) -> None:
+        assert not self.is_over.is_set(), "nothing may follow the end"
+        assert part
+        self.bodies.append(part)
+
     async def receive(self) -> dict[str, str]:
         await self.is_over.wait()
         return {"type": "http.disconnect"}
@@ -82,7 +90,7 @@ class Served:
         self.client, self.generation = Client(), FakeGeneration()
         self.metrics = Metrics(CollectorRegistry(), "model")
         response = GenerationResponse(self.generation, FakeAnswers(), True, self.metrics)  # type: ignore[arg-type]
-        scope = {"type": "http", "extensions": {DIRECT_SEND: self.client.send}}
+        scope = {"type": "http", "extensions": {BODY: self.client}}
         self.task = asyncio.ensure_future(response(scope, self.client.receive, self.client.send))
 
     def receive(self, token_id: int, finish_reason: FinishReason | None = None) -> None:
