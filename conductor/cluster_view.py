@@ -156,6 +156,7 @@ class ClusterView:
         """Its load, as it says."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
+        self.loads.hear_turns(slot, heartbeat.decode_load.num_awaiting_turn)
         num_device_pages = max(1, instance.registration.capacity.num_device_pages)
         self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
         pools = list(heartbeat.pools.values())
@@ -173,13 +174,14 @@ class ClusterView:
         return self._decode_pool
 
     def mean_step_s(self) -> float | None:
-        """Of all decode instances, with what they decode now; None without one."""
+        """Of all decode instances, with what is in their batches now; None without one."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
             return None
+        share = loads.share_in_batches(pool.are_in) / pool.num_instances
         num_requests = float(loads.num_decoding.dot(pool.are_in))
         num_tokens = float(loads.num_decoding_tokens.dot(pool.are_in))
-        return pool.mean_costs.seconds(num_requests / pool.num_instances, num_tokens / pool.num_instances)
+        return pool.mean_costs.seconds(share * num_requests, share * num_tokens)
 
     def mean_prefill_costs(self) -> Costs | None:
         """Of all prefill instances; None without one."""
@@ -224,13 +226,18 @@ class ClusterView:
     def decode_refused(self, slot: int, batch_size: int, tbt_s: float) -> float:
         """It predicts this for so many requests: others that have been prefilled wait for their turn. What is
         predicted here, after learning from it."""
-        loads = self.loads
-        mean_tokens = loads.num_decoding_tokens.item(slot) / max(1.0, loads.num_decoding.item(slot))
-        batch = float(batch_size), batch_size * mean_tokens
-        self.decode_costs.learn(slot, *batch, tbt_s)
+        num_kv_tokens = batch_size * self._mean_kv_tokens(slot)
+        self.decode_costs.learn(slot, batch_size, num_kv_tokens, tbt_s)
         self._decode_pool = None
         self.decode_changed(slot)
-        return self.decode_costs.predict_s(slot, *batch)
+        return self.step_s(slot, batch_size)
+
+    def step_s(self, slot: int, batch_size: int) -> float:
+        """Predicted for so many requests of the length of those that the instance has."""
+        return self.decode_costs.predict_s(slot, batch_size, batch_size * self._mean_kv_tokens(slot))
+
+    def _mean_kv_tokens(self, slot: int) -> float:
+        return self.loads.num_kv_tokens.item(slot) / max(1.0, self.loads.batch_size.item(slot))
 
     def _learn_prefill(self, slot: int, computed: _Computed) -> None:
         if computed.seconds > 0:
@@ -244,7 +251,7 @@ class ClusterView:
         seat.decode = decode
         if min(num_steps, num_tokens, seconds) > 0 and loads.batch_size[slot] > 0:
             batch_size = num_tokens / num_steps
-            num_kv_tokens = batch_size * loads.num_kv_tokens[slot] / loads.batch_size[slot]
+            num_kv_tokens = batch_size * self._mean_kv_tokens(slot)
             self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
             self._decode_pool = None
             self.decode_changed(slot)

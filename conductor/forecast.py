@@ -75,6 +75,10 @@ class Forecast(Protocol):
     def everything(self) -> Work:
         """That is expected or decoded now: at no time is there more of it."""
 
+    @property
+    def last_prefill_s(self) -> float:
+        """When the last of those ends that are expected; minus infinity without one."""
+
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """Its prefill will end at `prefilled_s`, its tokens will be `tbt_s` apart."""
 
@@ -123,6 +127,11 @@ class SystemForecast:
     def everything(self) -> Work:
         """As in `Forecast`."""
         return self._prefills.total.plus(self._decodes.total)
+
+    @property
+    def last_prefill_s(self) -> float:
+        """As in `Forecast`."""
+        return self._prefills.latest
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """As in `Forecast`."""
@@ -178,6 +187,11 @@ class RequestForecast:
     def everything(self) -> Work:
         """As in `Forecast`."""
         return self._joins.total.plus(self._ends.total)
+
+    @property
+    def last_prefill_s(self) -> float:
+        """As in `Forecast`."""
+        return self._joins.latest
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """As in `Forecast`."""

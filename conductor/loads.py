@@ -71,6 +71,9 @@ class Loads:
         """of the requests assigned to a decode instance: how many, and tokens of their prompts"""
         self.num_decoding, self.num_decoding_tokens = np.zeros(0), np.zeros(0)
         """the same of those whose prefill has ended"""
+        self.num_awaiting_turn = np.zeros(0)
+        """of these, those that are not in the batch because it is too large for them: as last heard, and what
+        has come and gone since"""
         self.head_priority = np.zeros(0, np.int64)
         self._prefills: list[_Prefills] = []
         self._queued_s: dict[int, Floats] = {}
@@ -225,15 +228,26 @@ class Loads:
         self.num_kv_tokens[slot] += num_tokens
 
     def begin_decode(self, slot: int, num_tokens: int) -> None:
-        """Its prefill has ended."""
+        """Its prefill has ended. Who comes behind others that wait for their turn waits too."""
         self.num_decoding[slot] += 1
         self.num_decoding_tokens[slot] += num_tokens
+        self.num_awaiting_turn[slot] += self.num_awaiting_turn.item(slot) > 0
 
     def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
-        """Undoes `assign_decode`, and `begin_decode` if it has begun."""
+        """Undoes `assign_decode`, and `begin_decode` if it has begun. Then it is somebody else's turn."""
         self.num_assigned[slot] -= 1
         self.batch_size[slot] -= 1
         self.num_kv_tokens[slot] -= num_tokens
         if has_begun:
             self.num_decoding[slot] -= 1
             self.num_decoding_tokens[slot] -= num_tokens
+            self.num_awaiting_turn[slot] -= self.num_awaiting_turn.item(slot) > 0
+
+    def hear_turns(self, slot: int, num_awaiting_turn: int) -> None:
+        """So many wait for their turn, as it says: it may have been before the latest came or went."""
+        self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
+
+    def share_in_batches(self, slots: Floats) -> float:
+        """Of the requests that these decode, those that are in their batches."""
+        num_decoding = float(self.num_decoding.dot(slots))
+        return 1.0 - float(self.num_awaiting_turn.dot(slots)) / num_decoding if num_decoding else 1.0

@@ -11,6 +11,7 @@ different lengths are refused in proportion (`conductor.turned_away`).
 Owns: the rules. Does not know: how a pair is chosen, messages.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ were rejected would never be corrected"""
 _IDLE_S = 1e-6
 """a shorter queue may be nothing but what rounding has left of others that were there"""
 _SHORTEST_RETRY_S = 1.0
+_DEVIATIONS = 2.0
+"""standard deviations by which more may be left on one decode instance than on average"""
 
 
 class Freed(NamedTuple):
@@ -109,8 +112,7 @@ class Admission:
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
                 tbt_s = self._tbt_with_s(self._forecast.everything.less(freed.work), num_tokens)
                 if tbt_s is not None and factor * tbt_s > slos.tbt_s:  # else there is never enough to miss it
-                    work = self._forecast.at(now_s + queue_s + prompt_s, now_s, self._next_step_s())
-                    tbt_s = self._tbt_with_s(work.less(freed.work), num_tokens)
+                    tbt_s = self._tbt_then_s(now_s + queue_s + prompt_s, freed.work, num_tokens, now_s)
         return self._check_tbt(None if tbt_s is None else factor * tbt_s, slos.tbt_s)
 
     def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
@@ -124,6 +126,12 @@ class Admission:
         slot = self._view.slot_of(decode.name)
         assert slot is not None
         self._refusals.note(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
+
+    def heard(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
+        """It says how long a token would take if it decoded all that it has been given."""
+        slot = self._view.slot_of(decode.name)
+        assert slot is not None
+        self._refusals.note(self._view.step_s(slot, batch_size), tbt_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Its prefill has ended, which is wasted if the decode instance rejects it now."""
@@ -177,12 +185,30 @@ class Admission:
         assert pool is not None
         return float(self._view.next_step_s.dot(pool.are_in)) / pool.num_instances
 
-    def _tbt_with_s(self, work: Work, num_tokens: int) -> float | None:
-        """The same when there is so much work, spread evenly."""
+    def _tbt_then_s(self, prefilled_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
+        """The same of what is expected when its prefill ends, and when the last one does of those that have
+        been accepted: it is decoded beside these as well."""
+        forecast, step_s = self._forecast, self._next_step_s()
+        times_s = [prefilled_s]
+        last_s = min(forecast.last_prefill_s, prefilled_s + forecast.decode_s)
+        if last_s > prefilled_s:
+            times_s.append(last_s)
+        everything, tbts_s = forecast.everything.less(freed), []
+        for time_s in times_s:
+            work = forecast.at(time_s, now_s, step_s).less(freed)
+            tbts_s.append(self._tbt_with_s(work, num_tokens, everything.num_requests - work.num_requests))
+        return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
+
+    def _tbt_with_s(self, work: Work, num_tokens: int, num_ended: float = 0.0) -> float | None:
+        """The same when there is so much work, spread evenly; but those that have ended by then are any of
+        all, and chance leaves more on one instance than on others."""
         pool = self._view.decode_pool()
         assert pool is not None
-        num_instances = pool.num_instances
-        if work.num_requests < num_instances:
+        num_left, num_instances = work.num_requests, pool.num_instances
+        if num_left < num_instances:
             return None
-        num_requests = round(work.num_requests) // num_instances + 1
-        return pool.mean_costs.seconds(num_requests, work.num_tokens / num_instances + num_tokens)
+        variance = num_left * max(0.0, num_ended) / (num_left + num_ended) * (num_instances - 1)
+        num_more = _DEVIATIONS * math.sqrt(variance) / num_instances
+        num_requests = round(num_left) // num_instances + 1 + num_more
+        num_kv_tokens = work.num_tokens * (1.0 / num_instances + num_more / num_left) + num_tokens
+        return pool.mean_costs.seconds(num_requests, num_kv_tokens)

@@ -77,7 +77,7 @@ class Conductor:
         self.view = ClusterView(profiled, rules.kvcache_balancing_threshold)
         self.prefixes = self.view.prefixes
         forecast, lateness = forecast_of(rules.overload), Lateness()
-        admission = Admission(self.view, forecast, lateness, rules.overload)
+        self._admission = admission = Admission(self.view, forecast, lateness, rules.overload)
         self._assignments = Assignments(self.view, forecast, lateness, self.outcomes, rules)
         may_refuse = admission.has_double_check
         pairs = Pairs(self.instances, limits, self._assignments, may_refuse=may_refuse)
@@ -302,6 +302,9 @@ class Conductor:
             if instance is not None:
                 instance.last_seen_s, instance.heartbeat = now_s, message
                 self.view.heard(instance, message)
+                load = message.decode_load
+                if load.num_requests and load.tbt_s is not None:
+                    self._admission.heard(instance, load.num_requests, load.tbt_s, now_s)
             return [Effect(sender, HeartbeatAck(known=instance is not None))]
         if isinstance(message, Leave):
             return self._drop_instances([instance], "has left", now_s) if instance else []

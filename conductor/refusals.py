@@ -2,7 +2,8 @@
 
 They check again when prefill has ended (Mooncake, section 3), and what they refuse then was computed in vain.
 Where there is too much to do, every batch is as large as it may be: if they predict one hundredth more than
-the Conductor, it lets in, one after the other, what they all refuse.
+the Conductor, it lets in, one after the other, what they all refuse. So what they predict counts before they
+refuse anything.
 
 Owns: the latest difference. Does not know: what is predicted, who is refused.
 """

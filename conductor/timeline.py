@@ -65,6 +65,14 @@ class Timeline:
         self._requests[index] += num_requests
         self._tokens[index] += num_tokens
 
+    @property
+    def latest(self) -> float:
+        """A time in the bucket of the latest request; minus infinity without one."""
+        if not self.total.num_requests:
+            return -math.inf
+        (used,) = self._work[0].nonzero()
+        return (self._first + int(used[-1]) + 0.5) * self._bucket
+
     def until(self, time: float) -> Work:
         """All up to a time, or up to a bucket's length more."""
         end = self._index(time) + 1

@@ -16,7 +16,7 @@ from mooncake.blocks import BlockKey, KVLayout
 from mooncake.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class Role(StrEnum):
@@ -85,6 +85,17 @@ class DecodeStats(msgspec.Struct, frozen=True):
     num_not_inlined: int = 0
 
 
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """What an instance has to decode now and later."""
+
+    num_requests: int = 0
+    """all that it has been given and that have not ended"""
+    num_awaiting_turn: int = 0
+    """of these, those that are prefilled, and kept out of the batch by its predicted TBT"""
+    tbt_s: float | None = None
+    """predicted for all of them in one batch; None while too little is known"""
+
+
 TO_POOL, TO_HOST = "pool", "host"
 PREEMPTED_TO = (TO_POOL, TO_HOST)
 
@@ -100,6 +111,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     num_prefill_tokens: dict[str, int] = {}
     """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
     decode: DecodeStats = DecodeStats()
+    decode_load: DecodeLoad = DecodeLoad()
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):

@@ -22,7 +22,17 @@ from kvstore.answers import ReservedBlock
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError, PoolError, TransferError
 from mooncake.front_messages import TokenOutput
-from mooncake.messages import TO_HOST, TO_POOL, Decode, Finished, Refused, Reserve, Reserved, WorkFailed
+from mooncake.messages import (
+    TO_HOST,
+    TO_POOL,
+    Decode,
+    DecodeLoad,
+    Finished,
+    Refused,
+    Reserve,
+    Reserved,
+    WorkFailed,
+)
 from mooncake.pools import Grant
 from mooncake.requests import Ref
 from workers.block_transfers import BlockPair, BlockTransfers
@@ -96,6 +106,11 @@ class DecodeRunner:
     def num_running(self) -> int:
         """Requests in the batch."""
         return self._batch.num_running
+
+    @property
+    def load(self) -> DecodeLoad:
+        """With what is reserved, and what waits."""
+        return self._double_check.load(self._sequences.values())
 
     def reserve(self, order: Reserve) -> None:
         """Take on a request: first its pages. `Jobs.cancel` stops it and gives everything back."""

@@ -3,14 +3,15 @@
 With the TBT that it predicts it may let a request wait, or refuse it, until its first token leaves, and it
 decides which prompts are computed here (section 5).
 
-Owns: what a request would do to the batch, who waits for that to become smaller. Does not know: messages, how
-anything is measured.
+Owns: what a request would do to the batch, who waits for that to become smaller. Does not know: who is told,
+how anything is measured.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+from mooncake.messages import DecodeLoad
 from workers.decode_meter import DecodeMeter
 from workers.inlining import is_inlined
 from workers.sequence import Sequence
@@ -36,6 +37,8 @@ class DoubleCheck:
         self._turn = asyncio.Lock()
         """of the one that is looked at, while others stand behind it"""
         self._changed = asyncio.Event()
+        self._num_waiting = 0
+        """for their turn"""
 
     async def pass_in_turn(
         self, sequence: Sequence, others: Callable[[], Iterable[Sequence]], time_left_s: float | None
@@ -45,7 +48,7 @@ class DoubleCheck:
         Raises TooSlowError if that is not within `time_left_s`, or (None) now.
         """
         if time_left_s is not None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError), self._waiting():
                 async with asyncio.timeout(max(0.0, time_left_s)), self._turn:
                     while self._refusal(sequence, others()) is not None:
                         self._changed.clear()
@@ -54,9 +57,24 @@ class DoubleCheck:
         if refusal is not None:
             raise refusal
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
     def look_again(self) -> None:
         """The batch has made a step, or somebody has left it."""
         self._changed.set()
+
+    def load(self, sequences: Iterable[Sequence]) -> DecodeLoad:
+        """Of these, whether they are prefilled or not."""
+        batch = [sequence for sequence in sequences if sequence.finish_reason is None]
+        num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
+        tbt_s = self._meter.tbt.predict_s(len(batch), num_kv_tokens)
+        return DecodeLoad(len(batch), self._num_waiting, tbt_s)
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """None if nothing else is to be done: the prediction may be outdated."""

@@ -310,6 +310,7 @@ class Session:
             pools=pools | (self._behind.pools if self._behind else {}),
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
             decode=self._decode.meter.stats,
+            decode_load=self._decode.load,
         )
         self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
         return heartbeat

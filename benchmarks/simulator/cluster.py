@@ -32,7 +32,6 @@ from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
-    DecodeStats,
     FromWorker,
     Heartbeat,
     Prefill,
@@ -42,7 +41,7 @@ from mooncake.messages import (
     ToWorker,
 )
 from mooncake.policies import EvictionPolicy
-from mooncake.pools import Capacity
+from mooncake.pools import Capacity, PoolStats
 from mooncake.requests import Request, SamplingParams
 from workers.prefill_queue import PrefillQueue
 
@@ -257,20 +256,23 @@ class DisaggregatedCluster:
             return
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
         for prefill in self.prefills:
-            self._beat(prefill.node, 0, prefill.num_queued, self._num_device_blocks, DecodeStats())
+            beat = Heartbeat(0, prefill.num_queued, self._num_device_blocks, _pools_of(prefill.node))
+            self._tell(prefill.node.identity, beat)
         for decode in self.decodes:
-            num_running, num_free = decode.batch.size, decode.num_free_tokens // self._shape.block_tokens
-            num_waiting = decode.num_sequences - num_running
-            self._beat(decode.node, num_running, num_waiting, num_free, decode.stats())
+            self._tell(decode.node.identity, self._heartbeat(decode))
         self._carry_out(self.conductor.tick(self.clock.now_s))
         self._on_second(self)
         self.clock.after(HEARTBEAT_S, self._each_second)
 
-    def _beat(
-        self, node: Node, num_running: int, num_waiting: int, num_free_pages: int, decode: DecodeStats
-    ) -> None:
-        pools = {node.name: node.pool_stats()}
-        self._tell(node.identity, Heartbeat(num_running, num_waiting, num_free_pages, pools, decode=decode))
+    def _heartbeat(self, decode: DecodeInstance) -> Heartbeat:
+        return Heartbeat(
+            decode.batch.size,
+            decode.num_sequences - decode.batch.size,
+            decode.num_free_tokens // self._shape.block_tokens,
+            _pools_of(decode.node),
+            decode=decode.stats(),
+            decode_load=decode.load,
+        )
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -306,6 +308,10 @@ class DisaggregatedCluster:
                 self.results.end(self._live.pop(request_id), Outcome.REJECTED, now_s)
             case Failed(request_id=request_id):
                 self.results.end(self._live.pop(request_id), Outcome.FAILED, now_s)
+
+
+def _pools_of(node: Node) -> dict[str, PoolStats]:
+    return {node.name: node.pool_stats()}
 
 
 class CoupledCluster:

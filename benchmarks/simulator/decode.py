@@ -17,7 +17,7 @@ from benchmarks.simulator.cache import Reservation
 from benchmarks.simulator.decoding import BatchRunner
 from benchmarks.simulator.node import Node
 from benchmarks.simulator.requests import SimulatedRequest
-from mooncake.messages import Abort, Decode, DecodeStats, Finished, Refused, Reserve, Reserved
+from mooncake.messages import Abort, Decode, DecodeLoad, DecodeStats, Finished, Refused, Reserve, Reserved
 from mooncake.pools import Grant, GrantedPage
 from mooncake.requests import FinishReason, Ref
 from workers.tbt import TBTPredictor
@@ -79,6 +79,13 @@ class DecodeInstance:
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
+
+    @property
+    def load(self) -> DecodeLoad:
+        """For heartbeats, as `workers.double_check`."""
+        num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
+        tbt_s = self._tbt.predict_s(self.num_sequences, num_kv_tokens)
+        return DecodeLoad(self.num_sequences, len(self._turns), tbt_s)
 
     @property
     def num_free_tokens(self) -> int:

@@ -33,6 +33,8 @@ def test_sums_are_those_of_a_list(entries: list[tuple[float, int, bool]], time_s
     until = [num_tokens for bucket, num_tokens in kept if bucket <= now]
     assert timeline.until(time_s) == Work(len(until), sum(until))
     everything = Work(len(kept), sum(num_tokens for _, num_tokens in kept))
+    assert timeline.until(timeline.latest) == everything
+    assert not kept or timeline.until(timeline.latest - BUCKET_S) != everything
     assert timeline.until(math.inf) == everything
     assert timeline.until(-math.inf) == Work(0, 0)
 

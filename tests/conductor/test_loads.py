@@ -1,5 +1,6 @@
 """Which prompt of a prefill instance's queue is believed to be computed, as workers order them."""
 
+import numpy as np
 import pytest
 
 from conductor.loads import Loads
@@ -14,6 +15,9 @@ def loads() -> Loads:
     loads = Loads()
     loads.reset(SLOT, Role.PREFILL, 100)
     return loads
+
+
+DECODES = np.ones(1)
 
 
 def order(loads: Loads, request_id: str, now_s: float, due_s: float = 30.0, priority: int = 0) -> None:
@@ -64,3 +68,26 @@ def test_what_stands_behind_a_prompt_that_is_not_wanted_any_more_begins_then(loa
     assert loads.end_prefill(SLOT, "never begun", 102.5, was_computed=False) is None
     assert loads.queue_s(102.5)[SLOT] == pytest.approx(1.0)
     assert loads.end_prefill(SLOT, "next", 103.5) == 2.0
+
+
+def test_who_waits_for_its_turn_is_in_no_batch() -> None:
+    loads = Loads()
+    loads.reset(SLOT, Role.DECODE, 100)
+    for _ in range(4):
+        loads.assign_decode(SLOT, 8)
+        loads.begin_decode(SLOT, 8)
+    assert loads.share_in_batches(DECODES) == 1.0
+    loads.hear_turns(SLOT, 1)
+    assert loads.share_in_batches(DECODES) == pytest.approx(3 / 4)
+    loads.assign_decode(SLOT, 8)
+    loads.begin_decode(SLOT, 8)
+    assert loads.share_in_batches(DECODES) == pytest.approx(3 / 5), "it stands behind the other one"
+    for num_left in (4, 3):
+        loads.end_decode(SLOT, 8, has_begun=True)
+        assert loads.share_in_batches(DECODES) == pytest.approx(3 / num_left), "somebody takes its place"
+    loads.hear_turns(SLOT, 5)
+    assert loads.share_in_batches(DECODES) == 0.0, "what it said had been before two of them ended"
+    for _ in range(3):
+        loads.end_decode(SLOT, 8, has_begun=True)
+    assert loads.share_in_batches(DECODES) == 1.0
+    assert loads.num_awaiting_turn[SLOT] == 0

@@ -41,6 +41,16 @@ def test_loads_are_means_over_the_instances_of_a_stage(view: ClusterView) -> Non
     assert decode_load(view, LIMITS) == pytest.approx((0.0 + 0.05) / 2 / 0.1), "what is decoded now"
 
 
+def test_a_step_takes_what_those_in_the_batches_take(view: ClusterView) -> None:
+    for name in ("d0", "d1"):
+        for _ in range(4):
+            view.loads.assign_decode(slot(view, name), 8)
+            view.loads.begin_decode(slot(view, name), 8)
+    assert view.mean_step_s() == pytest.approx(0.02 + 4 * 0.01)
+    view.loads.hear_turns(slot(view, "d0"), 2)
+    assert view.mean_step_s() == pytest.approx(0.02 + 3 * 0.01), "two wait for their turn"
+
+
 def test_a_stage_without_an_slo_or_instances_has_no_load(view: ClusterView) -> None:
     assert prefill_load(view, Limits(), 0.0) is None
     assert decode_load(view, Limits()) is None

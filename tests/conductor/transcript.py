@@ -12,6 +12,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     retire INSTANCE                            it wants to end itself
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
+    load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
     refused R [batch=N]    failed R
@@ -47,6 +48,7 @@ from mooncake.messages import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
+    DecodeLoad,
     DropCopies,
     Finished,
     Heartbeat,
@@ -185,6 +187,10 @@ class Transcript:
 
     def _do_memory(self, name: str, free: str) -> list[str]:
         return self._tell(name, Heartbeat(0, 0, int(free), {}))
+
+    def _do_load(self, name: str, requests: str, tbt: str) -> list[str]:
+        load = DecodeLoad(int(requests), tbt_s=float(tbt))
+        return self._tell(name, Heartbeat(0, 0, self._pages, {}, decode_load=load))
 
     def _do_traffic(self, name: str, bytes: str, rate: str | None = None, **source: str) -> list[str]:  # noqa: A002
         per_s = None if rate is None else float(rate)

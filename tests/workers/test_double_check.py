@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from mooncake.messages import DecodeLoad
 from mooncake.requests import Ref, Request, SamplingParams
 from tests.kvstore.nodes import run
 from workers.decode_meter import DecodeMeter
@@ -88,6 +89,20 @@ def test_whose_time_is_over_is_refused_and_the_next_one_stands_first() -> None:
             await first
         decoding.leave()
         await second
+
+    run(test())
+
+
+def test_its_load_is_all_that_it_has_and_says_who_waits() -> None:
+    async def test() -> None:
+        decoding = Decoding(3)
+        waiting = asyncio.ensure_future(decoding.join(LONG_S))
+        await settled()
+        reserved = [decoding.sequence(), decoding.sequence()]
+        assert decoding.check.load([*decoding.batch, *reserved]) == DecodeLoad(5, 1, 5 * REQUEST_S)
+        decoding.leave()
+        await waiting
+        assert decoding.check.load(decoding.batch) == DecodeLoad(3, 0, 3 * REQUEST_S)
 
     run(test())
 
