@@ -146,7 +146,7 @@ class Stream:
     async def take_turns(self) -> None:
         """Others have their turn, if it is time and somebody waits for it."""
         if self._num_moved >= _TURN_BYTES:
-            if others_wait():  # a turn for nobody takes 60 us behind a copy that has emptied the caches
+            if others_wait():  # a turn for nobody takes 10 to 40 us behind a copy that has emptied the caches
                 await asyncio.sleep(0)
             self._had_turns()
 
