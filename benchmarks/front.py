@@ -1,16 +1,19 @@
 """What the front costs: processor time of a request, and the latency that it adds.
 
-    python benchmarks/front.py [--connections N,N] [--turns N] [--rates R,R] [--num-requests N] [--rounds N]
-                               [--processes N] [--fronts N]
+    python benchmarks/front.py [--connections N,N] [--turns N] [--loads N,N] [--latency-turns N] [--rounds N]
+                               [--fronts N]
 
 The conductor process, front included, with instances that compute nothing (`load.instant_workers`): a
 request of 1,000 tokens of text is parsed, validated, tokenized, placed, dispatched, and answered by 64
 tokens, each an event of its own, every 20 ms. Beside it a bare FastAPI application that streams as many
-events and does nothing else. The two are loaded in turn.
+events and does nothing else. The two are loaded in turn by wrk (`load.wrk`), over connections that stay open,
+each with its next request when it has the answer to the one before.
 
-Processor time is that of the server's process, all threads, under the load of wrk (`load.wrk`): connections
-that stay open, each with its next request as soon as it has the answer to the one before. Latency is what the
-clients of `mooncake-bench` see, who know when each event came, at a rate: TTFT, and gaps beyond 20 ms.
+Processor time is that of the server's process, all threads. The next request follows at once.
+
+Latency is what wrk sees, who sees whole answers. The next request follows within the length of a step, so
+that requests come at any time of it. Beside these come requests for one token, whose whole answer is a first
+token: TTFT. Percentiles are those of all rounds together.
 
 With `--fronts N` the load goes to N fronts in processes of their own, and the Conductor's process decides.
 Processor time is that of all of them then, and what the Conductor has of it is shown beside.
@@ -19,119 +22,35 @@ Processor time is that of all of them then, and what the Conductor has of it is 
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import msgspec
+import numpy as np
 
 from benchmarks.debian import CannotFetchError
-from benchmarks.load.bench import find_server
-from benchmarks.load.clients import ClientError, Clients
-from benchmarks.load.fronts import Server, bare, cpu_s, front
-from benchmarks.load.instant_workers import STEP_S
-from benchmarks.load.measures import Slo, summarize
-from benchmarks.load.prompts import PromptMaker
-from benchmarks.load.sources import MixSource, Planned, Run
+from benchmarks.load.front_load import FIRST_TOKENS_PER_S, Cost, cost, latency
+from benchmarks.load.fronts import Server, bare, front
 from benchmarks.load.wrk import Wrk, WrkError
 from benchmarks.servers import ServerError
 from benchmarks.store.rounds import print_table, progress
-from benchmarks.traces.mixes import Mix, RequestClass
 
-NUM_INPUT, NUM_OUTPUT = 1000, 64
 MAX_CPU_MS, MAX_CPU_RATIO = 3.3, 1.12
 MAX_ADDED_MS = 20.0
 OURS, BARE = "front and Conductor", "bare FastAPI"
-_TOKEN_IDS = (1000, 30_000)
-_ANY_TIME = Slo(600.0, 600.0, NUM_INPUT + 1)
 _WARM_UP_CONNECTIONS, _WARM_UP_TURNS = 32, 2
 
-
-class Cost(NamedTuple):
-    """Processor time of a request, of one round or the median of several. `own_cpu_ms` is without that of
-    other fronts."""
-
-    rate_per_s: float
-    cpu_ms: float
-    own_cpu_ms: float
-    answer_bytes: float
+S = TypeVar("S")
 
 
-class Latency(NamedTuple):
-    """Of one round, or the medians of several."""
-
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    tbt_p99_ms: float
-    """beyond the step"""
-    client_cpu_share: float
-
-
-S = TypeVar("S", Cost, Latency)
-
-
-def cost(wrk: Wrk, server: Server, num_connections: int, num_turns: int, seed: int) -> Cost:
-    """One round. Raises WrkError if an answer is not whole."""
-    model = find_server(server.url, None, None).model
-    urls = [front.url for front in server.fronts] or [server.url]
-    shares = [
-        (url, _bodies(model, num_turns * num_connections // len(urls), seed * len(urls) + index))
-        for index, url in enumerate(urls)
-    ]
-    connections = num_connections // len(urls)
-    before_s = [cpu_s(pid) for pid in server.pids]
-    with ThreadPoolExecutor() as threads:
-        answers = list(
-            threads.map(
-                lambda share: wrk.post(*share, NUM_OUTPUT, connections, NUM_OUTPUT * STEP_S),
-                shares,
-            )
-        )
-    spent_s = [cpu_s(pid) - before for pid, before in zip(server.pids, before_s, strict=True)]
-    num_requests = sum(len(bodies) for _, bodies in shares)
-    return Cost(
-        sum(answer.rate_per_s for answer in answers),
-        1000 * sum(spent_s) / num_requests,
-        1000 * spent_s[0] / num_requests,
-        statistics.mean(answer.mean_bytes for answer in answers),
-    )
-
-
-def _bodies(model: str, number: int, seed: int) -> list[bytes]:
-    """Requests for as many different prompts."""
-    prompts = PromptMaker(_TOKEN_IDS, seed, 1.0)
-    fixed = {"model": model, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
-    return [
-        msgspec.json.encode({**fixed, "prompt": prompts.text(Planned(index, 0.0, NUM_INPUT, NUM_OUTPUT, ()))})
-        for index in range(number)
-    ]
-
-
-def latency(clients: Clients, server: Server, run: Run) -> Latency:
-    """One round. Raises ServerError if a request fails."""
-    found = find_server(server.url, None, None)
-    wanted, urls = replace(run, url=found.url, model=found.model), [front.url for front in server.fronts]
-    result = clients.run(wanted, lambda _: None, urls)
-    figures = summarize(result, _ANY_TIME)
-    if result.was_interrupted:
-        raise KeyboardInterrupt
-    if figures.num_failed or figures.num_rejected or figures.ttft_s is None or figures.tbt_s is None:
-        raise ServerError(f"of {run.num_requests} requests {figures.num_failed} failed: {figures.errors}")
-    return Latency(
-        1000 * figures.ttft_s.p50,
-        1000 * figures.ttft_s.p99,
-        1000 * (figures.tbt_s.p99 - STEP_S),
-        figures.client.max_cpu_share,
-    )
-
-
-def in_turn(ours: Server, floor: Server, num_rounds: int, measure: Callable[[Server, int], S]) -> tuple[S, S]:
-    """Medians of both. `measure` gets the round's number as well; each round begins with the other server."""
+def in_turn(
+    ours: Server, floor: Server, num_rounds: int, measure: Callable[[Server, int], S]
+) -> tuple[list[S], list[S]]:
+    """Of both, one a round. `measure` gets the round's number as well; each round begins with the other
+    server."""
     of_ours: list[S] = []
     of_floor: list[S] = []
     sides = [(of_ours, ours), (of_floor, floor)]
@@ -139,29 +58,23 @@ def in_turn(ours: Server, floor: Server, num_rounds: int, measure: Callable[[Ser
         progress(f"round {index + 1} of {num_rounds}")
         for samples, server in reversed(sides) if index % 2 else sides:
             samples.append(measure(server, index))
-    return _medians(of_ours), _medians(of_floor)
-
-
-def _medians(samples: list[S]) -> S:
-    return samples[0]._make(map(statistics.median, zip(*samples, strict=True)))
+    return of_ours, of_floor
 
 
 def print_costs(
-    ours: Server, floor: Server, connections: Sequence[int], num_turns: int, num_rounds: int
+    wrk: Wrk, ours: Server, floor: Server, connections: Sequence[int], num_turns: int, num_rounds: int
 ) -> None:
-    """Raises WrkError, CannotFetchError."""
-    wrk = Wrk()
+    """Raises WrkError."""
     rows = []
-    for server in (ours, floor):  # first calls allocate
-        cost(wrk, server, _WARM_UP_CONNECTIONS, _WARM_UP_TURNS, 0)
     for number in connections:
         progress(f"{number} connections")
-        of_ours, of_floor = in_turn(
+        samples = in_turn(
             ours,
             floor,
             num_rounds,
             lambda server, index, number=number: cost(wrk, server, number, num_turns, 1 + index),
         )
+        of_ours, of_floor = (Cost(*map(statistics.median, zip(*of_side, strict=True))) for of_side in samples)
         for name, sample in ((OURS, of_ours), (BARE, of_floor)):
             rows.append(
                 (
@@ -191,29 +104,32 @@ def print_costs(
 
 
 def print_latencies(
-    ours: Server, floor: Server, rates: Sequence[float], num_rounds: int, num_processes: int, run: Run
+    wrk: Wrk, ours: Server, floor: Server, connections: Sequence[int], num_turns: int, num_rounds: int
 ) -> None:
-    """Raises ServerError, ClientError."""
+    """Raises WrkError."""
     rows = []
-    with Clients(num_processes) as clients:
-        for server in (ours, floor):
-            latency(clients, server, replace(run, concurrency=8, num_requests=64))
-        for rate in rates:
-            progress(f"{rate:g} requests/s")
-            at_rate = replace(run, rate_per_s=rate)
-            of_ours, of_floor = in_turn(
-                ours,
-                floor,
-                num_rounds,
-                lambda server, index, run=at_rate: latency(
-                    clients, server, replace(run, seed=run.seed + index)
-                ),
+    for number in connections:
+        progress(f"{number} connections, latency")
+        samples = in_turn(
+            ours,
+            floor,
+            num_rounds,
+            lambda server, index, number=number: latency(wrk, server, number, num_turns, 1 + index),
+        )
+        times_ms = [
+            (
+                *_percentiles_ms(sample.ttft_s for sample in of_side),
+                *_percentiles_ms(sample.late_s for sample in of_side),
             )
-            for name, sample in ((OURS, of_ours), (BARE, of_floor)):
-                added_ms = sample.ttft_p99_ms - of_floor.ttft_p99_ms
-                times_ms = (*sample[:2], added_ms, sample.tbt_p99_ms)
-                shown = [f"{time_ms:.1f} ms" for time_ms in times_ms]
-                rows.append((f"{rate:g}", name, *shown, f"{sample.client_cpu_share:.0%}"))
+            for of_side in samples
+        ]
+        for name, of_side, own_ms in zip((OURS, BARE), samples, times_ms, strict=True):
+            ttft_p50_ms, ttft_p99_ms, late_p50_ms, late_p99_ms = own_ms
+            _, bare_ttft_ms, _, bare_late_ms = times_ms[1]
+            shown_ms = (ttft_p50_ms, ttft_p99_ms, ttft_p99_ms - bare_ttft_ms)
+            shown_ms += (late_p50_ms, late_p99_ms, late_p99_ms - bare_late_ms)
+            rate_per_s = statistics.mean(sample.rate_per_s for sample in of_side)
+            rows.append((f"{rate_per_s:.0f}", name, *(f"{time_ms:.1f} ms" for time_ms in shown_ms)))
     print_table(
         "Front: latency",
         (
@@ -222,65 +138,56 @@ def print_latencies(
             "TTFT p50",
             "TTFT p99",
             "beyond bare FastAPI's",
-            "TBT p99 beyond the step",
-            "client's CPU",
+            "answer beyond its steps p50",
+            "p99",
+            "beyond bare FastAPI's",
         ),
         rows,
         f"Bar: at half the rate that {MAX_CPU_MS} ms allow a core, {500 / MAX_CPU_MS:.0f} requests/s, "
-        f"{MAX_ADDED_MS:.0f} ms of added latency at p99.",
+        f"{MAX_ADDED_MS:.0f} ms of added latency at p99. "
+        f"{FIRST_TOKENS_PER_S:.0f} requests/s more are for one token.",
     )
 
 
-def load() -> Run:
-    """The requests; how many, and how they follow each other, is to be said."""
-    return Run(
-        url="",
-        model="",
-        source=MixSource(Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), 1.0, 1.0), 1.0),
-        rate_per_s=None,
-        concurrency=None,
-        seed=0,
-        num_requests=None,
-        duration_s=None,
-        scale_lengths=1.0,
-        context_len=None,
-        token_ids=_TOKEN_IDS,
-        as_text=True,
-        ignore_eos=True,
-        timeout_s=600.0,
-    )
+def _percentiles_ms(times_s: Iterable[list[float]]) -> tuple[float, float]:
+    """The 50th and the 99th of all rounds together."""
+    p50_s, p99_s = np.percentile([time_s for of_round in times_s for time_s in of_round], [50, 99])
+    return 1000 * float(p50_s), 1000 * float(p99_s)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--connections", default="64,192,384", metavar="N,N", help="of wrk; default: 64,192,384; '': none"
-    )
+        "--connections", type=_numbers, default="64,192,384", metavar="N,N",
+        help="of wrk, for processor time; default: 64,192,384; '': none",
+    )  # fmt: skip
     parser.add_argument("--turns", type=int, default=8, metavar="N", help="requests of each; default: 8")
     parser.add_argument(
-        "--rates", default="150", metavar="R,R", help="requests a second; default: 150; '': none"
+        "--loads", type=_numbers, default="192", metavar="N,N",
+        help="connections, for latency; default: 192, which ask for 150 answers a second; '': none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--latency-turns", type=int, default=12, metavar="N", help="requests of each of these; default: 12"
     )
-    parser.add_argument("--num-requests", type=int, default=500, metavar="N", help="a round; default: 500")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")
     parser.add_argument(
         "--fronts", type=int, default=0, metavar="N", help="beside the Conductor's own; default: 0"
     )
     options = parser.parse_args()
-    if options.fronts and options.processes % options.fronts:
-        parser.error(
-            f"--processes {options.processes} cannot be divided evenly among {options.fronts} fronts"
-        )
-    run = replace(load(), num_requests=options.num_requests)
-    connections = [int(number) for number in options.connections.split(",") if number]
-    rates = [float(rate) for rate in options.rates.split(",") if rate]
     try:
+        wrk = Wrk()
         with front(num_fronts=options.fronts) as ours, bare() as floor:
-            if connections:
-                print_costs(ours, floor, connections, options.turns, options.rounds)
-            if rates:
-                print_latencies(ours, floor, rates, options.rounds, options.processes, run)
-    except (ServerError, ClientError, WrkError, CannotFetchError) as error:
+            for server in (ours, floor):  # first calls allocate
+                cost(wrk, server, _WARM_UP_CONNECTIONS, _WARM_UP_TURNS, 0)
+            if options.connections:
+                print_costs(wrk, ours, floor, options.connections, options.turns, options.rounds)
+            if options.loads:
+                print_latencies(wrk, ours, floor, options.loads, options.latency_turns, options.rounds)
+    except (ServerError, WrkError, CannotFetchError) as error:
         sys.exit(str(error))
 
 

@@ -23,12 +23,14 @@ if __name__ == "__main__":
 import httpx
 from prometheus_client import CollectorRegistry
 
-from benchmarks.front import NUM_OUTPUT, load
 from benchmarks.load.bench import find_server
 from benchmarks.load.clients import Clients
+from benchmarks.load.front_load import NUM_INPUT, NUM_OUTPUT
 from benchmarks.load.fronts import front
+from benchmarks.load.sources import MixSource, Run
 from benchmarks.servers import ServerError
 from benchmarks.store.rounds import print_table, progress
+from benchmarks.traces.mixes import Mix, RequestClass
 from conductor.front.metrics import Metrics, Outcome
 from mooncake.requests import FinishReason
 
@@ -66,6 +68,26 @@ def counting_s() -> float:
     return best_s
 
 
+def streams() -> Run:
+    """The requests; of which server, and how many, is to be said."""
+    return Run(
+        url="",
+        model="",
+        source=MixSource(Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), 1.0, 1.0), 1.0),
+        rate_per_s=None,
+        concurrency=CONCURRENCY,
+        seed=0,
+        num_requests=None,
+        duration_s=None,
+        scale_lengths=1.0,
+        context_len=None,
+        token_ids=(1000, 30_000),
+        as_text=True,
+        ignore_eos=True,
+        timeout_s=600.0,
+    )
+
+
 def watched(url: str, pid: int) -> tuple[list[float], float, list[float]]:
     """Seconds until each of several scrapes was answered, processor time of one, and seconds until each of
     as many polls of a dashboard was answered, one a second."""
@@ -97,7 +119,7 @@ def main() -> None:
     try:
         with front(options.instances // 2) as server, Clients(options.processes) as clients:
             found = find_server(server.url, None, None)
-            run = replace(load(), url=found.url, model=found.model, concurrency=CONCURRENCY)
+            run = replace(streams(), url=found.url, model=found.model)
             clients.run(replace(run, num_requests=CONCURRENCY), lambda _: None)  # first calls allocate
             progress(f"{CONCURRENCY} streams")
             before_s = cpu_s(server.pid)

@@ -37,9 +37,11 @@ def create_app() -> FastAPI:
 
 
 async def _events(num_tokens: int) -> AsyncIterator[bytes]:
+    now = asyncio.get_running_loop().time
+    began_s = now()
     for position in range(num_tokens):
-        if position:
-            await asyncio.sleep(STEP_S)
+        if position:  # at its own time: how late one token is makes no other late
+            await asyncio.sleep(began_s + position * STEP_S - now())
         finish_reason = "length" if position + 1 == num_tokens else None
         choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": finish_reason}
         head = {"id": "cmpl-0", "created": 0, "model": _MODEL, "object": "text_completion"}

@@ -1,6 +1,6 @@
 """Load by wrk, which leaves more of the processor to a server on the same cores than clients in Python do.
 
-It sees whole answers; when an event came only the clients of `mooncake-bench` know.
+It sees whole answers; when each event came only the clients of `mooncake-bench` know.
 
 Owns: the program, this host's or that of Debian's package, and its script. Does not know: what is measured.
 """
@@ -25,9 +25,11 @@ class WrkError(Exception):
 
 
 class Answers(NamedTuple):
-    """`rate_per_s`: while all connections had requests. `mean_bytes`: of an answer with its head."""
+    """`times_s`: from each request to the end of its answer, sorted. If one took more than twice as long as
+    usual, wrk adds those of the requests that it did not send meanwhile. `mean_bytes`: of an answer with its
+    head."""
 
-    rate_per_s: float
+    times_s: list[float]
     mean_bytes: float
 
 
@@ -44,19 +46,27 @@ class Wrk:
             self._environment = environment("wrk")
 
     def post(
-        self, url: str, bodies: Sequence[bytes], num_events: int, num_connections: int, spread_s: float
+        self,
+        url: str,
+        bodies: Sequence[bytes],
+        num_events: int,
+        num_connections: int,
+        spread_s: float,
+        max_pause_s: float = 0.0,
     ) -> Answers:
         """Post each of `bodies` to `/v1/completions` once; an answer has `num_events` before [DONE].
 
-        Connections stay open, and each sends its next request when it has the answer to the one before. Their
-        first ones are spread over `spread_s`, so that they do not go on all at once. Raises WrkError.
+        Connections stay open, and each sends its next request when it has the answer to the one before, after
+        a pause of up to `max_pause_s`, at random. Their first ones are spread over `spread_s`, so that they
+        do not go on all at once. Raises WrkError.
         """
         with tempfile.NamedTemporaryFile() as file:
             file.writelines(body + b"\n" for body in bodies)
             file.flush()
             command = [self._program, "--threads", "1", "--connections", str(num_connections)]
             command += ["--duration", str(_TIMEOUT_S), "--timeout", str(_TIMEOUT_S), "--script", str(_SCRIPT)]
-            command += [url, "--", file.name, str(num_events), str(num_connections), str(1000 * spread_s)]
+            command += [url, "--", file.name, str(num_events), str(num_connections)]
+            command += [str(1000 * spread_s), str(1000 * max_pause_s)]
             ended = subprocess.run(
                 command,
                 env=self._environment,
@@ -67,10 +77,10 @@ class Wrk:
             )
         if ended.returncode != 0:
             raise WrkError(f"wrk ended with {ended.returncode}: {ended.stderr or ended.stdout}")
-        num_whole, num_errors, num_bytes, mean_s = map(float, ended.stdout.splitlines()[-1].split())
+        num_whole, num_errors, num_bytes, *times_us = map(int, ended.stdout.splitlines()[-1].split())
         if num_whole != len(bodies) or num_errors:
             raise WrkError(
-                f"of {len(bodies)} answers {num_whole:.0f} came whole within {_TIMEOUT_S} s, and wrk met"
-                f" {num_errors:.0f} errors: {ended.stderr or 'it does not say more'}"
+                f"of {len(bodies)} answers {num_whole} came whole within {_TIMEOUT_S} s, and wrk met"
+                f" {num_errors} errors: {ended.stderr or 'it does not say more'}"
             )
-        return Answers(num_connections / mean_s, num_bytes / num_whole)
+        return Answers([time_us / 1e6 for time_us in times_us], num_bytes / num_whole)
