@@ -14,7 +14,7 @@ from kvstore.worker_client import WorkerClient
 from messenger.transports import Transport
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.errors import TransferError
-from mooncake.pools import Grant, Tier
+from mooncake.pools import Grant, PoolStats, Tier
 from tests.kvstore.nodes import (
     FINGERPRINT,
     LAYOUT,
@@ -413,6 +413,9 @@ def test_many_transfers_leave_no_descriptor_and_no_page_behind(
             pids = [n.process.pid for n in (nodes.prefill_node, nodes.decode_node) if n.process]
             before = [open_descriptors(pid) for pid in pids]
 
+            def are_as_few(_: PoolStats) -> bool:  # for a moment a messenger may have one more
+                return all(open_descriptors(pid) <= few for pid, few in zip(pids, before, strict=True))
+
             async def one(number: int) -> None:
                 keys = prompt_keys(2, first_token=1000 * number)
                 source, to, _ = await nodes.begin(keys, 1)
@@ -427,6 +430,6 @@ def test_many_transfers_leave_no_descriptor_and_no_page_behind(
                 await asyncio.gather(*(one(number) for number in range(first, first + 4)))
             for client in (nodes.prefill, nodes.decode):
                 assert (await until(client, unused)).tiers[Tier.DRAM].num_evictions > 0
-            assert [open_descriptors(pid) for pid in pids] == before
+            await until(nodes.prefill, are_as_few)
 
     run(test())
