@@ -82,7 +82,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
         asked = request(f"r{number}", keys_of_prompt(draw.randrange(num_prompts)))
         placement = scheduler.schedule(asked, 0.0)
         assert placement is not None
-        assignments.assign(asked, placement, SLOS.tbt_s, 0.0)
+        assignments.assign(asked, placement, SLOS, 0.0)
         assignments.order_prefill(asked.request_id, placement.decode, 0, None, 0.0)
         if number < 0 or number % 2:
             assignments.end_prefill(asked.request_id, 0.5, 0)
