@@ -12,12 +12,12 @@ import asyncio
 from typing import Any, Protocol
 
 import msgspec
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn._types import ASGI3Application, HTTPResponseBodyEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from conductor.front.errors import error_body
 from conductor.front.outbox import Outbox, Writer
+from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 
 MAX_HEAD_BYTES = 1 << 16
@@ -26,28 +26,13 @@ BODY = "mooncake.body"
 
 
 class Body(Protocol):
-    """Of an answer to a POST, without a length: for parts that need not wait. The last goes the usual way."""
+    """Of an answer, for parts that need not wait. The last goes the usual way."""
 
     def takes_more(self) -> bool:
         """Whether a part can leave now: the client is there, and reads."""
 
     def write(self, part: bytes) -> None:
         """Send a part, which is not empty."""
-
-
-class _ChunkedBody:
-    """uvicorn's way of each part through a message and a coroutine takes three times as long."""
-
-    __slots__ = ("_flow", "_writer")
-
-    def __init__(self, flow: FlowControl, writer: Writer) -> None:
-        self._flow, self._writer = flow, writer
-
-    def takes_more(self) -> bool:
-        return not self._flow.write_paused and not self._writer.is_closing()
-
-    def write(self, part: bytes) -> None:
-        self._writer.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox) -> type[HttpToolsProtocol]:
@@ -81,7 +66,6 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._writer = Writer(transport, outbox)
-            self._body = _ChunkedBody(self.flow, self._writer)
             self._set_deadline()
 
         def data_received(self, data: bytes) -> None:
@@ -102,10 +86,20 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
             self._answered = cycle
             cycle.transport = self._writer  # type: ignore[assignment]
-            cycle.scope["extensions"] = {BODY: self._body}  # type: ignore[dict-item]
+            cycle.scope["extensions"] = {BODY: self}  # type: ignore[dict-item]
             if not self.flow.write_paused:  # what is left of the answer before tells nothing when more comes
                 self._unset_send_deadline()
             super()._start_asgi_task(cycle, app)
+
+        def takes_more(self) -> bool:
+            assert self._answered is not None
+            return not self.flow.write_paused and not self._answered.disconnected
+
+        def write(self, part: bytes) -> None:
+            assert self._answered is not None
+            message: HTTPResponseBodyEvent = {"type": "http.response.body", "body": part, "more_body": True}
+            waiting = run_eagerly(self._answered.send(message))
+            assert waiting is None, "it takes more"
 
         # -- what the client takes --------------------------------------------------------------------
 
