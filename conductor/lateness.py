@@ -41,10 +41,12 @@ class Lateness:
         """A first token came after `ttft_s`; `delay_s`: of what came later and went first.
 
         Only those tell that were near their limit: how much longer than predicted others take, whose prompts
-        have other lengths, says little of them.
+        have other lengths, says little of them. Nor does who was let in beyond it, to show what it takes.
         """
         predicted_s = prediction.ttft_s + delay_s
-        if ttft_slo_s is None or self.factor(now_s) * predicted_s < NEAR * ttft_slo_s:
+        if ttft_slo_s is None or prediction.ttft_s > ttft_slo_s:
+            return
+        if self.factor(now_s) * predicted_s < NEAR * ttft_slo_s:
             return
         self._latest.append(_Seen(now_s, ttft_s / predicted_s))
         self._update()

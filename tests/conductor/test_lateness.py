@@ -35,6 +35,10 @@ def test_what_is_not_near_its_limit_tells_nothing(ttft_slo_s: float | None) -> N
     assert learned(*[13.0] * 20, ttft_slo_s=ttft_slo_s) == 1.0
 
 
+def test_who_was_let_in_beyond_the_limit_tells_nothing() -> None:
+    assert learned(*[13.0] * 20, ttft_slo_s=9.9) == 1.0
+
+
 def test_near_the_limit_is_what_would_be_with_the_allowance() -> None:
     lateness = Lateness()
     lateness.learn(QUEUED, 0.0, 14.0, 14.0, NOW_S)
