@@ -26,6 +26,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]  # programs may hav
 DASHBOARDS = sorted((ROOT / "docker/grafana/dashboards").glob("*.json"))
 PROMETHEUS = ROOT / "docker/prometheus"
 DEADLINE_S = 60.0
+UNCHANGED_BUT_LOST_ONCE = """((fetch, numAsked) => async (path, options) => {
+  if (!path.includes("requests/")) return fetch(path, options);
+  numAsked += 1;
+  if (numAsked === 2) throw new Error("it is lost");
+  if (options.headers["if-none-match"]) return new Response(null, { status: 304 });
+  const moments = [{ at_s: 0, step: "queued" }];
+  return Response.json({ id: "one that waits", moments }, { headers: { etag: "same" } });
+})(window.fetch, 0)"""
+"""the answers to a page that shows a request"""
 
 
 class Monitored:
@@ -230,6 +239,9 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         browser.type("nobody's")
         browser.click("#find button")
         browser.wait(lambda: "no such request" in browser.text("#timeline"), "that there is no such request")
+        browser.evaluate(f"window.fetch = {UNCHANGED_BUT_LOST_ONCE}")
+        browser.wait(lambda: "it is lost" in browser.text("#timeline"), "what went wrong")
+        browser.wait(lambda: "that waits" in browser.text("#timeline"), "the timeline again")
 
 
 def test_what_the_page_has_already_is_not_sent_again(monitored: Monitored) -> None:

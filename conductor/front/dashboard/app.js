@@ -204,12 +204,13 @@ async function ask(path) {
 
 async function showTimeline() {
   if (shownRequest === null || shownIsOver) return;
-  const id = shownRequest;
+  const id = shownRequest, path = `dashboard/requests/${encodeURIComponent(id)}`;
   let request = null, problem = null;
   try {
-    request = await ask(`dashboard/requests/${encodeURIComponent(id)}`);
+    request = await ask(path);
   } catch (error) {
     problem = error.message;
+    delete etags[path]; // what it hides is drawn again, though it may be as it was
   }
   if (id !== shownRequest) return; // another one was chosen meanwhile
   if (problem !== null) {
