@@ -9,6 +9,7 @@ connection, and what it has sent or is to get, forever.
 """
 
 import asyncio
+import weakref
 from typing import Any, Protocol
 
 import msgspec
@@ -86,7 +87,8 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
             self._answered = cycle
             cycle.transport = self._writer  # type: ignore[assignment]
-            cycle.scope["extensions"] = {BODY: self}  # type: ignore[dict-item]
+            # Weakly: the connection has the scope, and is to be freed without a search for garbage.
+            cycle.scope["extensions"] = {BODY: weakref.proxy(self)}
             if not self.flow.write_paused:  # what is left of the answer before tells nothing when more comes
                 self._unset_send_deadline()
             super()._start_asgi_task(cycle, app)
