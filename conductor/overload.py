@@ -131,7 +131,8 @@ class Admission:
         """It says how long a token would take if it decoded all that it has been given."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
-        self._refusals.note(self._view.step_s(slot, batch_size), tbt_s, now_s)
+        if self._view.loads.batch_size[slot]:  # else it has yet to hear that nobody wants these any more
+            self._refusals.note(self._view.step_s(slot, batch_size), tbt_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Its prefill has ended, which is wasted if the decode instance rejects it now."""
@@ -199,15 +200,15 @@ class Admission:
             tbts_s.append(self._tbt_with_s(work, num_tokens, everything.num_requests - work.num_requests))
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
-    def _tbt_with_s(self, work: Work, num_tokens: int, num_ended: float = 0.0) -> float | None:
-        """The same when there is so much work, spread evenly; but those that have ended by then are any of
-        all, and chance leaves more on one instance than on others."""
+    def _tbt_with_s(self, work: Work, num_tokens: int, num_absent: float = 0.0) -> float | None:
+        """The same when there is so much work, spread evenly; but those that have ended by then, or come
+        later, are any of all, and chance leaves more on one instance than on others."""
         pool = self._view.decode_pool()
         assert pool is not None
         num_left, num_instances = work.num_requests, pool.num_instances
         if num_left < num_instances:
             return None
-        variance = num_left * max(0.0, num_ended) / (num_left + num_ended) * (num_instances - 1)
+        variance = num_left * max(0.0, num_absent) / (num_left + num_absent) * (num_instances - 1)
         num_more = _DEVIATIONS * math.sqrt(variance) / num_instances
         num_requests = round(num_left) // num_instances + 1 + num_more
         num_kv_tokens = work.num_tokens * (1.0 / num_instances + num_more / num_left) + num_tokens
