@@ -10,7 +10,7 @@ Owns: which copies were ordered, and what became of them. Does not know: how blo
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +32,8 @@ AGAIN_S = 120.0
 """before a copy that did not come, or was evicted, is ordered again: there is no room for it"""
 MOST_COPIES = 256
 """that are followed; beyond, the oldest ones are left to eviction"""
+_MOST_NOTED = 1 << 13
+"""prompts, the latest, in which a round looks for prefixes: hot ones are among them, however long it took"""
 _MOST_PREFIXES = 64
 """that are looked at in one round, the hottest"""
 _ROOM_SHARE = 2
@@ -62,7 +64,7 @@ class Replication:
     def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
         self._view, self._rules = view, rules
         self._heat = Heat()
-        self._noted: list[Sequence[BlockKey]] = []
+        self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_NOTED)
         """prompts that were counted since the latest round"""
         self._copies: dict[tuple[str, BlockKey], Copy] = {}
         """by instance and last block; oldest first"""
@@ -96,10 +98,9 @@ class Replication:
         self._noted += self._heat.count()
         if not is_time:
             return []
-        noted, self._noted = self._noted, []
         holders = self._holders()
         self._follow(holders, now_s)
-        return self._drop(holders) + self._replicate(noted, layout, now_s)
+        return self._drop(holders) + self._replicate(layout, now_s)
 
     # -- copies that were ordered -------------------------------------------------------------------
 
@@ -152,12 +153,13 @@ class Replication:
 
     # -- new ones -----------------------------------------------------------------------------------
 
-    def _replicate(self, noted: Iterable[Sequence[BlockKey]], layout: KVLayout, now_s: float) -> list[Effect]:
+    def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
         """The hottest first, as long as there are bytes to give."""
         under_way = [copy for copy in self._copies.values() if copy.is_under_way(now_s)]
         left_bytes = self._rules.most_bytes - sum(copy.num_bytes for copy in under_way)
         effects = []
-        self._hot = self._hottest([*noted, *self._hot])
+        self._hot = self._hottest([*self._noted, *self._hot])
+        self._noted.clear()
         for keys in self._hot:
             for copy, source in self._lacking(keys, layout, left_bytes, now_s):
                 left_bytes -= copy.num_bytes
