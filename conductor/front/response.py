@@ -43,8 +43,8 @@ class GenerationResponse(Response):
     """Runs `generation` and sends what comes. A client that hangs up ends it at once.
 
     What the link receives is sent within the same turn of the event loop: without a task, and between the
-    first tokens and the last ones without a coroutine. To a client that does not read it is sent by a task,
-    later, and what comes meanwhile waits as token ids.
+    first tokens and the last ones past all that lies around the application. To a client that does not read
+    it is sent by a task, later, and what comes meanwhile waits as token ids.
     """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
