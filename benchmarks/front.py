@@ -23,6 +23,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,10 +55,10 @@ def in_turn(
     of_ours: list[S] = []
     of_floor: list[S] = []
     sides = [(of_ours, ours), (of_floor, floor)]
-    for index in range(num_rounds):
-        progress(f"round {index + 1} of {num_rounds}")
-        for samples, server in reversed(sides) if index % 2 else sides:
-            samples.append(measure(server, index))
+    for number in range(1, num_rounds + 1):
+        progress(f"round {number} of {num_rounds}")
+        for samples, server in sides if number % 2 else reversed(sides):
+            samples.append(measure(server, number))
     return of_ours, of_floor
 
 
@@ -68,12 +69,7 @@ def print_costs(
     rows = []
     for number in connections:
         progress(f"{number} connections")
-        samples = in_turn(
-            ours,
-            floor,
-            num_rounds,
-            lambda server, index, number=number: cost(wrk, server, number, num_turns, 1 + index),
-        )
+        samples = in_turn(ours, floor, num_rounds, partial(cost, wrk, number, num_turns))
         of_ours, of_floor = (Cost(*map(statistics.median, zip(*of_side, strict=True))) for of_side in samples)
         for name, sample in ((OURS, of_ours), (BARE, of_floor)):
             rows.append(
@@ -110,12 +106,7 @@ def print_latencies(
     rows = []
     for number in connections:
         progress(f"{number} connections, latency")
-        samples = in_turn(
-            ours,
-            floor,
-            num_rounds,
-            lambda server, index, number=number: latency(wrk, server, number, num_turns, 1 + index),
-        )
+        samples = in_turn(ours, floor, num_rounds, partial(latency, wrk, number, num_turns))
         times_ms = [
             (
                 *_percentiles_ms(sample.ttft_s for sample in of_side),
@@ -126,8 +117,8 @@ def print_latencies(
         for name, of_side, own_ms in zip((OURS, BARE), samples, times_ms, strict=True):
             ttft_p50_ms, ttft_p99_ms, late_p50_ms, late_p99_ms = own_ms
             _, bare_ttft_ms, _, bare_late_ms = times_ms[1]
-            shown_ms = (ttft_p50_ms, ttft_p99_ms, ttft_p99_ms - bare_ttft_ms)
-            shown_ms += (late_p50_ms, late_p99_ms, late_p99_ms - bare_late_ms)
+            shown_ms = [ttft_p50_ms, ttft_p99_ms, ttft_p99_ms - bare_ttft_ms]
+            shown_ms += [late_p50_ms, late_p99_ms, late_p99_ms - bare_late_ms]
             rate_per_s = statistics.mean(sample.rate_per_s for sample in of_side)
             rows.append((f"{rate_per_s:.0f}", name, *(f"{time_ms:.1f} ms" for time_ms in shown_ms)))
     print_table(
@@ -182,7 +173,7 @@ def main() -> None:
         wrk = Wrk()
         with front(num_fronts=options.fronts) as ours, bare() as floor:
             for server in (ours, floor):  # first calls allocate
-                cost(wrk, server, _WARM_UP_CONNECTIONS, _WARM_UP_TURNS, 0)
+                cost(wrk, _WARM_UP_CONNECTIONS, _WARM_UP_TURNS, server, 0)
             if options.connections:
                 print_costs(wrk, ours, floor, options.connections, options.turns, options.rounds)
             if options.loads:

@@ -74,7 +74,7 @@ def measure(
 ) -> tuple[list[float], list[float]]:
     """CPU milliseconds of each step's forward pass and draw."""
     request = Request("r", [1], [], SamplingParams(NUM_STEPS, temperature=0, stop_token_ids=(2,)), "front")
-    rows = [(rules_of(request, grammar and grammar.begin()), list[int]()) for _ in chunks]
+    rows = [(rules_of(request, None if grammar is None else grammar.begin()), list[int]()) for _ in chunks]
     forward_ms, draw_ms = [], []
     for step in range(NUM_STEPS):
         batch = Batch.build(chunks, kv)
@@ -90,7 +90,7 @@ def measure(
         for index, token in enumerate(tokens):
             rows[index][1].append(token)
             if token == 2:
-                rows[index] = (rules_of(request, grammar and grammar.begin()), [])
+                rows[index] = (rules_of(request, None if grammar is None else grammar.begin()), [])
     return forward_ms, draw_ms
 
 

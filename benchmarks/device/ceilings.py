@@ -17,13 +17,15 @@ def seconds(call: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
     """Median of the device's time for one call, after three to warm up."""
     for _ in range(3):
         call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_runs)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_runs)]  # type: ignore[no-untyped-call]
     for begin, end in zip(marks[::2], marks[1::2], strict=True):
         begin.record()
         call()
         end.record()
     torch.cuda.synchronize()
-    times = [begin.elapsed_time(end) / 1e3 for begin, end in zip(marks[::2], marks[1::2], strict=True)]
+    times: list[float] = [
+        begin.elapsed_time(end) / 1e3 for begin, end in zip(marks[::2], marks[1::2], strict=True)
+    ]
     return sorted(times)[num_runs // 2]
 
 

@@ -59,7 +59,7 @@ class Load(NamedTuple):
         return self.num_output * STEP_S + self.max_pause_s / 2
 
 
-def cost(wrk: Wrk, server: Server, num_connections: int, num_turns: int, seed: int) -> Cost:
+def cost(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Cost:
     """One round. Raises WrkError if an answer is not whole."""
     whole = Load(server.url, _bodies(server, num_turns * num_connections, seed), NUM_OUTPUT, num_connections)
     before_s = [cpu_s(pid) for pid in server.pids]
@@ -73,7 +73,7 @@ def cost(wrk: Wrk, server: Server, num_connections: int, num_turns: int, seed: i
     )
 
 
-def latency(wrk: Wrk, server: Server, num_connections: int, num_turns: int, seed: int) -> Latency:
+def latency(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Latency:
     """One round. Raises WrkError if an answer is not whole."""
     bodies = _bodies(server, num_turns * num_connections, 2 * seed)
     whole = Load(server.url, bodies, NUM_OUTPUT, num_connections, STEP_S)

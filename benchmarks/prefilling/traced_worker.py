@@ -39,5 +39,5 @@ class TracedExecutor(Executor):
 
 
 if __name__ == "__main__":
-    loading.Executor = TracedExecutor  # type: ignore[misc]
+    loading.Executor = TracedExecutor  # type: ignore[attr-defined]
     child_main(WorkerProcess, serve)

@@ -55,7 +55,7 @@ class SlabFile:
         start = threading.Barrier(depth + 1)
 
         def work(seed: int) -> list[float]:
-            rng, buffer, times_s = random.Random(seed), self._buffer(seed), []
+            rng, buffer, times_s = random.Random(seed), self._buffer(seed), list[float]()
             start.wait()
             deadline_s = time.perf_counter() + budget_s
             while not times_s or time.perf_counter() < deadline_s:

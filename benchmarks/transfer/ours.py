@@ -308,7 +308,8 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
                 await asyncio.Event().wait()
 
         task = loop.create_task(connect())
-        loop.run_until_complete(asyncio.wait({task, opened}, return_when="FIRST_COMPLETED"))
+        either: set[asyncio.Future[Any]] = {task, opened}
+        loop.run_until_complete(asyncio.wait(either, return_when="FIRST_COMPLETED"))
         stack.callback(task.cancel)
         yield MessengerEngine(loop, opened.result(), memory, buffer)
 

@@ -81,8 +81,8 @@ class Pages:
         self._num_layers = layout.num_layers
         sizes = (1, 4, KEY_BYTES, self._num_layers * CHECKSUM_BYTES, 4 * PLACES)
         offsets = [*accumulate((-(-size * num_pages // 8) * 8 for size in sizes), initial=table_offset)]
-        states, _, keys, checksums, places, self.table_end = offsets
-        self.shelves = Shelves(*offsets[:-1], 0, page_bytes, num_pages)
+        states, generations, keys, checksums, places, self.table_end = offsets
+        self.shelves = Shelves(states, generations, keys, checksums, places, 0, page_bytes, num_pages)
         segment[states : states + num_pages] = bytes([_SEALED]) * num_pages
         segment[keys : keys + KEY_BYTES * num_pages] = b"".join(map(key, range(num_pages)))
         catalogue = Catalogue.at(segment, self.shelves, layout)
