@@ -169,6 +169,10 @@ def main() -> None:
         "--fronts", type=int, default=0, metavar="N", help="beside the Conductor's own; default: 0"
     )
     options = parser.parse_args()
+    if options.loads and options.latency_turns < 2:
+        parser.error(
+            "--latency-turns must be 2 or more: first tokens are asked for while all connections are busy"
+        )
     try:
         wrk = Wrk()
         with front(num_fronts=options.fronts) as ours, bare() as floor:
