@@ -1,11 +1,9 @@
 // The answer to a fetch of blocks that are sealed in this process's segment, as messenger/answers.py gives it.
 #pragma once
 
-#include <sys/socket.h>
-#include <sys/uio.h>
-
 #include "catalogue.h"
 #include "meta.h"
+#include "sending.h"
 
 namespace {
 
@@ -58,14 +56,11 @@ inline size_t answer_fetch(int fd, const Shelf& shelf, MetaReader fetch, uint8_t
     }
     found.literal("\xa7" "failure\xc0");
     write_frame_header(head, found.end(), num_keys * block_bytes);
-    parts[0] = {head, static_cast<size_t>(found.end() - head)};
-
-    msghdr message = {};
-    message.msg_iov = parts;
-    message.msg_iovlen = 1 + num_keys;
-    const ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const size_t head_bytes = found.end() - head;
+    parts[0] = {head, head_bytes};
+    const ssize_t sent = send_parts(fd, parts, 1 + num_keys);
     if (sent <= 0) return 0;
-    *num_head = parts[0].iov_len;
+    *num_head = head_bytes;
     return sent;
 }
 

@@ -1,13 +1,12 @@
 // A block that comes off a socket from its start on, hashed while it is in the processor's cache.
 #pragma once
 
-#include <sched.h>
 #include <sys/socket.h>
-#include <time.h>
 
 #include <cerrno>
 
 #include "layers.h"
+#include "listening.h"
 
 namespace {
 
@@ -48,11 +47,9 @@ inline ssize_t receive_and_hash(int fd, uint8_t* block, size_t layer_bytes, size
         } else if (received < 0 && errno == EINTR) {
             continue;
         } else if (received < 0 && errno == EAGAIN) {
-            timespec now;
-            clock_gettime(CLOCK_MONOTONIC, &now);
-            const int64_t now_ns = now.tv_sec * 1000000000LL + now.tv_nsec;
-            if (waiting_since == 0) waiting_since = now_ns;
-            if (now_ns - waiting_since >= patience_ns) return num_there > num_before ? num_there : -EAGAIN;
+            const int64_t now = now_ns();
+            if (waiting_since == 0) waiting_since = now;
+            if (now - waiting_since >= patience_ns) return num_there > num_before ? num_there : -EAGAIN;
             sched_yield();
         } else {
             return num_there > num_before ? num_there : -(received == 0 ? 0 : errno);

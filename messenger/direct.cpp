@@ -7,6 +7,7 @@
 #include "arriving.h"
 #include "listening.h"
 #include "meta.h"
+#include "sending.h"
 
 namespace {
 
@@ -44,7 +45,7 @@ struct Placement {
     // in
     const Pages* pages;  // where writes go; or null
     const Transfers* transfers;
-    const uint8_t* answer;  // to a write that is there and intact
+    const uint8_t* answer;  // to a write that is there and intact: ours, or that of who is asked
     uint64_t answer_bytes;
     const Shelf* shelf;  // where fetches find blocks; or null
     uint64_t may_answer, may_answer_fetches;
@@ -58,6 +59,8 @@ struct Placement {
     uint64_t num_hashed;   // of the last target that has any
     uint64_t layer_bytes;
     uint64_t num_answered;
+    uint64_t num_asked;    // bytes of the request that have left
+    uint64_t is_answered;  // not 0: that it is done is all that has come, and the block that was asked for is intact
     uint64_t num_head;  // of the answer to a fetch; 0: there was none
     uint64_t num_sent;  // of that, and of the blocks behind it
     Target targets[kMostTargets];
@@ -66,7 +69,7 @@ struct Placement {
     uint8_t head[kMostHeadBytes];
 };
 static_assert(sizeof(Pages) == 80 && sizeof(Transfers) == 8 + 16 * kTransfers &&
-              sizeof(Placement) == 8 * (19 + 2 * kMostTargets + 8 + kMostLayers) + kMostHeadBytes);
+              sizeof(Placement) == 8 * (21 + 2 * kMostTargets + 8 + kMostLayers) + kMostHeadBytes);
 
 // Whether this says that a transfer is done, or a fetch: nobody is the worse for hearing it later.
 bool can_wait(MetaReader done, MetaReader fetched) {
@@ -121,11 +124,34 @@ bool find_targets(Placement& placement, MetaReader meta, uint64_t payload_bytes,
     return true;
 }
 
+// The checksums of the only block that is found, or null if this says anything else.
+const uint8_t* checksums_of_found(MetaReader meta, size_t num_bytes) {
+    meta.literal("\x83\xa4type\xa5" "Found\xa6" "blocks\x91\x95\0");
+    size_t checksum_bytes;
+    const uint8_t* const checksums = meta.binary(&checksum_bytes);
+    meta.number();  // where it comes from
+    meta.literal("\0\0\xa7" "failure\xc0");
+    return meta.is_read() && checksum_bytes == num_bytes ? checksums : nullptr;
+}
+
 ssize_t receive_some(int fd, uint8_t* buffer, size_t num_bytes) {
     ssize_t received;
     do received = recv(fd, buffer, num_bytes, MSG_DONTWAIT);
     while (received < 0 && errno == EINTR);
     return received;
+}
+
+// The same of what comes within `for_ns`, unless `others` can be read before.
+ssize_t receive_within(int fd, uint8_t* buffer, size_t num_bytes, int others, int64_t for_ns) {
+    const int64_t until_ns = for_ns > 0 ? now_ns() + for_ns : 0;
+    for (bool is_last = for_ns <= 0;;) {
+        const ssize_t received = receive_some(fd, buffer, num_bytes);
+        if (received >= 0 || errno != EAGAIN || is_last) return received;
+        is_last = is_readable(others);
+        if (is_last) continue;
+        if (now_ns() >= until_ns) return errno = EAGAIN, -1;
+        sched_yield();  // whoever is to say it may have been woken on this very core
+    }
 }
 
 // Finds in the buffer a frame whose payload is known to belong somewhere, behind none but such that can wait.
@@ -145,8 +171,11 @@ uint8_t* find(int fd, uint8_t* buffer, Placement& placement, const uint8_t** che
             placement.targets[0] = placement.expected;
             placement.num_targets = 1;
             placement.layer_bytes = placement.expected_layer_bytes;
+            const uint64_t num_layers = payload_bytes / placement.layer_bytes;
+            checksums[0] = checksums_of_found(meta, num_layers * sizeof(uint64_t));
             return at;
         }
+        if (placement.pages == nullptr) return nullptr;
         if (can_wait(meta, meta)) continue;
         if (placement.shelf != nullptr && placement.may_answer_fetches)
             placement.num_sent = answer_fetch(fd, *placement.shelf, meta, placement.head, &placement.num_head);
@@ -188,7 +217,7 @@ bool is_intact(const Placement& placement, const uint8_t* const* checksums) {
     if (placement.num_there < num_bytes) return false;
     for (size_t i = 0; i < placement.num_targets; i++) {
         const size_t num_layers = placement.targets[i].num_bytes / placement.layer_bytes;
-        if (std::memcmp(digests, checksums[i], num_layers * sizeof(uint64_t)) != 0) return false;
+        if (checksums[i] == nullptr || std::memcmp(digests, checksums[i], num_layers * sizeof(uint64_t)) != 0) return false;
         digests += num_layers;
     }
     return true;
@@ -202,9 +231,9 @@ bool is_intact(const Placement& placement, const uint8_t* const* checksums) {
 extern "C" ssize_t receive_direct(int fd, uint8_t* buffer, size_t buffer_bytes, Placement* placement, int others,
                                   int64_t listen_ns) {
     placement->num_targets = placement->num_there = placement->num_hashed = placement->num_answered = 0;
-    placement->num_head = placement->num_sent = 0;
-    if (listen_ns > 0 && !hears(others, listen_ns)) return -EAGAIN;
-    const ssize_t glanced = receive_some(fd, buffer, std::min(kGlanceBytes, buffer_bytes));
+    placement->num_head = placement->num_sent = placement->is_answered = 0;
+    const ssize_t glanced =
+        receive_within(fd, buffer, std::min(kGlanceBytes, buffer_bytes), others, listen_ns);
     if (glanced <= 0) return glanced < 0 ? -errno : 0;
     placement->num_ahead = placement->num_received = glanced;
     const uint8_t* checksums[kMostTargets];
@@ -213,10 +242,30 @@ extern "C" ssize_t receive_direct(int fd, uint8_t* buffer, size_t buffer_bytes, 
         if (placement->may_answer && is_intact(*placement, checksums)) {
             const ssize_t sent = send(fd, placement->answer, placement->answer_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
             placement->num_answered = std::max<ssize_t>(sent, 0);
+        } else if (placement->pages == nullptr) {
+            const bool is_alone = payload - buffer == static_cast<ptrdiff_t>(placement->num_ahead);
+            placement->is_answered = is_alone && is_intact(*placement, checksums);
         }
     } else if (glanced == kGlanceBytes) {
         const ssize_t more = receive_some(fd, buffer + glanced, buffer_bytes - glanced);
         if (more > 0) placement->num_ahead = placement->num_received = glanced + more;
     }
     return placement->num_received;
+}
+
+// Sends a request, its head and what belongs to it, and then listens for what comes next as `receive_direct` does, if
+// all of it has left: `num_asked`. The result is the same; the negative errno too if it could not be sent.
+extern "C" ssize_t exchange(int fd, const uint8_t* head, size_t head_bytes, const uint8_t* payload,
+                            size_t payload_bytes, uint8_t* buffer, size_t buffer_bytes, Placement* placement,
+                            int others, int64_t listen_ns) {
+    placement->num_asked = placement->is_answered = 0;
+    iovec parts[] = {{const_cast<uint8_t*>(head), head_bytes}, {const_cast<uint8_t*>(payload), payload_bytes}};
+    const ssize_t sent = send_parts(fd, parts, 2);
+    if (sent < 0) return sent;
+    placement->num_asked = sent;
+    if (placement->num_asked < head_bytes + payload_bytes) return -EAGAIN;
+    const ssize_t received = receive_direct(fd, buffer, buffer_bytes, placement, others, listen_ns);
+    if (received > 0 && placement->expected.num_bytes == 0 && placement->num_ahead == placement->answer_bytes)
+        placement->is_answered = std::memcmp(buffer, placement->answer, placement->answer_bytes) == 0;
+    return received;
 }

@@ -5,6 +5,8 @@ the answer to the oldest fetch, it receives the payload too, hashes it, and ackn
 blocks that the catalogue has is answered. What is done with the frame after that is the same as always: only
 that its bytes are there, and the answer has left.
 
+Who asks for little sends that in the same call, and of the expected answer nothing is left to be read.
+
 Owns: what was received ahead of whoever reads the frame. Does not know: connections, messages.
 """
 
@@ -15,6 +17,7 @@ from ctypes import (
     CDLL,
     Structure,
     addressof,
+    c_char_p,
     c_int,
     c_int64,
     c_size_t,
@@ -60,6 +63,8 @@ class _Placement(Structure):
         ("num_hashed", c_uint64),
         ("layer_bytes", c_uint64),
         ("num_answered", c_uint64),
+        ("num_asked", c_uint64),
+        ("is_answered", c_uint64),
         ("num_head", c_uint64),
         ("num_sent", c_uint64),
         ("targets", _Target * _MOST_TARGETS),
@@ -77,7 +82,19 @@ def _native() -> CDLL | None:
     if library is None:
         return None
     library.receive_direct.argtypes = (c_int, c_void_p, c_size_t, c_void_p, c_int, c_int64)
-    library.receive_direct.restype = c_ssize_t
+    library.exchange.argtypes = (
+        c_int,
+        c_char_p,
+        c_size_t,
+        c_void_p,
+        c_size_t,
+        c_void_p,
+        c_size_t,
+        c_void_p,
+        c_int,
+        c_int64,
+    )
+    library.receive_direct.restype = library.exchange.restype = c_ssize_t
     return library
 
 
@@ -113,6 +130,8 @@ class DirectPlacement:
         self._address = addressof(self._placement)
         self._kept: tuple[object, ...] = ()
         """what the compiled code looks at"""
+        self._answer: memoryview | None = None
+        """the same, to what is asked"""
         self._buffer: memoryview | None = None
         self._buffer_address = 0
 
@@ -133,6 +152,11 @@ class DirectPlacement:
             placement.answer, placement.answer_bytes = address_of(text), len(text)
             placement.shelf = None if catalogue is None else catalogue.shelf_address
             self._kept = (pages, transfers, text, catalogue)
+
+    def ask(self, answer: bytes) -> None:
+        """From now on writes are sent, which are answered so."""
+        placement, self._answer = self._placement, memoryview(answer)
+        placement.answer, placement.answer_bytes = address_of(self._answer), len(answer)
 
     def expect(self, view: memoryview | None, layer_bytes: int = 0) -> None:
         """The next payload of this length, if any comes, is whole layers that belong there; None: nowhere."""
@@ -165,11 +189,59 @@ class DirectPlacement:
         num_bytes: int = self._native.receive_direct(
             fd, self._buffer_address, len(buffer), self._address, others, int(1e9 * within_s)
         )
+        return self._received(num_bytes)
+
+    def exchange(
+        self,
+        fd: int,
+        buffer: memoryview,
+        others: int,
+        within_s: float,
+        *,
+        head: bytes,
+        payload: tuple[int, int],
+    ) -> tuple[int, int]:
+        """Sends `head` and `payload`, an address and how many bytes: `num_asked` have left. If all
+        have, it does what `receive` does."""
+        if buffer is not self._buffer:
+            self._buffer, self._buffer_address = buffer, address_of(buffer)
+        num_bytes: int = self._native.exchange(
+            fd,
+            head,
+            len(head),
+            *payload,
+            self._buffer_address,
+            len(buffer),
+            self._address,
+            others,
+            int(1e9 * within_s),
+        )
+        return self._received(num_bytes)
+
+    def _received(self, num_bytes: int) -> tuple[int, int]:
         if num_bytes < 0:
             raise OSError(-num_bytes, os.strerror(-num_bytes))
         if num_bytes == 0:
             raise ConnectionResetError("connection closed by the peer")
         return num_bytes, self._placement.num_ahead
+
+    @property
+    def num_asked(self) -> int:
+        """Bytes of the latest request that have left."""
+        num_bytes: int = self._placement.num_asked
+        return num_bytes
+
+    def take_answer(self) -> bytes | None:
+        """The verified checksums of the block that was asked for, none of a write; None if the answer is
+        still to be read."""
+        placement = self._placement
+        if not placement.is_answered:
+            return None
+        if not placement.num_targets:
+            return b""
+        placement.num_targets = 0
+        num_layers = placement.num_there // placement.layer_bytes
+        return bytes(placement.digests)[: num_layers * CHECKSUM_BYTES]
 
     @property
     def is_ahead(self) -> bool:

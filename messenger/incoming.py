@@ -69,8 +69,9 @@ class IncomingLane:
         self._exposures = exposures
         self._seat = seat
         self._may_only_probe = layout is None
-        self._layout = door.identity.layout
-        self._parts = Parts(self._layout, layout)
+        self._most_bytes = max(MAX_FRAME_BYTES, door.identity.layout.layer_bytes)
+        """of one write"""
+        self._parts = Parts(door.identity.layout, layout)
         self._session: Session
         self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
         self._replies = Replies(self._stream)
@@ -180,8 +181,7 @@ class IncomingLane:
     def _may_give_way(self) -> bool:
         """Whether others should have their turn before the next frame. Not if that has been answered, and
         its payload placed or the block sent: they may give the page to somebody else."""
-        is_ahead = self._direct is not None and self._direct.is_ahead
-        return self._stream.is_turn_over and not is_ahead
+        return self._stream.is_turn_over and not (self._direct is not None and self._direct.is_ahead)
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Does what can be done at once, and returns the rest. If either raises, the connection ends."""
@@ -249,7 +249,7 @@ class IncomingLane:
         if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
             raise TransferError(f"a write has {len(entries)} entries, allowed are 1 to {MAX_FRAME_ENTRIES}")
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
-        if num_bytes > max(MAX_FRAME_BYTES, self._layout.layer_bytes):
+        if num_bytes > self._most_bytes:
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
         if write.is_placed and not self._session.had_seat:
             raise TransferError("bytes are said to be in pages that nobody can write")

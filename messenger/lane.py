@@ -14,9 +14,10 @@ from typing import NoReturn, Protocol
 from messenger.catalogue import Catalogue
 from messenger.copies import Copies, copied_share
 from messenger.departures import Departures
+from messenger.exchange import FETCH_DONE, Exchange
 from messenger.frames import Frames
-from messenger.listening import Patience
-from messenger.messages import Close, Ended, Exposed, FetchDone, Found, Message, Probe, WriteAck
+from messenger.lingering import Lingering
+from messenger.messages import Close, Ended, Exposed, Found, Message, Probe, WriteAck
 from messenger.outstanding import Outstanding
 from messenger.protocol import Frame, encode_frame
 from messenger.rdma.endpoint import Endpoint
@@ -34,15 +35,6 @@ _SENT_BYTES = 256 << 10
 """of small frames in one system call"""
 _MOST_OUTSTANDING = 256
 """requests that have not been answered, though their bytes may be there"""
-_LINGERED_BYTES = {Transport.TCP: 64 << 10, Transport.SHM: 1 << 20, Transport.RDMA: 0}
-"""moved in less time than waking up takes"""
-_COPIED_BYTES_PER_S = 8 << 30
-"""on a slow machine"""
-_COPYING_SPEED = 8
-"""by that of moving the same through a socket: others wait for 4 MiB at most, if somebody waits for these"""
-_LISTENED_BYTES = 128 << 10
-"""what listening for an answer counts for as a turn"""
-_FETCH_DONE = encode_frame(FetchDone())
 
 
 class Owner(Teller, Protocol):
@@ -114,7 +106,20 @@ class Lane:
         self._copies = Copies(
             shared, catalogue, self._stream, self._outstanding, self._results, self._departures
         )
-        self._patience = Patience(self._stream.listen_s)
+        self._lingering = Lingering(self._stream, self._outstanding, path.transport)
+        self.exchange: Exchange | None = None
+        """for what may be had in one call"""
+        if isinstance(inlet, TcpInlet) and inlet.direct is not None and self._stream.listen_s:
+            self.exchange = Exchange(
+                inlet.direct,
+                source,
+                layout,
+                self._stream,
+                self._outstanding,
+                self._results,
+                self._departures,
+                self._lingering,
+            )
         self._left: Frame | None = None
         """that has come, and takes a while"""
         self._is_pumping_soon = False
@@ -164,24 +169,20 @@ class Lane:
         else:
             self._pump()
 
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether others should have theirs."""
+        return self._stream.is_turn_over
+
+    async def take_turns(self) -> None:
+        """They have it, if it is time."""
+        await self._stream.take_turns()
+
     async def linger(self, request: Request) -> None:
         """Listens for the answer to `request` for a moment, if that can come at once. What this side has
         copied gives others a turn now and then."""
-        if request.moving_bytes == 0:
-            self._stream.moved(request.num_bytes // _COPYING_SPEED)
-            await self._stream.take_turns()
-            return
-        transport = self.path.transport
-        # Over shared memory nothing is moved before a fetch is answered.
-        is_short = request.num_bytes <= _LINGERED_BYTES[transport] or (
-            transport is Transport.SHM and isinstance(request, FetchRequest)
-        )
-        if is_short and self.num_outstanding == 1 and self._stream.may_poll:
-            num_answered = self._outstanding.num_answered
-            copying_s = request.num_bytes / _COPIED_BYTES_PER_S
-            self._patience.listen(self._stream.listen, lambda: self._looked(num_answered), copying_s)
-            self._stream.moved(_LISTENED_BYTES)
-            await self._stream.take_turns()
+        self._lingering.linger(request)
+        await self._stream.take_turns()
 
     def post(self, message: Message, *, may_wait: bool = False) -> None:
         """Sends a message that has no answer, before all requests that have not been sent yet.
@@ -370,12 +371,6 @@ class Lane:
         self._send_requests()  # there may be room for more
         return frame is not None
 
-    def _looked(self, num_answered: int) -> bool:
-        """Whether more than so many answers have come, or nobody needs to look for them any more."""
-        if self._stream.may_poll:
-            self._stream.poll()
-        return self._outstanding.num_answered > num_answered or not self._stream.may_poll
-
     def _take(self, frame: Frame) -> bool:
         """False, and nothing has happened, if something has to be waited for. The connection cannot go on if
         this raises."""
@@ -396,7 +391,7 @@ class Lane:
 
     def _was_found(self) -> None:
         """Whoever has it need not keep it any more."""
-        self._departures.keep(_FETCH_DONE)
+        self._departures.keep(FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:

@@ -54,8 +54,8 @@ class Patience:
     """Whenever listening was of no use, it is tried half as often, until it is of use again, or once it would
     have been, as far as `slept` is told.
 
-    Where others want the processor it is hardly tried: who waits awake is let in behind them, who is woken up
-    before them.
+    Where others want the processor, and not just once, it is hardly tried: who waits awake is let in behind
+    them, who is woken up before them.
     """
 
     def __init__(self, listen_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
@@ -71,24 +71,34 @@ class Patience:
     ) -> bool:
         """Whether it has come. That is asked whenever something has, of which `hears` tells: it waits so many
         seconds for that at most, and gives up if others want to be heard."""
-        if not self.listen_s:
+        until_s = self.begin(longer_s)
+        if until_s is None:
             return False
-        if self._num_skipped < self._num_to_skip:
-            self._num_skipped += 1
-            return False
-        self._num_skipped = 0
-        until_s = self._now_s() + self.listen_s + longer_s
         is_there = False
         while not is_there and (left_s := until_s - self._now_s()) > 0 and hears(left_s):
             is_there = has_come()
+        self.end(until_s, is_there=is_there)
+        return is_there
+
+    def begin(self, longer_s: float = 0.0) -> float | None:
+        """Until when to listen, of which the `end` is to be said; None if it is not tried now."""
+        if not self.listen_s:
+            return None
+        if self._num_skipped < self._num_to_skip:
+            self._num_skipped += 1
+            return None
+        self._num_skipped = 0
+        return self._now_s() + self.listen_s + longer_s
+
+    def end(self, until_s: float, *, is_there: bool) -> None:
+        """Whether it has come that was listened for."""
         self._is_crowded = self._now_s() - until_s > _HELD_S
         if self._is_crowded:
-            self._num_to_skip = _MOST_SKIPPED
+            self._num_to_skip = min(4 * self._num_to_skip + 4, _MOST_SKIPPED)
         elif is_there:
             self._num_to_skip = 0
         else:
             self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
-        return is_there
 
     def slept(self, for_s: float) -> None:
         """Until something came."""
@@ -117,6 +127,8 @@ class Listener(EpollSelector):
     def __init__(self, listen_s: float) -> None:
         super().__init__()
         self.listen_s = listen_s
+        self.descriptor = self.fileno()
+        """that speaks for all that are watched"""
         self.speaker: Speaker | None = None
         """the latest"""
         self._patience = Patience(listen_s)

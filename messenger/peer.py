@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from messenger.flow import Flow
+from messenger.exchange import Exchange
 from messenger.lane import Lane
 from messenger.messages import Abandon, Close, Fetch, Open, brief
+from messenger.movements import Movements
 from messenger.protocol import NOT_URGENT_S
 from messenger.queues import BULK_WAITS_S, Queues
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
@@ -48,12 +49,9 @@ class Peer:
         self.name = name
         self.session = secrets.token_bytes(SESSION_BYTES)
         self.closed_reason: str | None = None
-        self.flow = Flow()
         self._traffic = traffic
-        self._own_traffic = traffic.by_peer[name]
-        self._counted_busy_s = 0.0
-        self._last_transport = Transport.TCP
-        """that moved something"""
+        self._counted = Movements(traffic, traffic.by_peer[name])
+        self.flow = self._counted.flow
         self._lanes: list[Lane] = []
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._queues: Queues[Lane] = Queues()
@@ -129,8 +127,9 @@ class Peer:
         """`reason`: why it is given up, None if all is said and done."""
         transfer_id = transfer.opening.transfer_id
         self._transfers.pop(transfer_id, None)
-        for lane in self._lanes:
-            lane.forget(transfer_id)
+        if self._queues.has_rdma:
+            for lane in self._lanes:
+                lane.forget(transfer_id)
         if self._lanes and (transfer.is_known or reason is not None):
             self._announce_one(transfer)
             self._say(Close(transfer_id, None if reason is None else brief(reason)))
@@ -202,13 +201,21 @@ class Peer:
             raise TransferError(answer.failure)
 
     async def submit(self, request: Request) -> None:
-        """Queues a request, waiting while too many of its class are under way. It is `done` in any case."""
+        """Sends or queues it, waiting while too many of its class are under way. It is `done` in any case."""
+        room = self._room[request.urgency]
+        if request.urgency is Urgency.LATENCY and not room.locked():
+            lane = self._queues.idle_lane()
+            if lane is not None and lane.exchange is not None and lane.exchange.is_possible(request):
+                self._exchange(lane.exchange, request)
+                if lane.is_turn_over:
+                    await lane.take_turns()
+                return
         try:
-            await self._room[request.urgency].acquire()
+            await room.acquire()
         except asyncio.CancelledError:
             request.lost("cancelled")
             raise
-        self._track(request)
+        self._track(request, self._now_s(), room)
         if self.closed_reason is not None:
             request.lost(self.closed_reason)
             return
@@ -219,12 +226,21 @@ class Peer:
         elif lane is not None:
             await lane.linger(request)
 
-    def _track(self, request: Request) -> None:
-        """Gives its place back when it is done, and counts it as in flight until then."""
+    def _exchange(self, exchange: Exchange, request: Request) -> None:
+        """Sends it. It takes no place, as there is one such request on a lane."""
+        begun_s, num_bytes = self._now_s(), request.num_bytes
+        if not self._may_leave(request):
+            return
+        self._queues.hurry(begun_s)
+        if exchange.begin(request, functools.partial(self._track, begun_s=begun_s, room=None)):
+            self.flow.begun(num_bytes, begun_s)
+            self._ended(request.urgency, num_bytes, moved_bytes=num_bytes)
+
+    def _track(self, request: Request, begun_s: float, room: asyncio.Semaphore | None) -> None:
+        """Counts it as in flight until it is done, and then gives its place in `room` back."""
         done, num_bytes = request.done, request.num_bytes
-        now_s = self._now_s()
-        self.flow.begun(num_bytes, now_s)
-        self._queues.begun(request, now_s)
+        self.flow.begun(num_bytes, begun_s)
+        self._queues.begun(request, begun_s)
 
         def finish(*result: Any) -> None:
             request.done = _done_already  # no circle is left for the garbage collector
@@ -233,23 +249,21 @@ class Peer:
                 moved_bytes = sum([len(request.views[index]) for index in result[0]])
             elif isinstance(request, WriteRequest) and result[0] is Outcome.PLACED:
                 moved_bytes = num_bytes
-            self.flow.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
-            if moved_bytes:
-                self._count_busy_time()
-            self._room[request.urgency].release()
             self._queues.ended(request)
-            self._has_served |= request.urgency is Urgency.LATENCY
+            if room is not None:
+                room.release()
+            self._ended(request.urgency, num_bytes, moved_bytes=moved_bytes)
             done(*result)
-            if request.urgency is Urgency.LATENCY and self._queues.has_bulk:
-                # Whoever waited for this goes on first.
-                asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
         request.done = finish
 
-    def _count_busy_time(self) -> None:
-        busy_s = self.flow.total_busy_s
-        self._own_traffic.busy_s[self._last_transport] += busy_s - self._counted_busy_s
-        self._counted_busy_s = busy_s
+    def _ended(self, urgency: Urgency, num_bytes: int, *, moved_bytes: int) -> None:
+        """Of `num_bytes` that were in flight so many have arrived."""
+        self._counted.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
+        if urgency is Urgency.LATENCY:
+            self._has_served = True
+            if self._queues.has_bulk:  # whoever waited for this goes on first
+                asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
     # -- lanes ------------------------------------------------------------------------------------
 
@@ -342,15 +356,20 @@ class Peer:
 
     def next_request(self, lane: Lane) -> Request | None:
         while (request := self._queues.take(lane, self._now_s())) is not None:
-            if not isinstance(request, WriteRequest):
+            if self._may_leave(request):
                 return request
-            if request.is_wanted():
-                transfer = self._transfers.get(request.write.transfer_id)
-                if transfer is not None:
-                    transfer.is_known = True
-                return request
-            request.lost("not wanted any more")
         return None
+
+    def _may_leave(self, request: Request) -> bool:
+        """Else it is not wanted any more, and lost."""
+        if isinstance(request, WriteRequest):
+            if not request.is_wanted():
+                request.lost("not wanted any more")
+                return False
+            transfer = self._transfers.get(request.write.transfer_id)
+            if transfer is not None:
+                transfer.is_known = True
+        return True
 
     def gives_way(self) -> bool:
         """So many turns, and then one is bulk's whatever comes: it goes on too."""
@@ -360,9 +379,7 @@ class Peer:
         return gives_way
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        self._last_transport = transport
-        for traffic in (self._traffic, self._own_traffic):
-            (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
+        self._counted.moved(transport, num_bytes, received=received)
 
     def damaged(self) -> None:
         self._traffic.num_checksum_failures += 1

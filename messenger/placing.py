@@ -15,6 +15,7 @@ class Parts:
     def __init__(self, ours: KVLayout, theirs: KVLayout | None) -> None:
         """`theirs`: None if it has no blocks."""
         self._layout = ours
+        self._layer_bytes = ours.layer_bytes
         self.has_same_heads = theirs is not None and theirs.heads == ours.heads
         """at both ends: nothing is said of them"""
 
@@ -27,7 +28,7 @@ class Parts:
         if heads is None:
             if not self.has_same_heads:
                 raise TransferError(f"which heads of [{layout.heads.start}, {layout.heads.stop}) is not said")
-            return None, layout.layer_bytes
+            return None, self._layer_bytes
         begin, end = heads
         if begin >= end:
             raise TransferError(f"heads [{begin}, {end}) are no heads")

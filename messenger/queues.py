@@ -31,6 +31,10 @@ class Carrier(Protocol):
     path: Path
 
     @property
+    def num_outstanding(self) -> int:
+        """Requests that are under way on it."""
+
+    @property
     def has_room(self) -> bool:
         """Whether it may have more under way, however little."""
 
@@ -89,7 +93,11 @@ class Queues(Generic[Lane]):
         """It is wanted from now on, until `ended`."""
         if request.urgency is Urgency.LATENCY:
             self._num_urgent += 1
-            self._hurry_until_s = now_s + _HURRY_S
+            self.hurry(now_s)
+
+    def hurry(self, now_s: float) -> None:
+        """Somebody is in a hurry, and others may be soon."""
+        self._hurry_until_s = now_s + _HURRY_S
 
     def ended(self, request: Request) -> None:
         if request.urgency is Urgency.LATENCY:
@@ -124,6 +132,14 @@ class Queues(Generic[Lane]):
                 if urgency is Urgency.BULK:
                     self._bulk_sent_s = now_s
                 return queue.popleft()
+        return None
+
+    def idle_lane(self) -> Lane | None:
+        """One that carries nothing, for a latency request that is next."""
+        if not self._queues[Urgency.LATENCY]:
+            for lane in self._lanes:
+                if not lane.num_outstanding:
+                    return lane
         return None
 
     def lane_for(self, urgency: Urgency, now_s: float) -> Lane | None:

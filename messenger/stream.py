@@ -71,6 +71,7 @@ class Stream:
                 if sock.getpeername()[0] == sock.getsockname()[0]:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
         self._sock = sock
+        self._fileno = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
         self._fd: int | None = None
@@ -107,6 +108,7 @@ class Stream:
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
+        self._fileno = -1
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -119,7 +121,7 @@ class Stream:
     @property
     def fileno(self) -> int:
         """Of the socket; negative once it is closed."""
-        return self._sock.fileno()
+        return self._fileno
 
     @property
     def peer_pid(self) -> int:
@@ -232,11 +234,17 @@ class Stream:
 
     def listen(self, within_s: float) -> bool:
         """Whether something has come within that time, to be polled for; not if others have something."""
-        others = self.fileno if self._listener is None else self._listener.fileno()
         if not self.may_listen:
+            others = self._fileno if self._listener is None else self._listener.descriptor
             return hears(others, within_s) and hears(self.fileno, 0)
+        assert self.receive_first is not None
+        return self.listen_with(self.receive_first, within_s)
+
+    def listen_with(self, receive: ReceiveFirst, within_s: float) -> bool:
+        """The same if one `may_listen`, with something else that receives, and may say something first."""
+        others = self._fileno if self._listener is None else self._listener.descriptor
         try:
-            self._receive_first(others, within_s)
+            self._receive_with(receive, others, within_s)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -244,9 +252,13 @@ class Stream:
         self._has_listened = True
         return True
 
-    def _receive_first(self, others: int = -1, within_s: float = 0.0) -> None:
-        assert self.receive_first is not None
-        num_bytes, self._end = self.receive_first(self.fileno, self._buffer, others, within_s)
+    def take_listened(self) -> None:
+        """All that has come has been used, and need not be polled for."""
+        self._begin = self._end = 0
+        self._has_listened = False
+
+    def _receive_with(self, receive: ReceiveFirst, others: int = -1, within_s: float = 0.0) -> None:
+        num_bytes, self._end = receive(self._fileno, self._buffer, others, within_s)
         self.num_received_bytes += num_bytes
         self.moved(num_bytes)
 
@@ -257,7 +269,7 @@ class Stream:
                 raise self._take_failure()
             return
         if self.receive_first is not None and self._begin == self._end:
-            self._receive_first()
+            self._receive_with(self.receive_first)
             if self._listener is not None:
                 self._listener.speaker = self
             return

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from messenger.catalogue import Catalogue
-from messenger.checksums import layer_checksums
+from messenger.checksums import address_of, layer_checksums
 from messenger.direct import DirectPlacement
 from messenger.messages import (
     Close,
@@ -293,6 +293,95 @@ def test_an_answer_goes_where_it_is_expected(side: Side) -> None:
     side.far.sendall(found)
     assert side.receive(may_answer=False) == found
     assert side.is_untouched
+
+
+class Asker:
+    """Who asks the other end of a side."""
+
+    def __init__(self, side: Side) -> None:
+        direct = DirectPlacement.where_it_can_be()
+        assert direct is not None
+        self.direct, self.side = direct, side
+        self.direct.ask(ANSWER)
+
+    def ask(self, head: bytes, payload: memoryview, others: int = -1, within_s: float = 0.0) -> bytes:
+        """What is left to be read of what has come."""
+        place = (address_of(payload), len(payload))
+        fd, buffer = self.side.near.fileno(), self.side.buffer
+        _, num_ahead = self.direct.exchange(fd, buffer, others, within_s, head=head, payload=place)
+        return bytes(buffer[:num_ahead])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 40 * 1024 - 1, 40 * 1024, 40 * 1024 + 1, 128 * 1024, 1 << 18])
+def test_who_asks_hears_the_answer_in_the_same_call(side: Side, num_bytes: int) -> None:
+    asker, payload = Asker(side), random.Random(2).randbytes(num_bytes)
+    side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    side.far.send(ANSWER)
+    asker.ask(b"the head", memoryview(payload))
+    assert asker.direct.num_asked == 8 + num_bytes
+    assert asker.direct.take_answer() == b""
+    assert all_of(side.far) == b"the head" + payload
+
+
+@pytest.mark.parametrize("heard", [ANSWER[:-1], ANSWER + ANSWER, encode_frame(FetchDone()), b"\0" + ANSWER])
+def test_any_other_answer_is_left_to_be_read(side: Side, heard: bytes) -> None:
+    asker = Asker(side)
+    side.far.send(heard)
+    assert asker.ask(b"the head", memoryview(b"payload")) == heard
+    assert asker.direct.take_answer() is None
+
+
+def test_of_a_request_that_the_kernel_does_not_take_the_rest_is_left(side: Side) -> None:
+    asker, payload = Asker(side), random.Random(2).randbytes(1 << 20)
+    side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    side.far.send(ANSWER)
+    for num_bytes in (64 << 10, 1 << 20):
+        with pytest.raises(BlockingIOError):
+            asker.ask(b"the head", memoryview(payload[:num_bytes]), within_s=10)
+        data = all_of(side.far)
+        assert 0 < asker.direct.num_asked == len(data) < 8 + num_bytes
+        assert (b"the head" + payload).startswith(data)
+        assert asker.direct.take_answer() is None
+    assert side.near.recv(100) == ANSWER
+
+
+def test_who_listens_for_an_answer_gives_up_for_others_and_hears_it_before_them(side: Side) -> None:
+    asker, (other, speaker) = Asker(side), socket.socketpair()
+    with other, speaker:
+        speaker.send(b"something")
+        with pytest.raises(BlockingIOError):
+            asker.ask(b"the head", memoryview(b""), other.fileno(), within_s=3600)
+        assert asker.direct.num_asked == 8
+        side.far.send(ANSWER)
+        asker.ask(b"the head", memoryview(b""), other.fileno(), within_s=3600)
+        assert asker.direct.take_answer() == b""
+
+
+def test_the_block_that_was_asked_for_is_verified(side: Side) -> None:
+    asker, view = Asker(side), side.layers(PAGE, 0, 4)
+    good = encode_frame(Found([FoundBlock(0, entry().checksums, 1 << 40)]), len(DATA))
+    others = [
+        Found([FoundBlock(1, entry().checksums, 0)]),
+        Found([FoundBlock(0, entry().checksums[:-8], 0)]),
+        Found([FoundBlock(0, bytes(len(entry().checksums)), 0)]),
+        Found([FoundBlock(0, entry().checksums, 0, 1)]),
+        Found([FoundBlock(0, entry().checksums, 0)], "a failure"),
+    ]
+    for frame in [good, *(encode_frame(found, len(DATA)) for found in others)]:
+        view[:] = bytes(len(view))
+        asker.direct.expect(view, LAYER)
+        side.far.send(frame + DATA)
+        assert asker.ask(b"fetch", memoryview(b"")) == frame
+        assert view == DATA
+        assert asker.direct.take_answer() == (entry().checksums if frame is good else None)
+        assert (asker.direct.take([view], LAYER) is None) == (frame is good)
+    asker.direct.expect(view, LAYER)
+    side.far.send(ANSWER)  # nobody has written anything
+    assert asker.ask(b"fetch", memoryview(b"")) == ANSWER
+    assert asker.direct.take_answer() is None
+    side.far.send(encode_frame(FetchDone()) + good + DATA)  # nor may this be said here
+    asker.ask(b"fetch", memoryview(b""))
+    assert asker.direct.take_answer() is None
 
 
 class Shelf:
