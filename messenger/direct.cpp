@@ -217,7 +217,8 @@ bool is_intact(const Placement& placement, const uint8_t* const* checksums) {
     if (placement.num_there < num_bytes) return false;
     for (size_t i = 0; i < placement.num_targets; i++) {
         const size_t num_layers = placement.targets[i].num_bytes / placement.layer_bytes;
-        if (checksums[i] == nullptr || std::memcmp(digests, checksums[i], num_layers * sizeof(uint64_t)) != 0) return false;
+        if (checksums[i] == nullptr) return false;
+        if (std::memcmp(digests, checksums[i], num_layers * sizeof(uint64_t)) != 0) return false;
         digests += num_layers;
     }
     return true;

@@ -98,6 +98,11 @@ def _native() -> CDLL | None:
     return library
 
 
+def can_expect(view: memoryview, layer_bytes: int) -> bool:
+    """Whether whole layers can be placed in `view` before the frame that brings them is read."""
+    return layer_bytes > SHORT_LAYER_BYTES and len(view) <= _MOST_LAYERS * layer_bytes
+
+
 def prepare() -> None:
     """Compiles the code, if that has not been done: so that no request waits for it."""
     _native()
@@ -161,7 +166,7 @@ class DirectPlacement:
     def expect(self, view: memoryview | None, layer_bytes: int = 0) -> None:
         """The next payload of this length, if any comes, is whole layers that belong there; None: nowhere."""
         placement = self._placement
-        if view is None or layer_bytes <= SHORT_LAYER_BYTES or len(view) > _MOST_LAYERS * layer_bytes:
+        if view is None or not can_expect(view, layer_bytes):
             placement.expected.num_bytes, self._kept = 0, ()
         else:
             placement.expected.begin, placement.expected.num_bytes = address_of(view), len(view)

@@ -9,9 +9,9 @@ Owns: when that may be, and what is to be said of it. Does not know: what waits 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from messenger.checksums import SHORT_LAYER_BYTES, address_of
+from messenger.checksums import address_of
 from messenger.departures import Departures
-from messenger.direct import DirectPlacement
+from messenger.direct import DirectPlacement, can_expect
 from messenger.lingering import LINGERED_BYTES, Lingering
 from messenger.messages import FetchDone, WriteAck
 from messenger.outstanding import Outstanding
@@ -20,7 +20,6 @@ from messenger.requests import FetchRequest, Outcome, Request, WriteRequest
 from messenger.results import Results
 from messenger.stream import Stream, without
 from messenger.transports import Transport
-from mooncake.blocks import KVLayout
 
 _MOST_BYTES = LINGERED_BYTES[Transport.TCP]
 FETCH_DONE = encode_frame(FetchDone())
@@ -33,19 +32,17 @@ class Exchange:
         self,
         direct: DirectPlacement,
         source: memoryview,
-        layout: KVLayout,
         stream: Stream,
         outstanding: Outstanding,
         results: Results,
         departures: Departures,
         lingering: Lingering,
     ) -> None:
-        """What is written comes from `source`. `layout`: of the peer's blocks."""
+        """What is written comes from `source`."""
         direct.ask(encode_frame(WriteAck()))
         self._direct = direct
         self._source = source  # keeps it mapped
         self._source_address = address_of(source)
-        self._are_layers_long = layout.layer_bytes > SHORT_LAYER_BYTES
         self._stream = stream
         self._outstanding = outstanding
         self._results = results
@@ -64,7 +61,10 @@ class Exchange:
                 return False
             offset = request.write.entries[0].source_offset
             return 0 <= offset <= len(self._source) - request.num_bytes
-        return isinstance(request, FetchRequest) and len(request.views) == 1 and self._are_layers_long
+        if not isinstance(request, FetchRequest) or len(request.views) > 1:
+            return False
+        # What nothing is expected for is taken to be a write: an acknowledgement would be its answer.
+        return can_expect(request.views[0], request.layer_bytes)
 
     def begin(self, request: Request, on_late: Callable[[Request], None]) -> bool:
         """Whether `request`, which is possible, is done: it was sent, and its answer has come in time.

@@ -113,7 +113,6 @@ class Lane:
             self.exchange = Exchange(
                 inlet.direct,
                 source,
-                layout,
                 self._stream,
                 self._outstanding,
                 self._results,
