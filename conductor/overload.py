@@ -96,11 +96,11 @@ class Admission:
             slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
             first_token_s = waited_s + factor * queue_s + slow_prompt_s
             terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
-            kept_s = self._turned_away.kept_s(terms, slow_prompt_s, came_s, now_s)
+            kept_s = self._turned_away.kept_s(terms, slow_prompt_s, factor, came_s, now_s)
             late_s = first_token_s + kept_s - slos.ttft_s
             if late_s > 0:
                 retry_s = max(_SHORTEST_RETRY_S, late_s)
-                return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, slow_prompt_s, kept_s)
+                return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
         if slos.tbt_s is None:
             return None
         factor = self._refusals.factor(now_s)

@@ -86,7 +86,7 @@ _WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token w
 class Rejection(NamedTuple):
     """Algorithm 1, line 26. `predicted_s` exceeds the SLO of `reason`; it may fit in `retry_after_s`.
 
-    Of a TTFT SLO: `prompt_s` is the request's own part of `predicted_s`; `kept_s` of the SLO are not for it.
+    Of a TTFT SLO: `prompt_s` is predicted for the prompt by itself; `kept_s` of the SLO are not for it.
     """
 
     reason: Reason

@@ -42,7 +42,7 @@ class TurnedAway:
         """in the order in which they came; each took longer than all behind it"""
 
     def note(self, terms: Terms, prefill_s: float, now_s: float) -> None:
-        """A prompt that would have been computed in `prefill_s` was refused for the queue before it."""
+        """A prompt that was predicted to be computed in `prefill_s` was refused for the queue before it."""
         refused = self._refused.setdefault(terms, deque())
         self._refused.move_to_end(terms)
         if len(self._refused) > _NUM_TERMS:
@@ -51,11 +51,14 @@ class TurnedAway:
             refused.pop()
         refused.append(_Refused(now_s, prefill_s))
 
-    def kept_s(self, terms: Terms, prefill_s: float, came_s: float, now_s: float) -> float:
-        """Of its TTFT SLO, beyond its own time: what a prompt of `prefill_s` that `came_s` leaves free."""
+    def kept_s(self, terms: Terms, prefill_s: float, factor: float, came_s: float, now_s: float) -> float:
+        """Of its TTFT SLO, beyond its own time: what a prompt of `prefill_s` that `came_s` leaves free.
+
+        `factor`: so many times as long as predicted prompts are taken to be now; `prefill_s` is that long.
+        """
         refused = self._refused.get(terms)
         while refused and refused[0].at_s < now_s - MEMORY_S:
             refused.popleft()
         if not refused or refused[0].at_s > came_s:
             return 0.0
-        return max(0.0, min(refused[0].prefill_s, MAX_SHARE * terms.ttft_slo_s) - prefill_s)
+        return max(0.0, min(factor * refused[0].prefill_s, MAX_SHARE * terms.ttft_slo_s) - prefill_s)
