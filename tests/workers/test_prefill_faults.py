@@ -91,9 +91,10 @@ def test_others_of_the_pass_go_on_when_one_is_aborted(
 
 def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     gate = Gate(store=0)
+    setting = Setting(16, overlap=False, make_copies=gate.make)  # nothing is computed while that is closed
 
     async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab, lab.running(Setting(16, make_copies=gate.make)):
+        async with prefill_lab(model, tmp_path) as lab, lab.running(setting):
             orders = [await lab.order(prompt_of(seed, 50)) for seed in range(4)]
             await gate.reached()
             for receiving in orders[1:]:
