@@ -223,7 +223,8 @@ def test_the_only_path_dies_and_works_again(tmp_path: Path, way: dict[str, bool]
             write = asyncio.create_task(node.write(1, range(10)))
             await until(lambda: grant.arrived)
             proxy.black_hole(**way)
-            with pytest.raises(TransferError, match=r"no acknowledgement within 0\.3 s"):
+            # Where the rest of a block has not left yet, that it cannot may be noticed first.
+            with pytest.raises(TransferError, match=r"(no acknowledgement|nothing was taken) within 0\.3 s"):
                 await write
             with pytest.raises(TransferError, match=r"no answer within 0\.3 s"):
                 await node.write(1, [1])
