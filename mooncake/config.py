@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ByteSize, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from mooncake.errors import ConfigError
 from mooncake.sections import (
@@ -116,6 +117,14 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> 
     return keys
 
 
+def section_of(path: tuple[str, ...]) -> tuple[str, str]:
+    """The section that a key stands in, and what it is about; keys that stand alone are `general`."""
+    if len(path) == 1:
+        return "general", "What runs here."
+    section: Any = Config.model_fields[path[0]].annotation
+    return path[0], section.__doc__
+
+
 def describe(path: tuple[str, ...]) -> str:
     """What a key means, its choices and its default."""
     model: Any = Config
@@ -124,8 +133,24 @@ def describe(path: tuple[str, ...]) -> str:
     field = model.model_fields[path[-1]]
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     text = f"{field.description}; one of {', '.join(choices)}" if choices else str(field.description)
-    default = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
-    return text if default is None else f"{text} (default: {default})"
+    default = default_of(field)
+    return f"{text} (default: {default})" if default else text
+
+
+def default_of(field: FieldInfo) -> str:
+    """A key's default as it would be given; empty if it is nothing."""
+    match field.default:
+        case None:
+            return ""
+        case ByteSize() as size:
+            return size.human_readable()
+        case bool() as value:
+            return str(value).lower()
+        case list() as values:
+            return ",".join(map(str, values))
+        case dict():
+            return ""
+    return str(field.default)
 
 
 def env_name(path: tuple[str, ...]) -> str:

@@ -4,15 +4,17 @@ Owns: that page. Does not know: any key.
 """
 
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from mooncake.config import Config
+from mooncake.config import Config, default_of
 
 HEAD = """# Configuration
 
@@ -27,6 +29,14 @@ of them.
 Sizes take units (`512MiB`, `2GiB`), durations are in seconds, lists are YAML lists, or separated by commas
 elsewhere.
 """
+_KINDS: dict[Any, str] = {
+    bool: "true, false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    ByteSize: "size",
+    Path: "path",
+}
 COLUMNS = "| key | values | default | meaning |\n|---|---|---|---|\n"
 
 
@@ -41,7 +51,7 @@ def page() -> str:
 
 
 def _is_group(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    return _is_a(field.annotation, BaseModel)
 
 
 def _table(model: type[BaseModel], path: tuple[str, ...]) -> str:
@@ -62,72 +72,51 @@ def _cell(text: str) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    choices = _choices(field.annotation)
-    bounds = [_bound(part) for part in _metadata(field)]
-    return _cell(" ".join(filter(None, [choices or _type_name(field.annotation), *bounds])))
+    return _cell(_kind(field.annotation, field.metadata))
 
 
-def _choices(annotation: Any) -> str:
-    """What a value may be, if that is a list."""
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return ", ".join(f"`{choice}`" for choice in annotation)
-    return ""
-
-
-def _type_name(annotation: Any) -> str:
-    names: dict[Any, str] = {
-        bool: "true, false",
-        int: "whole number",
-        float: "number",
-        str: "text",
-        ByteSize: "size",
-        Path: "path",
-        type(None): "",
-    }
-    if annotation in names:
-        return names[annotation]
+def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a value may be, with its bounds; empty for None."""
+    if get_origin(annotation) is Annotated:
+        inner, *parts = get_args(annotation)
+        nested = [found for part in parts for found in getattr(part, "metadata", [part])]
+        return _kind(inner, [*nested, *metadata])
+    if get_origin(annotation) is Literal or _is_a(annotation, StrEnum):
+        choices = get_args(annotation) or tuple(annotation)
+        return ", ".join(f"`{choice}`" for choice in choices)
     if get_origin(annotation) is list:
-        return f"list of {_type_name(get_args(annotation)[0])}"
-    parts = [_choices(part) or _type_name(part) for part in get_args(annotation)]
-    if hasattr(annotation, "__metadata__"):  # Annotated: the first is the type
-        return parts[0]
-    return " or ".join(filter(None, parts))
+        return f"list of {_kind(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "object, as JSON outside YAML"
+    if alternatives := get_args(annotation):
+        return " or ".join(filter(None, (_kind(one, metadata) for one in alternatives)))
+    return _KINDS[annotation] + _bounds(metadata) if annotation is not NoneType else ""
 
 
-def _metadata(field: FieldInfo) -> list[Any]:
-    inner = [part for union in get_args(field.annotation) for part in getattr(union, "__metadata__", ())]
-    nested = [found for part in inner if isinstance(part, FieldInfo) for found in part.metadata]
-    return [*field.metadata, *inner, *nested]
+def _is_a(annotation: Any, base: type) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, base)
 
 
-def _bound(part: Any) -> str:
-    match part:
-        case Ge(ge):
-            return f"≥ {ge}"
-        case Gt(gt):
-            return f"> {gt}"
-        case Le(le):
-            return f"≤ {le}"
-        case Lt(lt):
-            return f"< {lt}"
-    return ""
+def _bounds(metadata: Sequence[Any]) -> str:
+    low, high = "", ""
+    for part in metadata:
+        match part:
+            case Ge(ge):
+                low = f"≥ {ge}"
+            case Gt(gt):
+                low = f"> {gt}"
+            case Le(le):
+                high = f"≤ {le}"
+            case Lt(lt):
+                high = f"< {lt}"
+    if low.startswith("≥") and high.startswith("≤"):
+        return f" from {low[2:]} to {high[2:]}"
+    return " " + " and ".join(filter(None, (low, high))) if low or high else ""
 
 
 def _default(field: FieldInfo) -> str:
-    match field.default:
-        case None:
-            return ""
-        case ByteSize() as size:
-            return f"`{size.human_readable()}`"
-        case bool() as value:
-            return f"`{str(value).lower()}`"
-        case list() as values:
-            return f"`{', '.join(map(str, values))}`" if values else ""
-        case "":
-            return ""
-    return f"`{field.default}`"
+    default = default_of(field)
+    return f"`{default}`" if default else ""
 
 
 if __name__ == "__main__":

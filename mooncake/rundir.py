@@ -53,13 +53,17 @@ class RunDirectory:
             )
         return path
 
+    def remove(self) -> None:
+        """It, and everything in it. What the context manager does at its end."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self.remove()
         os.close(self._lock)
 
 

@@ -46,16 +46,44 @@ _status_decoder = msgspec.json.Decoder(Status)
 
 async def supervise(config: Config) -> int:
     """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
+    stopping = Stopping()  # before there is anything that a signal could leave behind
     with RunDirectory() as run_dir:
-        children = [Child(spec, config.log_level) for spec in plan_node(config, run_dir)]
+        specs = await _planned(config, run_dir, stopping)
+        if specs is None:
+            run_dir.remove()
+            os._exit(0)  # the interpreter would wait for the thread that takes memory
+        children = [Child(spec, config.log_level) for spec in specs]
         # Without a conductor nothing that runs can end.
         drain_s = config.worker.drain_timeout_s if config.role in ("prefill", "decode") else 0.0
         hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
-        supervisor = Supervisor(children, drain_s, hang_timeout_s)
+        supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s)
         code = await supervisor.run()
     if supervisor.is_stuck:
         os._exit(code)  # the interpreter would wait for the console's writer
     return code
+
+
+async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") -> list[ChildSpec] | None:
+    """None if all is to end before the pools have their memory, which takes seconds where they are large."""
+    planning = asyncio.create_task(asyncio.to_thread(plan_node, config, run_dir))
+    ending = asyncio.create_task(stopping.is_wanted.wait())
+    await asyncio.wait((planning, ending), return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    return await planning if planning.done() else None
+
+
+class Stopping:
+    """SIGINT and SIGTERM, from now on: the first ends everything, a second does not wait for what runs."""
+
+    def __init__(self) -> None:
+        self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.is_wanted.is_set():
+            self.is_urgent.set()
+        self.is_wanted.set()
 
 
 class Child:
@@ -138,12 +166,16 @@ class Supervisor:
     """
 
     def __init__(
-        self, children: list[Child], drain_s: float = 0.0, hang_timeout_s: float | None = None
+        self,
+        children: list[Child],
+        stopping: Stopping,
+        drain_s: float = 0.0,
+        hang_timeout_s: float | None = None,
     ) -> None:
         self._children, self._drain_s = children, drain_s
+        self._stop, self._hurry = stopping.is_wanted, stopping.is_urgent
         self._hang_timeout_s = hang_timeout_s
         self._console = Console([child.spec.name for child in children])
-        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._fatal: str | None = None
         self._hint = ""
         self._announced = False
@@ -156,9 +188,6 @@ class Supervisor:
 
     async def run(self) -> int:
         """Start all, wait for the end, stop all. 0 after a signal, 1 after a fatal error."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._on_signal)
         with self._console:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
@@ -170,12 +199,6 @@ class Supervisor:
             if self._fatal is not None:
                 self._console.error(self._fatal)
         return 1 if self._fatal is not None else 0
-
-    def _on_signal(self) -> None:
-        """The second one does not wait for what runs."""
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
 
     async def _drain(self, keepers: list[asyncio.Task[None]]) -> None:
         """Instances end before what they need does."""

@@ -3,7 +3,7 @@
 from conductor import service as conductor
 from conductor.front import service as front
 from kvstore import service as messenger
-from mooncake import cli as supervisor
+from mooncake import commands as supervisor
 from workers import service as worker
 
 __all__ = ["conductor", "front", "messenger", "supervisor", "worker"]

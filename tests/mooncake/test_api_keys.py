@@ -1,12 +1,11 @@
 """The file of API keys: made by the command, edited by people."""
 
 import stat
-import sys
 from pathlib import Path
 
 import pytest
 
-from mooncake import cli
+from mooncake import commands
 from mooncake.api_keys import add_api_key, digest, load_api_keys
 from mooncake.errors import ConfigError
 
@@ -64,15 +63,9 @@ def test_keys_of_a_group_share_their_cache(tmp_path: Path) -> None:
     assert len({key.salt for key in load_api_keys(path).values()}) == 1
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["mooncake-serve", *arguments])
-        cli.main()
-
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "keys")
-    run("apikey", path, "alice", "--requests-per-minute", "60")
+    assert commands.run(["apikey", path, "alice", "--requests-per-minute", "60"]) == 0
     key = capsys.readouterr().out.strip()
     assert load_api_keys(Path(path))[digest(key)].requests_per_minute == 60
     for arguments in (
@@ -80,7 +73,5 @@ def test_the_command(
         ("--port", "1", "apikey", path, "bob"),
         ("apikey", path, "a b"),
     ):
-        with pytest.raises(SystemExit) as caught:
-            run(*arguments)
-        assert caught.value.code == 2
+        assert commands.run(arguments) == 2
     assert len(load_api_keys(Path(path))) == 1

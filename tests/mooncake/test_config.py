@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mooncake.cli import render
+from mooncake.commands import render
 from mooncake.config import Config, env_name, host_and_port, leaf_keys, load_config
 from mooncake.errors import ConfigError
 

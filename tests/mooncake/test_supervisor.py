@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mooncake.node import ChildSpec
-from mooncake.supervisor import Child, Supervisor
+from mooncake.supervisor import Child, Stopping, Supervisor
 from tests.mooncake.fake_child import FakeConfig
 
 DEADLINE_S = 15.0
@@ -49,7 +49,7 @@ def supervise(
     async def run() -> int:
         async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
             group.create_task(stop_when_seen())
-            return await Supervisor(children, hang_timeout_s=hang_timeout_s).run()
+            return await Supervisor(children, Stopping(), hang_timeout_s=hang_timeout_s).run()
 
     code = asyncio.run(run())
     captured = capture.readouterr()
@@ -112,11 +112,13 @@ def test_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, sys\n"
         "from mooncake.node import ChildSpec\n"
-        "from mooncake.supervisor import Child, Supervisor\n"
+        "from mooncake.supervisor import Child, Stopping, Supervisor\n"
         f"spec = ChildSpec('a', 'tests.mooncake.fake_child', lambda _: {config.model_dump_json()!r})\n"
-        "supervisor = Supervisor([Child(spec, 'warning')])\n"
-        "code = asyncio.run(supervisor.run())\n"
-        "os._exit(code if supervisor.is_stuck else 99)\n"
+        "async def run():\n"
+        "    supervisor = Supervisor([Child(spec, 'warning')], Stopping())\n"
+        "    code = await supervisor.run()\n"
+        "    os._exit(code if supervisor.is_stuck else 99)\n"
+        "asyncio.run(run())\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
@@ -128,6 +130,30 @@ def test_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
             num_bytes, earlier = pipe_len(process.stderr.fileno()), num_bytes
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_end_does_not_wait_for_the_memory_of_large_pools(tmp_path: Path, signum: signal.Signals) -> None:
+    program = (
+        "import asyncio, threading\n"
+        "from mooncake import supervisor\n"
+        "from mooncake.config import Config\n"
+        "def plan_node(config, run_dir):\n"
+        "    print('taking memory', flush=True)\n"
+        "    threading.Event().wait()\n"
+        "supervisor.plan_node = plan_node\n"
+        "asyncio.run(supervisor.supervise(Config()))\n"
+    )
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"taking memory\n"
+        assert list(tmp_path.iterdir())
+        process.send_signal(signum)
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, errors) == (0, b"")
+    assert not list(tmp_path.iterdir())
 
 
 def pipe_len(descriptor: int) -> int:
