@@ -13,9 +13,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ByteSize, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from mooncake.errors import ConfigError
 from mooncake.sections import (
+    NAME,
+    WORDS_OF_PATTERNS,
     ConductorConfig,
     HttpConfig,
     KVCacheConfig,
@@ -48,7 +51,7 @@ class Config(Section):
     )
     served_model_name: str | None = Field(None, min_length=1, description="the name that clients ask for")
     instance: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="name of this instance (--role prefill, decode)"
+        None, pattern=NAME, description="name of this instance (--role prefill, decode)"
     )
     num_prefill: int = Field(1, ge=1, description="prefill instances (--role all)")
     num_decode: int = Field(1, ge=1, description="decode instances (--role all)")
@@ -222,21 +225,39 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: str) -> None:
 
 
 def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str], file: Path | None) -> str:
-    lines = []
+    lines: dict[tuple[str, str], list[str]] = {}
+    """what was expected, by what stands before and behind it: a value may be one of several kinds"""
     for problem in error.errors():
         path = tuple(
             str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "constrained"))
         )
-        path = next((key for key in leaf_keys() if path[: len(key)] == key), path)
-        origin = origins.get(path, str(file) if file is not None else "default")
-        if problem["type"] == "value_error":  # keys that do not go together, named in the message
-            lines.append(problem["msg"].removeprefix("Value error, "))
-        elif problem["type"] == "model_type":
-            lines.append(f"{'.'.join(path)}: expected keys and values, found {problem['input']!r} ({origin})")
+        place = ".".join(path)
+        key = next((key for key in leaf_keys() if path[: len(key)] == key), None)
+        origin = origins.get(key or path, str(file) if file is not None else "default")
+        if problem["type"] == "value_error" and key is None:  # keys that do not go together: it names them
+            lines[_expected(problem), ""] = []
         elif problem["type"] == "extra_forbidden":
-            section = path[:-1]
-            known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
-            lines.append(f"{'.'.join(path)}: unknown key ({origin}); known keys here are {', '.join(known)}")
+            lines[f"{place}: unknown key ({origin})", _known_beside(path, key)] = []
         else:
-            lines.append(f"{'.'.join(path)}: {problem['msg']}, found {problem['input']!r} ({origin})")
-    return "; ".join(dict.fromkeys(lines))
+            kinds = lines.setdefault((f"{place}: ", f", found {problem['input']!r} ({origin})"), [])
+            kinds.append(_expected(problem))
+    return "; ".join(
+        before + ", or ".join(dict.fromkeys(kinds)) + behind for (before, behind), kinds in lines.items()
+    )
+
+
+def _expected(problem: ErrorDetails) -> str:
+    if problem["type"] == "model_type":
+        return "expected keys and values"
+    if problem["type"] == "string_pattern_mismatch":
+        return f"expected {WORDS_OF_PATTERNS[problem['ctx']['pattern']]}"
+    return problem["msg"].removeprefix("Value error, ")
+
+
+def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
+    """Nothing for what is unknown within the value of `key`."""
+    if key is not None:
+        return ""
+    section = path[:-1]
+    known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
+    return f"; known keys here are {', '.join(known)}"

@@ -14,7 +14,18 @@ from mooncake.policies import EvictionPolicy, Overload, Scheduling
 
 LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 """host:port, or [address]:port of IPv6"""
+HOST_AND_PORT = r"^[^:/]+:\d{1,5}$"
 ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
+DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+NAME = r"^[A-Za-z0-9._-]{1,64}$"
+WORDS_OF_PATTERNS = {
+    LISTEN: "host:port or [IPv6]:port",
+    HOST_AND_PORT: "host:port",
+    ENDPOINT: "tcp://host:port or ipc://path",
+    DEVICE: "auto, cpu, cuda or cuda:N",
+    NAME: "1 to 64 letters, digits, '.', '_' or '-'",
+}
+"""for errors"""
 ANY_ENDPOINT = "tcp://127.0.0.1:*"
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT)]
@@ -109,7 +120,7 @@ class KVCacheConfig(Section):
     )
     listen: str | None = Field(
         None,
-        pattern=r"^[^:/]+:\d{1,5}$",
+        pattern=HOST_AND_PORT,
         description="host:port for clients of the pool on other hosts (instance i: port + i); off",
     )
     vllm_events: str | None = Field(
@@ -152,10 +163,13 @@ class SLOClass(Section):
 
 def _from_json(value: object) -> object:
     """A flag or variable has JSON for what is a mapping in YAML."""
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object ({error})") from None
 
 
-SLOClassName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+SLOClassName = Annotated[str, Field(pattern=NAME)]
 
 
 class ConductorConfig(Section):
@@ -236,7 +250,7 @@ class ConductorConfig(Section):
 class WorkerConfig(Section):
     """How an instance computes."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N")
     tensor_parallel: int = Field(
         1,
         ge=1,
@@ -260,7 +274,7 @@ class WorkerConfig(Section):
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
     metrics_listen: str | None = Field(
         None,
-        pattern=r"^[^:/]+:\d{1,5}$",
+        pattern=HOST_AND_PORT,
         description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
     )
     drain_timeout_s: PositiveSeconds = Field(

@@ -64,7 +64,17 @@ def test_defaults_need_no_source() -> None:
             ["messenger.transport:", "'auto', 'shm', 'rdma' or 'tcp'", "pigeon"],
         ),
         ("worker: {device: tpu}", ["worker.device:", "tpu"]),
-        ("conductor: {endpoint: 10.0.0.1:7800}", ["conductor.endpoint:", "10.0.0.1:7800"]),
+        (
+            "conductor: {endpoint: 10.0.0.1:7800}",
+            ["conductor.endpoint: expected tcp://host:port or ipc://path, found '10.0.0.1:7800'"],
+        ),
+        ("conductor: {slo_classes: '{'}", ["conductor.slo_classes: expected a JSON object", "found '{'"]),
+        ("conductor: {slo_classes: {a: {x: 1}}}", ["conductor.slo_classes.a.x: unknown key"]),
+        ("conductor: {slo_classes: {a: {ttft_slo_s: 0}}}", ["conductor.slo_classes.a.ttft_slo_s: Input"]),
+        (
+            "worker: {num_threads: 0}",
+            ["worker.num_threads: Input", "equal to 1, or Input should be 'auto', found 0"],
+        ),
         ("http: {admin_listen: '::1:9000'}", ["http.admin_listen:", "::1:9000"]),
         ("[1, 2]", ["expected keys and values, found list"]),
         ("a: b: c", ["not valid YAML"]),
@@ -88,7 +98,7 @@ def test_bad_files_are_refused_by_key(tmp_path: Path, text: str, expected: list[
         ("tcp://10.0.0.1:1,tcp://10.0.0.2:70000", "tcp://10.0.0.2:70000 needs a port"),
         ("tcp://10.0.0.1:1,tcp://10.0.0.1:1", "tcp://10.0.0.1:1 twice"),
         ("tcp://10.0.0.1:1", "names 1 endpoints; 3 stages need 2"),
-        ("10.0.0.1:1,tcp://10.0.0.2:1", "pipeline.endpoints: String should match"),
+        ("10.0.0.1:1,tcp://10.0.0.2:1", "pipeline.endpoints.0: expected tcp://host:port or ipc://path"),
     ],
 )
 def test_stages_must_be_able_to_find_each_other(endpoints: str, message: str) -> None:
