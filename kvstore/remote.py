@@ -38,6 +38,7 @@ from kvstore.session import Session, User
 from kvstore.store import Store
 from messenger.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
 from messenger.handshake import StrangerError
+from messenger.receiver import Threshold
 from messenger.stream import Stream
 from messenger.transports import Traffic
 from mooncake.blocks import BlockKey
@@ -82,6 +83,7 @@ async def serve_client(
     tasks: asyncio.TaskGroup,
     key: ClusterKey,
     traffic: Traffic,
+    threshold: Threshold,
     *,
     timeout_s: float,
 ) -> None:
@@ -89,7 +91,8 @@ async def serve_client(
     `timeout_s` each."""
     client = _Client(stream)
     try:
-        await client.admit(key, timeout_s)
+        with threshold.room():
+            await client.admit(key, timeout_s)
         async with asyncio.timeout(timeout_s):
             await client.greet(host, tasks)
         await client.serve()

@@ -33,7 +33,7 @@ from messenger import checksums, direct, listening
 from messenger.identity import host_id
 from messenger.listening import ListeningLoop
 from messenger.rdma.cards import Cards, open_cards
-from messenger.receiver import turn_away
+from messenger.receiver import Threshold, turn_away
 from messenger.stream import Stream
 from messenger.tls import Tls
 from messenger.transports import Traffic
@@ -68,6 +68,8 @@ class Service:
         self._config = config
         self._tasks = tasks
         self._traffic = Traffic()
+        self._threshold = Threshold()
+        """of clients on other hosts, and of peers that come before there is a pool"""
         self._tls = Tls.of(config.security)
         self._cards = cards
         self._owners = itertools.count(1)
@@ -238,6 +240,7 @@ class Service:
                     self._tasks,
                     self._config.cluster_key,
                     self._traffic,
+                    self._threshold,
                     timeout_s=self._config.settings.connect_timeout_s,
                 )
             )
@@ -257,9 +260,13 @@ class Service:
     async def _serve_peer(self, stream: Stream) -> None:
         if self.store is None:
             reason = f"{self._config.instance} has no pool yet, its worker has not attached"
-            settings = self._config.settings
             await turn_away(
-                stream, reason, self._config.cluster_key, self._traffic, settings.connect_timeout_s
+                stream,
+                reason,
+                self._config.cluster_key,
+                self._traffic,
+                self._threshold,
+                timeout_s=self._config.settings.connect_timeout_s,
             )
         else:
             await self.store.sessions.serve(stream)
@@ -317,6 +324,10 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"cannot listen at {host}: it is, or has, no IPv4 address ({error.strerror}); name one"
+            ) from error
         except OSError as error:
             raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
         listener.listen(_BACKLOG)

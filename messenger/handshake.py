@@ -11,6 +11,7 @@ from messenger.messages import Challenge, Hello, Introduction, Message, Refused,
 from messenger.protocol import PROTOCOL_VERSION, check_identity, check_version, encode_frame
 from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.stream import Stream
+from messenger.tls import SAME_TLS
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
 from mooncake.proofs import NONCE_BYTES, Doorkeeper, Labels, Visitor
@@ -53,7 +54,12 @@ async def introduce(
     stream = frames.stream
     visitor = Visitor(key, _LABELS)
     await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
-    challenge = _accepted(await read_message(frames))
+    try:
+        challenge = _accepted(await read_message(frames))
+    except OSError as error:
+        raise TransferError(
+            f"who listens there hangs up at a greeting ({error}); if that is a messenger, {SAME_TLS}"
+        ) from error
     assert isinstance(challenge, Challenge)
     if not visitor.recognises(challenge.nonce, challenge.proof):
         raise StrangerError("the messenger there has another cluster key; give all nodes the same key file")

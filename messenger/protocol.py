@@ -32,6 +32,7 @@ from messenger.messages import (
     Write,
     WriteAck,
 )
+from messenger.tls import SAME_TLS
 from mooncake.errors import MismatchError, TransferError
 
 PROTOCOL_VERSION = 4
@@ -46,6 +47,8 @@ NOT_URGENT_S = 0.002
 """that a message may wait for another to go with"""
 
 _HEADER = struct.Struct("<II")
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""how a TLS alert begins, and a handshake; as a greeting either would be too long"""
 
 
 class Side(Enum):
@@ -123,6 +126,8 @@ class FrameReader:
             return None
         meta_bytes, payload_bytes = _HEADER.unpack_from(data)
         if not 0 < meta_bytes <= self._most_meta_bytes:
+            if self._phase is Phase.GREETING and bytes(data[:2]) in _TLS_RECORDS:
+                raise TransferError(f"the other side speaks TLS, this one does not; {SAME_TLS}")
             raise TransferError(
                 f"a frame announces {meta_bytes} bytes of meta data, the limit is {self._most_meta_bytes}"
             )

@@ -30,20 +30,38 @@ MOST_UNKNOWN = 256
 """connections whose other end has not shown yet that it knows the cluster's key"""
 
 
+class Threshold:
+    """Where they stand who have not shown that yet: there is room for few at once."""
+
+    def __init__(self) -> None:
+        self._num_there = 0
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """For one more. Raises StrangerError if there is none."""
+        if self._num_there >= MOST_UNKNOWN:
+            raise StrangerError(f"{MOST_UNKNOWN} others have not said who they are yet")
+        self._num_there += 1
+        try:
+            yield
+        finally:
+            self._num_there -= 1
+
+
 class Sessions:
     """All senders that are connected. Every connection is handed to `serve`."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
         self._sessions: dict[tuple[str, bytes], Session] = {}
-        self._num_unknown = 0
+        self._threshold = Threshold()
 
     async def serve(self, stream: Stream) -> None:
         """One connection, until it ends. A stranger's costs a counter."""
         door = self._door
         try:
             try:
-                with self._unknown():
+                with self._threshold.room():
                     async with asyncio.timeout(door.settings.connect_timeout_s):
                         frames = Frames(stream, Side.RECEIVER)
                         await _shake_hands(stream)
@@ -59,17 +77,6 @@ class Sessions:
             log.exception("a connection ends")
         finally:
             stream.close()
-
-    @contextlib.contextmanager
-    def _unknown(self) -> Iterator[None]:
-        """Raises StrangerError if there are too many."""
-        if self._num_unknown >= MOST_UNKNOWN:
-            raise StrangerError(f"{MOST_UNKNOWN} others have not said who they are yet")
-        self._num_unknown += 1
-        try:
-            yield
-        finally:
-            self._num_unknown -= 1
 
     async def _welcome(self, frames: Frames, introduction: Introduction) -> IncomingLane:
         """Raises TransferError, MismatchError, OSError."""
@@ -141,13 +148,16 @@ def _count_stranger(traffic: Traffic, error: Exception) -> None:
     log.info("a stranger is turned away: %s", str(error) or "it said nothing in time")
 
 
-async def turn_away(stream: Stream, reason: str, key: ClusterKey, traffic: Traffic, timeout_s: float) -> None:
+async def turn_away(
+    stream: Stream, reason: str, key: ClusterKey, traffic: Traffic, threshold: Threshold, *, timeout_s: float
+) -> None:
     """Hears who a sender is and refuses him."""
     try:
-        async with asyncio.timeout(timeout_s):
-            await _shake_hands(stream)
-            await admit(Frames(stream, Side.RECEIVER), key)
-            await handshake.refuse(stream, reason)
+        with threshold.room():
+            async with asyncio.timeout(timeout_s):
+                await _shake_hands(stream)
+                await admit(Frames(stream, Side.RECEIVER), key)
+                await handshake.refuse(stream, reason)
     except (StrangerError, TimeoutError) as error:
         _count_stranger(traffic, error)
     except (OSError, TransferError, MismatchError) as error:

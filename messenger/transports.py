@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.direct import DirectPlacement, Placed
 from messenger.stream import Stream
-from messenger.tls import Tls
+from messenger.tls import SAME_TLS, Tls
 from mooncake.errors import TransferError
 from mooncake.mapping import MappedFile
 from mooncake.pools import MessengerAddress
@@ -112,7 +112,7 @@ def paths(
 
 
 async def connect(path: Path, tls: Tls | None) -> Stream:
-    """Raises OSError, or TransferError for a place that is none."""
+    """Raises OSError, or TransferError for a place that is none, or does not speak TLS as this side does."""
     family = socket.AF_UNIX if path.transport is Transport.SHM else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -126,8 +126,10 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
         raise
     try:
         await stream.shake_hands()
-    except BaseException:
+    except BaseException as error:
         stream.close()
+        if isinstance(error, OSError):
+            raise TransferError(f"no TLS: {error}; {SAME_TLS}") from None
         raise
     return stream
 

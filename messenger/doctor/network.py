@@ -120,9 +120,11 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 def _trouble(machine: Machine, host: str, *, is_alone: bool) -> tuple[Level, str] | None:
     """What is wrong with an address to be told to others; none of them exist if this node is alone."""
     try:
-        found = machine.resolve(host)
+        found = [address for address in machine.resolve(host) if ":" not in address]
     except OSError as error:
         return Level.FAIL, f"is no name that resolves ({error.strerror})"
+    if not found:
+        return Level.FAIL, "is, or has, no IPv4 address: messengers use no other"
     foreign = [one for one in found if not machine.has_address(one)]
     if foreign:
         which = "" if foreign == [host] else f" ({', '.join(foreign)})"

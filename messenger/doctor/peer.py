@@ -69,7 +69,10 @@ def name(machine: Machine, peer: Peer) -> Iterator[Finding]:
         found = f"{peer.host} does not resolve: {error.strerror}"
         yield Finding(Level.FAIL, "peer name", found, "correct the name, or enter it in DNS or /etc/hosts")
     else:
-        if addresses != [peer.host]:
+        if all(":" in address for address in addresses):
+            found = f"{peer.host} is, or has, no IPv4 address: messengers use no other"
+            yield Finding(Level.FAIL, "peer name", found, "name one of the messenger.hosts there")
+        elif addresses != [peer.host]:
             yield Finding(Level.OK, "peer name", f"{peer.host} is {', '.join(addresses)}")
 
 
@@ -173,7 +176,8 @@ async def _probe(open_it: OpenProbe) -> list[Finding]:
     except (MooncakeError, OSError) as error:
         found = f"the port is open, but the handshake failed: {_reason(error)}"
         advice = (
-            "both sides need the same version and the same cluster key, and the port must be messenger.port"
+            "both sides need the same version, the same cluster key, and TLS (security.tls_*) or none;"
+            " the port must be messenger.port"
         )
         return [Finding(Level.FAIL, "handshake", found, advice)]
     findings = [Finding(Level.OK, "handshake", f"{who} answers")]

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.worker_client import WorkerClient
 from mooncake.errors import TransferError
+from mooncake.sections import MessengerConfig
 from tests.cluster.namespaces import LINKS, Host, HostNode, Unavailable, two_hosts
 from tests.kvstore.nodes import LAYOUT, assert_holds, prompt_keys, until, unused, write_layers
 
@@ -123,9 +124,9 @@ async def both_used(hosts: tuple[Host, Host], deadline_s: float) -> float:
         await asyncio.sleep(0.1)
 
 
-@contextlib.asynccontextmanager
-async def traffic_between(hosts: tuple[Host, Host], folder: Path) -> AsyncIterator[Traffic]:
-    """Runs over both links; afterwards nothing is in use."""
+@contextlib.contextmanager
+def nodes_on(hosts: tuple[Host, Host], folder: Path) -> Iterator[list[HostNode]]:
+    """A messenger on each, started."""
     with contextlib.ExitStack() as running:
         nodes = [
             HostNode(folder, name, NUM_PAGES, host)
@@ -134,6 +135,13 @@ async def traffic_between(hosts: tuple[Host, Host], folder: Path) -> AsyncIterat
         for node in nodes:
             running.callback(node.close)
             node.start()
+        yield nodes
+
+
+@contextlib.asynccontextmanager
+async def traffic_between(hosts: tuple[Host, Host], folder: Path) -> AsyncIterator[Traffic]:
+    """Runs over both links; afterwards nothing is in use."""
+    with nodes_on(hosts, folder) as nodes:
         clients = [await node.connect() for node in nodes]
         traffic = Traffic(*clients)
         task = asyncio.create_task(traffic.run())
@@ -174,13 +182,43 @@ def test_transfers_go_on_over_the_other_link_and_over_both_when_it_is_back(
     asyncio.run(asyncio.wait_for(test(), 90.0))
 
 
+def both_silent(prefill: Host, decode: Host, is_cut: bool) -> None:
+    for link in LINKS:
+        prefill.set_silent(link, silent=is_cut)
+
+
+def num_connections(node: HostNode) -> int:
+    """Over TCP that its kernel takes for established."""
+    assert node.process is not None
+    lines = Path(f"/proc/{node.process.pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    return sum(line.split()[3] == "01" for line in lines)
+
+
+def test_connections_of_a_host_that_is_gone_end_at_both_sides_though_nothing_is_sent(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    async def test() -> None:
+        with nodes_on(hosts, tmp_path) as nodes:
+            traffic = Traffic(*[await node.connect() for node in nodes])
+            await traffic._transfer(1)
+            num_lanes = len(LINKS) * MessengerConfig().streams
+            async with asyncio.timeout(TRANSFER_DEADLINE_S):
+                while [num_connections(node) for node in nodes] != [num_lanes, num_lanes]:
+                    await asyncio.sleep(0.1)
+            make(both_silent, hosts)
+            async with asyncio.timeout(TRANSFER_DEADLINE_S):
+                while any(num_connections(node) for node in nodes):
+                    await asyncio.sleep(0.1)
+            for client in (traffic.prefill, traffic.decode):
+                await until(client, unused)
+                await client.close()
+
+    asyncio.run(asyncio.wait_for(test(), 60.0))
+
+
 def test_cut_of_both_links_fails_transfers_soon_and_the_next_succeed_when_they_are_back(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    def both_silent(prefill: Host, decode: Host, is_cut: bool) -> None:
-        for link in LINKS:
-            prefill.set_silent(link, silent=is_cut)
-
     async def test() -> None:
         async with traffic_between(hosts, tmp_path) as traffic:
             make(both_silent, hosts)

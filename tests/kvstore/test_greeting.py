@@ -21,6 +21,8 @@ from kvstore.greeting import Challenge, Doorkeeper, Greeting, Proof, Visitor
 from kvstore.remote import serve_client
 from kvstore.session import User
 from kvstore.store import Store
+from messenger import receiver
+from messenger.receiver import Threshold
 from messenger.stream import Stream
 from messenger.transports import Traffic
 from mooncake.errors import ConfigError, PoolError
@@ -105,7 +107,13 @@ class Door:
             async with asyncio.timeout(2 * DEADLINE_S), asyncio.TaskGroup() as tasks:
                 talking = tasks.create_task(asyncio.to_thread(talk, theirs))
                 await serve_client(
-                    Stream(ours), self, tasks, CLUSTER_KEY, self.traffic, timeout_s=self.timeout_s
+                    Stream(ours),
+                    self,
+                    tasks,
+                    CLUSTER_KEY,
+                    self.traffic,
+                    Threshold(),
+                    timeout_s=self.timeout_s,
                 )
             return talking.result()
 
@@ -203,17 +211,24 @@ def test_stranger_is_hung_up_on_and_counted_once(speak: Callable[[socket.socket]
     assert door.num_admitted == 0
 
 
+def connects(sock: socket.socket) -> None:
+    visitor = Visitor(CLUSTER_KEY)
+    proof = visitor.answer(challenge_on(sock, visitor.greeting))
+    assert proof is not None
+    sock.sendall(encode_frame(proof) + encode_frame(CONNECT))  # in one piece
+
+
 def test_who_has_the_key_is_heard_and_not_counted() -> None:
     door = Door(timeout_s=DEADLINE_S)
-
-    def connect(sock: socket.socket) -> None:
-        visitor = Visitor(CLUSTER_KEY)
-        proof = visitor.answer(challenge_on(sock, visitor.greeting))
-        assert proof is not None
-        sock.sendall(encode_frame(proof) + encode_frame(CONNECT))  # in one piece
-
-    assert b"closed for everybody" in door.visit(connect)
+    assert b"closed for everybody" in door.visit(connects)
     assert (door.num_admitted, door.traffic.num_strangers) == (1, 0)
+
+
+def test_nobody_is_heard_while_too_many_have_not_said_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
+    door = Door(timeout_s=DEADLINE_S)
+    assert door.visit(sends(encode_frame(Visitor(CLUSTER_KEY).greeting))) == b""  # and no challenge
+    assert (door.num_admitted, door.traffic.num_strangers) == (0, 1)
 
 
 def test_who_has_the_key_and_then_falls_silent_is_no_stranger() -> None:

@@ -13,8 +13,7 @@ import pytest
 from messenger.checksums import SHORT_LAYER_BYTES
 from messenger.lane import Lane
 from messenger.peer import Peer
-from messenger.requests import Outcome, Urgency
-from messenger.transports import Transport
+from messenger.requests import Urgency
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
 from tests.messenger.fabric import DEADLINE_S, LARGE, SMALL, TINY, Fabric, fabric, run, until
@@ -101,24 +100,26 @@ def offsets(num_bytes: int, *, full: bool) -> list[int]:
     return list(everything) if full else sorted(random.Random(SEED).sample(everything, NUM_SAMPLES))
 
 
-def every_reset(
+def every_fault(
     folder: Path,
     num_lanes: int,
-    reset: Callable[[Plan], Awaitable[None]],
+    do: Callable[[Plan], Awaitable[None]],
     *,
+    up: str = "reset_up_at",
+    down: str = "reset_down_at",
     full: bool,
     layout: KVLayout = TINY,
 ) -> None:
-    """Resets at offsets of either direction. A failure says at which."""
+    """At offsets of either direction. A failure says at which."""
 
     async def test() -> None:
         num_up, num_down = await bytes_of_a_transfer(folder, num_lanes, layout)
-        plans = [Plan(reset_up_at=at) for at in offsets(num_up, full=full)]
-        plans += [Plan(reset_down_at=at) for at in offsets(num_down, full=full)]
+        plans = [Plan(**{up: at}) for at in offsets(num_up, full=full)]
+        plans += [Plan(**{down: at}) for at in offsets(num_down, full=full)]
         for plan in plans:
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    await reset(plan)
+                    await do(plan)
             except BaseException as error:
                 error.add_note(f"with {plan}")
                 raise
@@ -135,14 +136,14 @@ sample = pytest.mark.parametrize(
 @pytest.mark.cluster
 @sample
 def test_the_only_connection_is_reset(tmp_path: Path, full: bool) -> None:
-    every_reset(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, TINY), full=full)
+    every_fault(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, TINY), full=full)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_the_only_connection_is_reset_under_layers_that_compiled_code_places(tmp_path: Path) -> None:
     assert SMALL.layer_bytes > SHORT_LAYER_BYTES >= TINY.layer_bytes
-    every_reset(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, SMALL), full=False, layout=SMALL)
+    every_fault(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, SMALL), full=False, layout=SMALL)
 
 
 @pytest.mark.timeout(600)
@@ -153,7 +154,7 @@ def test_the_only_connection_is_reset_under_layers_that_compiled_code_places(tmp
 def test_one_of_two_connections_is_reset(
     tmp_path: Path, full: bool, position: int, num_addresses: int
 ) -> None:
-    every_reset(
+    every_fault(
         tmp_path, 2, lambda plan: reset_one_of_two(tmp_path, plan, position, num_addresses), full=full
     )
 
@@ -375,69 +376,6 @@ def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
             await node.write(1, range(4), Urgency.BULK)
             node.assert_written(range(4))
             assert await asyncio.gather(node.fetch([5]), node.fetch([6])) == [[0], [0]]
-
-    run(test())
-
-
-def test_a_byte_damaged_on_its_way_fails_the_grant(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 6) as node:
-            proxy = node.proxy()
-            proxy.plans.append(Plan(flip_up_at=LARGE.block_bytes // 2))
-            grant = node.pages.grant(1, [0, 1])
-            with pytest.raises(TransferError, match="checksum of page 0 from sender does not match"):
-                await node.write(1, [0, 1])
-            assert grant.failure == "checksum of page 0 from sender does not match its bytes"
-            assert not any(page == 0 for page, _ in grant.arrived)
-            assert node.received.num_checksum_failures == 1
-            await node.assert_works()
-            assert len(proxy.links) == 1
-
-    run(test())
-
-
-def test_the_sender_hears_that_its_bytes_were_damaged(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 6) as node:
-            node.proxy().plans.append(Plan(flip_up_at=LARGE.block_bytes // 2))
-            peer = await node.peer()
-            node.pages.grant(1, [0])
-            outcomes: list[Outcome] = []
-            with peer.transfer(1, "damaged", lambda: None) as transfer:
-                await transfer.write([node.entry(0)], LARGE.block_bytes, outcomes.append)
-                await until(lambda: outcomes)
-            assert outcomes == [Outcome.CORRUPT]
-
-    run(test())
-
-
-def test_a_damaged_block_is_not_delivered(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 6) as node:
-            node.proxy().plans.append(Plan(flip_down_at=LARGE.block_bytes // 2))
-            node.publish([0, 1])
-            assert await node.fetch([0]) == []
-            assert node.sent.num_checksum_failures == 1
-            assert await node.fetch([1]) == [0]
-            await until(lambda: node.pages.num_leases == 0)
-
-    run(test())
-
-
-def test_damage_in_shared_memory_is_noticed_too(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, transport="shm") as node:
-            grant = node.pages.grant(1, [0])
-            entry = node.entry(0)
-            node.sender_memory.page(0)[5] ^= 1
-            peer = await node.peer()
-            outcomes: list[Outcome] = []
-            with peer.transfer(1, "damaged", lambda: None) as transfer:
-                await transfer.write([entry], node.layout.block_bytes, outcomes.append)
-                await until(lambda: outcomes)
-            assert outcomes == [Outcome.CORRUPT]
-            assert grant.failure is not None
-            assert node.received.received_bytes[Transport.SHM] == 0
 
     run(test())
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from messenger import receiver
 from messenger.handshake import Segment
 from messenger.messages import Challenge, FetchDone, Hello, Introduction, Message, Open, Refused, Welcome
 from messenger.protocol import MAX_GREETING_BYTES, PROTOCOL_VERSION, encode_frame
-from messenger.receiver import turn_away
+from messenger.receiver import Threshold, turn_away
 from messenger.stream import Stream
 from messenger.transports import Transport
 from mooncake.blocks import KVLayout
@@ -331,14 +332,21 @@ def test_a_receiver_that_is_none_is_an_error_by_name(
     run(test())
 
 
-def test_who_is_turned_away_hears_why(tmp_path: Path) -> None:
+def test_who_is_turned_away_hears_why_unless_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         async with fabric(tmp_path, TINY) as node:
+            threshold, reason = Threshold(), "its worker has not attached"
 
             async def answer(stream: Stream, hello: Hello) -> None:
-                await turn_away(stream, "its worker has not attached", node.key, node.received, 1.0)
+                await turn_away(stream, reason, node.key, node.received, threshold, timeout_s=1.0)
 
-            assert "refused: its worker has not attached" in await meet(node, answer)
+            assert f"refused: {reason}" in await meet(node, answer)
+            assert node.received.num_strangers == 0
+            monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
+            assert re.search("connection closed by the peer|reset", await meet(node, answer))
+            assert node.received.num_strangers == 1
 
     run(test())
 

@@ -150,3 +150,29 @@ def test_who_speaks_no_tls_is_a_stranger(tmp_path: Path, tls: Tls) -> None:
             await node.assert_works()
 
     run(test())
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_tls_at_one_side_only_is_an_error_that_says_so(tmp_path: Path, tls: Tls, side: str) -> None:
+    async def test() -> None:
+        async with fabric(tmp_path, SMALL, tls=tls if side == "sender" else None) as node:
+            node.tls = None if side == "sender" else tls  # the receiver's, from now on
+            with pytest.raises(TransferError, match=r"give security\.tls_cert, tls_key and tls_ca"):
+                await node.peers.peer(node.address)
+            await until(lambda: node.num_served == 0)
+            assert node.received.num_strangers == 1
+
+    run(test())
+
+
+def test_a_certificate_of_another_authority_is_an_error_that_says_so(tmp_path: Path, tls: Tls) -> None:
+    async def test() -> None:
+        theirs = Tls.of(Authority(tmp_path, "theirs").certify("node"))
+        async with fabric(tmp_path, SMALL, tls=tls) as node:
+            node.tls = theirs
+            with pytest.raises(TransferError, match=r"certificate verify failed.* signed by one authority"):
+                await node.peers.peer(node.address)
+            await until(lambda: node.num_served == 0)
+            assert node.received.num_strangers == 1
+
+    run(test())

@@ -36,6 +36,16 @@ def test_each_bad_address_of_the_messenger_is_told(machine: FakeMachine) -> None
     assert (good.level, good.found) == (Level.OK, "messenger.hosts: 10.0.0.1 of this machine")
 
 
+def test_an_ipv6_address_is_not_for_messengers(machine: FakeMachine) -> None:
+    both = {"node-a": ["2001:db8::1", "10.0.0.1"]}
+    machine = FakeMachine(machine.root, hosts=both, addresses=("10.0.0.1", "2001:db8::1"))
+    settings = config(role="prefill", messenger={"hosts": ["2001:db8::1", "node-a"]})
+    bad, good = network.addresses(machine, settings)
+    assert (bad.level, good.level) == (Level.FAIL, Level.OK)
+    assert "2001:db8::1 is, or has, no IPv4 address" in bad.found
+    assert "node-a" in good.found
+
+
 def test_the_conductor_has_no_messenger(machine: FakeMachine) -> None:
     assert list(network.addresses(machine, config(role="conductor"))) == []
 
