@@ -122,8 +122,13 @@ class Dispatcher:
     def _on_prefilled(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
         decode = self._instances.get(tracked.decode)
         assert decode is not None
+        num_tokens = len(tracked.request.token_ids)
+        if prefilled.num_cached_tokens > num_tokens:
+            reason = (
+                f"{tracked.prefill} says {prefilled.num_cached_tokens} of {num_tokens} tokens were cached"
+            )
+            return self._on_work_failed(tracked, reason, True, now_s)
         if not tracked.may_have_begun:
-            num_tokens = len(tracked.request.token_ids)
             rejection = self._admission.check_decode(decode, num_tokens, self._pairs.slos(tracked))
             if rejection is not None:
                 return self._placing.reject_by_slo(tracked, rejection, now_s)

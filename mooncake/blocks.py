@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from mooncake.quantities import Count
+
 KEY_BYTES = 16
 _MOST_ROOTS = 1024
 """that are remembered: every request asks for that of its model and tenant"""
@@ -33,13 +35,13 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     tensor-parallel group those with its own heads, `num_kv_heads` from `first_head` on.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    block_size: Count
     dtype: KVDtype
-    first_layer: int = 0
-    first_head: int = 0
+    first_layer: Count = 0
+    first_head: Count = 0
 
     def __post_init__(self) -> None:
         if (

@@ -8,6 +8,7 @@ import msgspec
 from mooncake.blocks import BlockKey
 from mooncake.costs import Costs
 from mooncake.messages import InstanceState, RegisterRefused
+from mooncake.quantities import Count, Seconds, TokenId
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
 # -- front <-> Conductor ----------------------------------------------------------------------------
@@ -47,7 +48,7 @@ class KeepContext(msgspec.Struct, tag=True, frozen=True):
 
     context_id: str
     keys: list[BlockKey]
-    ttl_s: float
+    ttl_s: Seconds
 
 
 class DropContext(msgspec.Struct, tag=True, frozen=True):
@@ -143,9 +144,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """
 
     ref: Ref
-    position: int
-    token_ids: list[int]
-    num_cached_tokens: int
+    position: Count
+    token_ids: list[TokenId]
+    num_cached_tokens: Count
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = []
 

@@ -14,6 +14,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.pools import Capacity, Grant, PoolShard, PoolStats
+from mooncake.quantities import Count, Seconds, Span, TokenId
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
 PROTOCOL_VERSION = 13
@@ -55,7 +56,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     capacity: Capacity
     engine: str
     """what computes: a device, and on CPUs the kernels"""
-    idle_cores: frozenset[int] = frozenset()
+    idle_cores: frozenset[Count] = frozenset()
     """those of its host on which it computes as long as others leave them idle"""
 
 
@@ -67,32 +68,32 @@ class DecodeStats(msgspec.Struct, frozen=True):
     left to prompts that are prefilled; `forward_s`: of the passes, draws included.
     """
 
-    num_iterations: int = 0
-    num_tokens: int = 0
-    forward_s: float = 0.0
-    host_s: float = 0.0
-    bubble_s: float = 0.0
-    pause_s: float = 0.0
-    num_preemptions: dict[str, int] = {}
+    num_iterations: Count = 0
+    num_tokens: Count = 0
+    forward_s: Seconds = 0.0
+    host_s: Seconds = 0.0
+    bubble_s: Seconds = 0.0
+    pause_s: Seconds = 0.0
+    num_preemptions: dict[str, Count] = {}
     """by where the KVCache waited: `PREEMPTED_TO`"""
-    num_refusals: int = 0
-    num_sealed_blocks: int = 0
+    num_refusals: Count = 0
+    num_sealed_blocks: Count = 0
     """filled while decoding, and to be found now"""
-    num_unsealed: int = 0
+    num_unsealed: Count = 0
     """sequences whose blocks found no room in the pool"""
-    num_inlined: int = 0
+    num_inlined: Count = 0
     """prompts computed here"""
-    num_not_inlined: int = 0
+    num_not_inlined: Count = 0
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
     """What an instance has to decode now and later."""
 
-    num_requests: int = 0
+    num_requests: Count = 0
     """all that it has been given and that have not ended"""
-    num_awaiting_turn: int = 0
+    num_awaiting_turn: Count = 0
     """of these, those that are prefilled, and kept out of the batch by its predicted TBT"""
-    tbt_s: float | None = None
+    tbt_s: Seconds | None = None
     """predicted for all of them in one batch; None while too little is known"""
 
 
@@ -103,12 +104,12 @@ PREEMPTED_TO = (TO_POOL, TO_HOST)
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """I am alive, and this is my load. Answered by `HeartbeatAck`."""
 
-    num_running: int
-    num_waiting: int
-    num_free_device_pages: int
+    num_running: Count
+    num_waiting: Count
+    num_free_device_pages: Count
     pools: dict[str, PoolStats]
     """of its messenger, or of the messengers of all its stages, by their names"""
-    num_prefill_tokens: dict[str, int] = {}
+    num_prefill_tokens: dict[str, Count] = {}
     """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
     decode: DecodeStats = DecodeStats()
     decode_load: DecodeLoad = DecodeLoad()
@@ -138,8 +139,8 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
     """Prefill: all layers are stored and on their way; this is the first token."""
 
     ref: Ref
-    first_token: int
-    num_cached_tokens: int
+    first_token: TokenId
+    num_cached_tokens: Count
     first_logprobs: TokenLogprobs | None = None
 
 
@@ -152,9 +153,9 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
     ref: Ref
     finish_reason: FinishReason
-    num_output_tokens: int
-    arrival_s: float | None = None
-    joining_s: float | None = None
+    num_output_tokens: Count
+    arrival_s: Span | None = None
+    joining_s: Span | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -166,8 +167,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
     ref: Ref
     reason: str
-    batch_size: int
-    predicted_tbt_s: float
+    batch_size: Count
+    predicted_tbt_s: Seconds
 
 
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):

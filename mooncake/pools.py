@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.blocks import KVLayout
+from mooncake.quantities import BytesPerSecond, Count, Port, Seconds
 
 
 class MessengerAddress(msgspec.Struct, frozen=True):
@@ -17,7 +18,7 @@ class MessengerAddress(msgspec.Struct, frozen=True):
     incarnation: int
     host_id: str
     unix_path: str
-    tcp_endpoints: tuple[tuple[str, int], ...]
+    tcp_endpoints: tuple[tuple[str, Port], ...]
     """each reaches it; several are used together"""
     event_endpoints: tuple[str, str] = ("", "")
     """where KV events are published, and where replays and snapshots are asked for"""
@@ -33,9 +34,9 @@ class PoolShard(msgspec.Struct, frozen=True):
 class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
     """One page of the granting pool that the prompt's block `block_index` may be written to."""
 
-    block_index: int
-    page: int
-    generation: int
+    block_index: Count
+    page: Count
+    generation: Count
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -54,8 +55,8 @@ class Grant(msgspec.Struct, frozen=True):
 class Capacity(msgspec.Struct, frozen=True):
     """What an instance can hold at all, in pages of one block."""
 
-    num_pool_pages: int
-    num_device_pages: int
+    num_pool_pages: Count
+    num_device_pages: Count
 
 
 class Tier(StrEnum):
@@ -73,13 +74,13 @@ PREFILL_SOURCES = (COMPUTED, *(tier.value for tier in Tier), REMOTE)
 class TierStats(msgspec.Struct, frozen=True):
     """One tier of an instance's part of the pool, in blocks."""
 
-    num_slots: int
+    num_slots: Count
     """blocks that it can hold"""
-    num_blocks: int
-    num_hits: int
-    num_evictions: int
-    num_checksum_failures: int
-    num_errors: int = 0
+    num_blocks: Count
+    num_hits: Count
+    num_evictions: Count
+    num_checksum_failures: Count
+    num_errors: Count = 0
     """reads and writes that failed"""
     is_healthy: bool = True
 
@@ -87,14 +88,14 @@ class TierStats(msgspec.Struct, frozen=True):
 class PeerStats(msgspec.Struct, frozen=True):
     """What is under way between this messenger and another, at this one's request."""
 
-    in_flight_bytes: int
-    bandwidth_bytes_per_s: float | None
+    in_flight_bytes: Count
+    bandwidth_bytes_per_s: BytesPerSecond | None
     """lately, while something was under way; None before the first transfers"""
-    num_streams: int
-    sent_bytes: dict[str, int] = {}
+    num_streams: Count
+    sent_bytes: dict[str, Count] = {}
     """by transport, as the two below: totals since this messenger started"""
-    received_bytes: dict[str, int] = {}
-    busy_s: dict[str, float] = {}
+    received_bytes: dict[str, Count] = {}
+    busy_s: dict[str, Seconds] = {}
     """in which something was under way"""
 
 
@@ -105,31 +106,31 @@ class PoolStats(msgspec.Struct, frozen=True):
     last looked at; `num_orphaned` is the number of such pages.
     """
 
-    num_pages: int
-    num_free: int
-    num_reserved: int
-    num_sealed: int
-    num_quarantined: int
-    num_used: int
-    num_reservations: int
-    num_leases: int
-    num_pins: int
-    block_bytes: int
+    num_pages: Count
+    num_free: Count
+    num_reserved: Count
+    num_sealed: Count
+    num_quarantined: Count
+    num_used: Count
+    num_reservations: Count
+    num_leases: Count
+    num_pins: Count
+    block_bytes: Count
     eviction_policy: str
     tiers: dict[Tier, TierStats]
-    num_misses: dict[str, int]
+    num_misses: dict[str, Count]
     """by reason"""
-    num_dropped: int
-    num_removed: int
-    num_demotions: int
-    num_promotions: int
-    num_expired_leases: int
-    num_checksum_failures: int
+    num_dropped: Count
+    num_removed: Count
+    num_demotions: Count
+    num_promotions: Count
+    num_expired_leases: Count
+    num_checksum_failures: Count
     """blocks that arrived damaged from other messengers"""
-    num_orphaned: int
-    sent_bytes: dict[str, int]
-    received_bytes: dict[str, int]
-    num_strangers: int = 0
+    num_orphaned: Count
+    sent_bytes: dict[str, Count]
+    received_bytes: dict[str, Count]
+    num_strangers: Count = 0
     """connections from whoever has not the cluster's key"""
     peers: dict[str, PeerStats] = {}
     """by instance"""

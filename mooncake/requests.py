@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.blocks import BlockKey, extended_keys
+from mooncake.quantities import Count, Priority, TokenId
 
 
 class FinishReason(StrEnum):
@@ -32,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     worker that draws it nor on its batch.
     """
 
-    max_tokens: int
+    max_tokens: Count
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -73,18 +74,18 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[TokenId]
     block_keys: list[BlockKey]
     sampling: SamplingParams
     reply_to: str
     is_salted: bool = False
     root_key: BlockKey = b""
-    priority: int = 0
+    priority: Priority = 0
     slo_class: str = ""
     """whose SLOs it is promised; empty: those of all"""
     tenant: str = ""
     """on whose behalf: tenants share an overloaded cluster fairly"""
-    num_output_tokens: int = 0
+    num_output_tokens: Count = 0
     """the last so many of `token_ids` were drawn in earlier attempts: this one goes on behind them"""
 
     @property

@@ -417,6 +417,15 @@ def test_a_failed_attempt_is_placed_again_and_its_late_messages_are_dropped() ->
     assert conductor.handle(P0, Prefilled(ref(1), 1, 0), 1.0) == [Effect(P0, Abort(ref(1)))]
 
 
+def test_more_tokens_than_the_prompt_has_were_not_cached() -> None:
+    conductor, order = new_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    effects = conductor.handle(P0, Prefilled(ref(), 42, 10), 2.0)
+    assert effects[-1] == Effect(D0, Reserve(ref(2), order)), "it is another attempt, and nothing is learned"
+    assert conductor.view.prefill_costs.predict_s(0, 9, 40.5) == pytest.approx(1e-3, rel=0.5)
+
+
 def test_attempts_are_bounded_and_final_failures_are_told() -> None:
     conductor = new_conductor(Limits(max_attempts=2))
     conductor.handle(FRONT, Submit(request()), 1.0)
