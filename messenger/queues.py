@@ -16,6 +16,8 @@ from messenger.transports import Path, Transport
 
 BULK_WAITS_S = 0.01
 """for those in a hurry, at most: then some of it is sent between them"""
+BULK_LETS_BY_S = 0.1
+"""all those in a hurry, at most: then some of it goes first, or it would wait for as long as they come"""
 _WINDOW_BYTES = 8 << 20
 """of one class under way on one lane"""
 _CAUTIOUS_BULK_WINDOW_BYTES = {Transport.TCP: 1 << 20, Transport.RDMA: 1 << 20, Transport.SHM: 2 << 20}
@@ -94,6 +96,8 @@ class Queues(Generic[Lane]):
         if request.urgency is Urgency.LATENCY:
             self._num_urgent += 1
             self.hurry(now_s)
+        elif not self._queues[Urgency.BULK]:
+            self._bulk_sent_s = max(self._bulk_sent_s, now_s - BULK_WAITS_S)  # none has waited since then
 
     def hurry(self, now_s: float) -> None:
         """Somebody is in a hurry, and others may be soon."""
@@ -127,12 +131,16 @@ class Queues(Generic[Lane]):
 
     def take(self, lane: Lane, now_s: float) -> Request | None:
         """What `lane` should send now, if there is something for it."""
-        for urgency, queue in self._queues.items():
-            if queue and self._may_take(lane, urgency, now_s):
-                if urgency is Urgency.BULK:
-                    self._bulk_sent_s = now_s
-                return queue.popleft()
-        return None
+        bulk = self._queues[Urgency.BULK]
+        may_take_bulk = bool(bulk) and self._may_take(lane, Urgency.BULK, now_s)
+        is_overdue = may_take_bulk and now_s >= self._bulk_sent_s + BULK_LETS_BY_S
+        urgent = self._queues[Urgency.LATENCY]
+        if urgent and not is_overdue and self._may_take(lane, Urgency.LATENCY, now_s):
+            return urgent.popleft()
+        if not may_take_bulk:
+            return None
+        self._bulk_sent_s = now_s
+        return bulk.popleft()
 
     def idle_lane(self) -> Lane | None:
         """One that carries nothing, for a latency request that is next."""

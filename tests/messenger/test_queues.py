@@ -6,7 +6,7 @@ import pytest
 
 from messenger.messages import Fetch
 from messenger.protocol import MAX_FRAME_BYTES
-from messenger.queues import BULK_WAITS_S, Queues
+from messenger.queues import BULK_LETS_BY_S, BULK_WAITS_S, Queues
 from messenger.requests import FetchRequest, ProbeRequest, Request, Urgency
 from messenger.transports import Path, Transport
 
@@ -39,9 +39,9 @@ def queues(*lanes: Lane) -> Queues[Lane]:
     return result
 
 
-def put(waiting: Queues[Lane], urgency: Urgency, num_bytes: int = 1) -> Request:
+def put(waiting: Queues[Lane], urgency: Urgency, num_bytes: int = 1, now_s: float = NOW_S) -> Request:
     request = ProbeRequest(memoryview(bytes(num_bytes)), urgency, lambda _: None)
-    waiting.begun(request, NOW_S)
+    waiting.begun(request, now_s)
     waiting.put(request)
     return request
 
@@ -77,6 +77,32 @@ def test_bulk_waits_for_those_in_a_hurry_but_not_for_ever() -> None:
     for request in urgent:
         waiting.ended(request)
     assert waiting.take(lane, LATER_S) is bulk[2]
+
+
+def test_bulk_has_its_turns_among_those_in_a_hurry_who_never_end() -> None:
+    lane = Lane()
+    waiting = queues(lane)
+    bulk = {put(waiting, Urgency.BULK) for _ in range(2)}
+    urgent, taken_s = put(waiting, Urgency.LATENCY), []
+    for now_ms in range(1000):
+        now_s = NOW_S + 1e-3 * now_ms
+        request = waiting.take(lane, now_s)
+        if request in bulk:
+            taken_s.append(now_s - NOW_S)
+        else:
+            assert request is urgent
+            waiting.ended(urgent)
+            urgent = put(waiting, Urgency.LATENCY, now_s=now_s)
+    first_s = BULK_LETS_BY_S - BULK_WAITS_S
+    assert taken_s == pytest.approx([first_s, first_s + BULK_LETS_BY_S], abs=2e-3)
+
+
+def test_bulk_that_comes_after_a_pause_goes_behind_those_in_a_hurry() -> None:
+    lane = Lane()
+    waiting = queues(lane)
+    bulk = put(waiting, Urgency.BULK, now_s=CALM_S)
+    urgent = put(waiting, Urgency.LATENCY, now_s=CALM_S)
+    assert [waiting.take(lane, CALM_S) for _ in range(2)] == [urgent, bulk]
 
 
 @pytest.mark.parametrize("num_fetched", [1, 0])
