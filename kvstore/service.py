@@ -259,7 +259,7 @@ class Service:
 
     async def _serve_peer(self, stream: Stream) -> None:
         if self.store is None:
-            reason = f"{self._config.instance} has no pool yet, its worker has not attached"
+            reason = f"{self._config.instance} has no pool yet, its worker has not attached: come again"
             await turn_away(
                 stream,
                 reason,

@@ -5,10 +5,10 @@ The cluster's key says who may take part; TLS also keeps what is said, and the K
 Owns: which files and rules, sockets that are wrapped. Does not know: what they carry.
 """
 
+import contextlib
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mooncake.errors import ConfigError
@@ -31,6 +31,22 @@ class Tls:
         if security.tls_cert is None:
             return None
         return cls(_context(ssl.PROTOCOL_TLS_CLIENT, security), _context(ssl.PROTOCOL_TLS_SERVER, security))
+
+    def good_until_s(self) -> float:
+        """When this node's certificate ends, in seconds of `time.time`: both ends here shake hands with each
+        other. Raises ConfigError if they do not, as others then will not either."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.connecting.wrap_bio(to_client, to_server)
+        server = self.accepting.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for end in (client, server, client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"security.tls_cert is not signed by security.tls_ca, or not good today: {error}"
+            ) from None
+        return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
 
     def connect(self, sock: socket.socket) -> "TlsSocket":
         """The connecting end of `sock`, which is connected."""
@@ -74,12 +90,17 @@ class TlsSocket:
             return self._ssl.send(buffers[0])
 
 
-@contextmanager
+@contextlib.contextmanager
 def _blocking() -> Iterator[None]:
     try:
         yield
     except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
         raise BlockingIOError from None
+
+
+def _no_passphrase() -> str:
+    """Else OpenSSL asks for it at the terminal, and waits."""
+    raise ConfigError("security.tls_key has a passphrase, and nobody is there to type it: name a key without")
 
 
 def _context(protocol: "ssl._SSLMethod", security: SecurityConfig) -> ssl.SSLContext:
@@ -91,7 +112,7 @@ def _context(protocol: "ssl._SSLMethod", security: SecurityConfig) -> ssl.SSLCon
     )
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(security.tls_cert, security.tls_key)
+        context.load_cert_chain(security.tls_cert, security.tls_key, _no_passphrase)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"security.tls_cert {security.tls_cert} with tls_key {security.tls_key} cannot be used: {error}"

@@ -100,9 +100,9 @@ class Topology:
         try:
             content = json.loads(text, object_pairs_hook=_without_repetition)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"topology: no valid JSON ({error}); expected {_FORM}") from None
+            raise ConfigError(f"messenger.topology: no valid JSON ({error}); expected {_FORM}") from None
         if not isinstance(content, dict):
-            raise ConfigError(f"topology: expected {_FORM}; found {type(content).__name__}")
+            raise ConfigError(f"messenger.topology: expected {_FORM}; found {type(content).__name__}")
         existing = _names(sys_root / "class" / kind.value)
         return cls({name: _parse_choice(name, value, existing) for name, value in content.items()})
 
@@ -196,17 +196,17 @@ def _all(choice: Choice) -> tuple[str, ...]:
 
 def _parse_choice(location: str, value: object, existing: Sequence[str]) -> Choice:
     if not _LOCATION.fullmatch(location):
-        raise ConfigError(f"topology: {location!r} is no memory location; expected cpu:N or cuda:N")
+        raise ConfigError(f"messenger.topology: {location!r} is no memory location; expected cpu:N or cuda:N")
     if not isinstance(value, list) or len(value) != 2 or not all(_is_list_of_names(part) for part in value):
-        raise ConfigError(f"topology: {location} has {json.dumps(value)}; expected {_FORM}")
+        raise ConfigError(f"messenger.topology: {location} has {json.dumps(value)}; expected {_FORM}")
     choice = Choice(tuple(value[0]), tuple(value[1]))
     names = _all(choice)
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"topology: {location} names {name} twice; name each NIC once")
+            raise ConfigError(f"messenger.topology: {location} names {name} twice; name each NIC once")
         if name not in existing:
             raise ConfigError(
-                f"topology: {location} names {name}, which this machine does not have;"
+                f"messenger.topology: {location} names {name}, which this machine does not have;"
                 f" it has {', '.join(existing) or 'none'}"
             )
     return choice
@@ -221,7 +221,7 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"topology: {twice} is given twice; give each location once")
+        raise ConfigError(f"messenger.topology: {twice} is given twice; give each location once")
     return content
 
 

@@ -1,10 +1,11 @@
 """`mooncake-doctor`: looks at this machine and at a peer, and says what is wrong and what to do.
 
-machine     what the checks may ask: files of the kernel, commands, sockets
-findings    what a check says; checks that neither raise nor hang
-host        Python, compiled code, memory, limits, the cluster's key
-rdma, gpu   devices, access to them, addresses, MTU, memory of GPUs
-network     addresses, ports, buffers
-peer        the way to another messenger, and who answers there
-cli         which checks, and what a person sees
+machine       what the checks may ask: files of the kernel, commands, sockets
+findings      what a check says; checks that neither raise nor hang
+host          Python, compiled code, memory, limits, the cluster's key
+certificates  TLS between messengers
+rdma, gpu     devices, access to them, addresses, MTU, memory of GPUs
+network       addresses, ports, buffers
+peer          the way to another messenger, and who answers there
+cli           which checks, and what a person sees
 """

@@ -19,7 +19,7 @@ import rich.table
 import rich.text
 
 import messenger
-from messenger.doctor import gpu, host, network, peer, rdma
+from messenger.doctor import certificates, gpu, host, network, peer, rdma
 from messenger.doctor.findings import Check, Finding, Level
 from messenger.doctor.machine import Machine
 from messenger.doctor.peer import Peer
@@ -89,6 +89,7 @@ def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path 
         Check("huge pages", partial(host.huge_pages, machine, config)),
         Check("clock", partial(host.clock, machine)),
         Check("cluster key", partial(host.cluster_key, key_file, ClusterKey.load, config)),
+        Check("tls", partial(certificates.tls, config)),
         Check("gpu", partial(gpu.gpus, machine, config)),
         Check("rdma", partial(rdma.devices, machine, config)),
         Check("rdma access", partial(rdma.access, machine, config)),
@@ -98,7 +99,7 @@ def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path 
         Check("rdma verbs", partial(rdma.verbs, machine, config, _find_rdma)),
         Check("gpudirect", partial(gpu.peer_memory, machine)),
         Check("interfaces", partial(network.interfaces, machine)),
-        Check("topology", partial(gpu.nearest_nics, machine)),
+        Check("topology", partial(gpu.nearest_nics, machine, config)),
         Check("tcp buffers", partial(network.tcp_buffers, machine)),
         Check("addresses", partial(network.addresses, machine, config)),
         Check("ports", partial(network.ports, machine, config)),

@@ -59,11 +59,16 @@ def peer_memory(machine: Machine) -> Iterator[Finding]:
         yield Finding(Level.WARN, "gpudirect", found, advice)
 
 
-def nearest_nics(machine: Machine) -> Iterator[Finding]:
-    """The matrix of NICs that transfers go by, RDMA if there is any."""
+def nearest_nics(machine: Machine, config: Config) -> Iterator[Finding]:
+    """The matrix of NICs that transfers go by, RDMA if there is any. Raises ConfigError for one that is
+    configured and cannot be."""
+    sys_root, written = machine.root / "sys", config.messenger.topology
     kind = NicKind.RDMA if machine.names(DEVICES) else NicKind.ETHERNET
-    topology = Topology.discover(machine.root / "sys", machine.environ, kind)
-    if not topology.order(next(iter(topology.matrix))):
+    if written is not None and config.messenger.transport in ("auto", "rdma"):
+        topology = Topology.parse(written, sys_root)
+    else:
+        topology = Topology.discover(sys_root, machine.environ, kind)
+    if not any(map(topology.order, topology.matrix)):
         what = "RDMA device is active" if kind is NicKind.RDMA else "network interface but loopback is up"
         yield Finding(Level.OK, "topology", f"no {what}")
         return

@@ -175,6 +175,7 @@ def test_a_wrong_text_is_refused_by_name(two_nodes: Path, text: str, message: st
     with pytest.raises(ConfigError) as refused:
         Topology.parse(text, two_nodes)
     assert message in str(refused.value)
+    assert str(refused.value).startswith("messenger.topology: ")
 
 
 def test_a_nic_that_is_down_may_be_named(tmp_path: Path) -> None:

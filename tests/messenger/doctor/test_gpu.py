@@ -4,6 +4,7 @@ import pytest
 
 from messenger.doctor import gpu
 from messenger.doctor.findings import Level
+from mooncake.errors import ConfigError
 from tests.messenger.doctor.machines import FakeMachine, config, only
 from tests.messenger.trees import add_gpu, add_nodes, add_rdma, write
 
@@ -50,10 +51,28 @@ def test_gpudirect_needs_dma_buf_or_a_module(
 
 
 def test_the_topology_is_shown(machine: FakeMachine) -> None:
-    assert "loopback" in only(gpu.nearest_nics(machine)).found
+    assert "loopback" in only(gpu.nearest_nics(machine, config())).found
     add_nodes(machine.root, 0, 1)
     add_rdma(machine.root, "mlx5_0", ("0000:17:01.0", "0000:18:00.0"), 0)
     add_rdma(machine.root, "mlx5_1", ("0000:80:01.0", "0000:81:00.0"), 1)
     add_gpu(machine.root, ("0000:17:01.0", "0000:19:00.0"), 0)
-    found = only(gpu.nearest_nics(machine)).found
+    found = only(gpu.nearest_nics(machine, config())).found
     assert found == "cpu:0, cuda:0 -> mlx5_0, then mlx5_1; cpu:1 -> mlx5_1, then mlx5_0"
+
+
+def test_a_topology_that_is_written_down_is_shown_or_refused(machine: FakeMachine) -> None:
+    for name in ("mlx5_0", "mlx5_1"):
+        add_rdma(machine.root, name)
+
+    def found(text: str, transport: str = "auto") -> str:
+        settings = config(messenger={"topology": text, "transport": transport})
+        return only(gpu.nearest_nics(machine, settings)).found
+
+    written = '{"cpu:0": [["mlx5_1"], ["mlx5_0"]]}'
+    assert found(written) == "cpu:0 -> mlx5_1, then mlx5_0"
+    assert found(written, "tcp") == "cpu:0 -> mlx5_0, mlx5_1"
+    assert "no RDMA device" in found("{}")
+    with pytest.raises(
+        ConfigError, match=r"messenger\.topology: cpu:0 names mlx5_9, which this machine does not"
+    ):
+        found('{"cpu:0": [["mlx5_9"], []]}')

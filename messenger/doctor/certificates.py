@@ -1,0 +1,27 @@
+"""Checks of TLS between messengers: whether the files of this node go together, and are good now.
+
+Owns: these checks. Does not know: what others have.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from messenger.doctor.findings import Finding, Level
+from messenger.tls import Tls
+from mooncake.config import Config
+
+_SOON_S = 14 * 86400.0
+
+
+def tls(config: Config, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """What this node shows others, and how long yet. Raises ConfigError for files that cannot be used."""
+    found = Tls.of(config.security)
+    if found is None:
+        yield Finding(Level.OK, "tls", "not configured: what messengers say over TCP can be read on its way")
+        return
+    until_s = found.good_until_s()
+    text = f"{config.security.tls_cert} is good until {time.strftime('%Y-%m-%d', time.gmtime(until_s))}"
+    if until_s < now_s() + _SOON_S:
+        yield Finding(Level.WARN, "tls", text, "make a new certificate in time, and restart the node with it")
+    else:
+        yield Finding(Level.OK, "tls", text)
