@@ -51,6 +51,8 @@ def parse(
 
     `check` sees the bare values first: turning many of them into objects holds up all threads.
     """
+    if not body:
+        raise RequestError("the request body is empty; expected a JSON object", code="invalid_json")
     gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
     try:
         with refusing_depth():

@@ -7,6 +7,7 @@ Does not know: routes.
 """
 
 import asyncio
+import difflib
 import logging
 import re
 import secrets
@@ -23,6 +24,10 @@ from conductor.front.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
 
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+_TRACE_PARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})(?P<id>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-|$)"
+)
+_ID_HEADERS = frozenset({b"x-request-id", b"traceparent"})
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +54,8 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class RequestIds:
-    """Gives each request an id that its response carries."""
+    """Gives each request an id that its response carries: the client's, or that of the trace which it is part
+    of (W3C Trace Context). HEAD is answered as GET; the server leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,10 +64,10 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
         state = scope.setdefault("state", {})
-        text = given.decode("latin-1")
-        state["request_id"] = text if _REQUEST_ID.fullmatch(text) else secrets.token_hex(16)
+        state["request_id"] = _given_id(scope) or secrets.token_hex(16)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -70,6 +76,15 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def _given_id(scope: Scope) -> str | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given = {name: value.decode("latin-1") for name, value in headers if name in _ID_HEADERS}
+    if _REQUEST_ID.fullmatch(given.get(b"x-request-id", "")):
+        return given[b"x-request-id"]
+    trace = _TRACE_PARENT.match(given.get(b"traceparent", ""))
+    return None if trace is None else trace["id"]
 
 
 class Boundary:
@@ -124,17 +139,16 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         path, code, headers = shortened(request.url.path), None, dict(error.headers or {})
         if error.status_code == 404:
+            hint = ""
             if request.url.path.startswith(unserved):
-                code = "unsupported_endpoint"
-            known = [
-                f"{method.upper()} {known_path}"
-                for known_path, operations in app.openapi()["paths"].items()
-                for method in operations
-            ]
-            message = f"there is no {request.method} {path} here; this server has {', '.join(known)}"
+                code, hint = "unsupported_endpoint", ", which this server does not serve"
+            elif near := difflib.get_close_matches(path, app.openapi()["paths"], n=1):
+                hint = f"; did you mean {near[0]}?"
+            message = f"there is no {request.method} {path} here{hint}; GET /openapi.json lists what there is"
         elif error.status_code == 405:
             # Starlette names those of the first route that fits.
-            headers["Allow"] = allowed = ", ".join(_methods_of(app, request.url.path))
+            allowed = ", ".join(_methods_of(app, request.url.path))
+            headers["Allow"] = allowed.replace("GET", "GET, HEAD")
             message = f"{path} does not take {request.method}; use {allowed}"
         else:
             message = error.detail

@@ -8,7 +8,7 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from conductor.front.conversation import index_of_tool_use, rendered_messages
 from conductor.front.described_tools import describe_tools
@@ -28,6 +28,8 @@ class ChatPrefix:
     tools: Sequence[ToolFields]
 
 
+_TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
+"""variables that other fields set"""
 NO_PREFIX = ChatPrefix((), ())
 
 
@@ -38,13 +40,19 @@ def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) 
 
 
 def chat_prompt(
-    before: ChatPrefix, messages: Sequence[Message], tools: Sequence[ToolFields], model: ServedModel
+    before: ChatPrefix,
+    messages: Sequence[Message],
+    tools: Sequence[ToolFields],
+    model: ServedModel,
+    variables: Mapping[str, Any],
 ) -> list[int]:
     """The conversation, which goes on `before`, through the model's chat template, with room for an answer.
 
     Raises RequestError, naming places in `messages`.
     """
-    prompt = chat_tokens([*before.messages, *messages], tools, model, num_before=len(before.messages))
+    prompt = chat_tokens(
+        [*before.messages, *messages], tools, model, variables, num_before=len(before.messages)
+    )
     check_token_ids(prompt, model, "messages")
     _check_room(prompt, model.context_len, "messages")
     return prompt
@@ -54,10 +62,11 @@ def chat_tokens(
     messages: Sequence[Message],
     tools: Sequence[ToolFields],
     model: ServedModel,
+    variables: Mapping[str, Any],
     add_generation_prompt: bool = True,
     num_before: int = 0,
 ) -> list[int]:
-    """The conversation through the model's chat template. Raises RequestError.
+    """The conversation through the model's chat template, with its `variables`. Raises RequestError.
 
     The first `num_before` messages are not the client's of today: the others are numbered from 0.
     """
@@ -77,8 +86,19 @@ def chat_tokens(
                 code="unsupported_parameter",
             )
         rendered, described = describe_tools(rendered, described), []
-    variables = {"tools": described} if described else {}
+    _check_variables(variables, model)
+    if described:
+        variables = {**variables, "tools": described}
     return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt, **variables)
+
+
+def _check_variables(variables: Mapping[str, Any], model: ServedModel) -> None:
+    param = "chat_template_kwargs"
+    if named := _TEMPLATE_FIELDS & variables.keys():
+        raise RequestError(
+            f"{param} cannot set {', '.join(sorted(named))}", param=param, code="invalid_value"
+        )
+    _check_num_chars(len(json.dumps(variables)), model, param)
 
 
 def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None:
@@ -100,7 +120,7 @@ def _many(prompt: object) -> list[object] | None:
 
 def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
     """As `chat_prompt`, but what follows is not the answer."""
-    tokens = chat_tokens(prefix.messages, prefix.tools, model, add_generation_prompt=False)
+    tokens = chat_tokens(prefix.messages, prefix.tools, model, {}, add_generation_prompt=False)
     check_token_ids(tokens, model, "messages")
     _check_room(tokens, model.context_len, "messages")
     return tokens

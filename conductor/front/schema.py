@@ -22,6 +22,7 @@ MAX_SALT_CHARS = 512
 MAX_CACHE_NAME_CHARS = 64
 MAX_BAD_WORDS = 128
 MAX_BIASES = 1024
+MAX_TEMPLATE_VARIABLES = 32
 MAX_TOP_LOGPROBS = 20
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
 """What may go into a header and a log line."""
@@ -35,6 +36,11 @@ Biases = Annotated[
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TemplateVariables = Annotated[
+    dict[str, SkipValidation[Any]],
+    Field(max_length=MAX_TEMPLATE_VARIABLES, description="variables of the chat template"),
+    at_most(MAX_TEMPLATE_VARIABLES),
+]
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -57,7 +63,6 @@ _UNSERVED_IN_CHAT: Neutral = {
     "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -180,6 +185,7 @@ class ChatCompletionRequest(GenerationFields):
     tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: SkipValidation[ToolChoice | None] = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 class CompletionRequest(GenerationFields):

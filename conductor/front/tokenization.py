@@ -12,7 +12,7 @@ from conductor.front.body import parse, refusing_depth
 from conductor.front.fields import KnownFields, ListOf
 from conductor.front.model import ServedModel
 from conductor.front.prompt import chat_tokens, check_num_messages, check_token_ids, text_tokens
-from conductor.front.schema import Message, check_message_fields, check_model
+from conductor.front.schema import Message, TemplateVariables, check_message_fields, check_model
 from conductor.front.tools import MAX_TOOLS, ToolFields
 from mooncake.errors import RequestError
 
@@ -27,6 +27,7 @@ class TokenizeRequest(KnownFields):
     add_special_tokens: bool | None = Field(None, description="of a text; default: true")
     add_generation_prompt: bool | None = Field(None, description="of a conversation; default: true")
     return_token_strs: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 class DetokenizeRequest(KnownFields):
@@ -57,10 +58,11 @@ def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[st
                 request.messages,
                 request.tools or [],
                 model,
+                request.chat_template_kwargs or {},
                 add_generation_prompt=request.add_generation_prompt is not False,
             )
     else:
-        for name in ("add_generation_prompt", "tools"):
+        for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} is for messages", param=name, code="invalid_value")
         tokens = text_tokens(request.prompt or "", model, "prompt", request.add_special_tokens is not False)

@@ -162,7 +162,9 @@ def _read_job(
     check_extra_fields(request)
     check_model(request.model, served_model_name)
     if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
+        raise RequestError(
+            "stream_options is only allowed with stream: true", param="stream_options", code="invalid_value"
+        )
     stops, tools = _stops(request.stop), None
     cache = None
     if request.context_cache is not None and find_cache is not None:
@@ -175,7 +177,7 @@ def _read_job(
         offered = before.tools or request.tools or []
         tools = tool_use(offered, request.tool_choice, request.parallel_tool_calls, model.tool_format)
         shown = before.tools if request.tool_choice == "none" else offered
-        prompts = [chat_prompt(before, request.messages, shown, model)]
+        prompts = [chat_prompt(before, request.messages, shown, model, request.chat_template_kwargs or {})]
     else:
         _check_choices(num_prompts_of(request.prompt), num_choices_per_prompt, max_choices)
         prompts = prompts_of(request.prompt, model, () if cache is None else cache.token_ids)
@@ -215,6 +217,7 @@ def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: i
             f"{num_prompts} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
             "send several requests",
             param="prompt" if num_prompts > 1 else "n",
+            code="invalid_value",
         )
 
 

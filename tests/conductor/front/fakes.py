@@ -76,12 +76,19 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, tools: Any = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Any = (),
+        **variables: Any,
     ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise RequestError("the model's chat template refused: user must begin", param="messages")
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         text = "".join(f"{tool['function']['name']}()\n" for tool in tools) + text
+        text = "".join(f"{name}={value}\n" for name, value in variables.items()) + text
         return self.encode(text + "assistant: " * add_generation_prompt)
 
 

@@ -285,6 +285,7 @@ def test_error_types_of_the_official_client(client: openai.OpenAI) -> None:
         ("POST", "/v1/chat/completions", b"[" * 90_000, 400),
         ("POST", "/v1/completions", b" " * 100_001, 413),
         ("GET", "/v1/chat/completions", b"", 405),
+        ("POST", "/v1/completions", b"", 400),
         ("GET", "/v1/nothing", b"", 404),
         ("GET", "/v1/models/none", b"", 404),
     ],
@@ -301,8 +302,6 @@ def test_every_error_has_the_same_body(
     if status == 405:
         assert "POST" in error["message"]
         assert response.headers["allow"] == "POST"
-    if path == "/v1/nothing":
-        assert "POST /v1/chat/completions" in error["message"]
 
 
 def test_body_of_unknown_length_is_limited_too(front: Running) -> None:
@@ -333,6 +332,38 @@ def test_incomplete_cluster_is_not_ready(front: Running, num_prefill: int, num_d
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL_NAME]
     assert client.models.retrieve(MODEL_NAME).owned_by == "mooncake-serve"
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions/", "/v1/v1/chat/completions"])
+def test_a_wrong_base_url_is_told_the_right_one(front: Running, path: str) -> None:
+    response = httpx.post(front.url + path, json={}, timeout=DEADLINE_S)
+    assert response.status_code == 404
+    assert "did you mean /v1/chat/completions?" in response.json()["error"]["message"]
+
+
+def test_head_is_get_without_a_body(front: Running) -> None:
+    assert httpx.head(f"{front.url}/nothing").status_code == 404
+    wrong = httpx.head(f"{front.url}/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert httpx.post(f"{front.url}/health").headers["allow"] == "GET, HEAD"
+    with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
+        for path in ("/health", "/v1/models", "/metrics"):
+            head, get = client.head(path), client.get(path)  # by one connection: nothing is left in between
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_the_trace_of_a_request_names_it(front: Running) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+    def answered(**headers: str) -> str:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.get(f"{front.url}/health", headers=named).headers["x-request-id"]
+
+    assert answered(traceparent=f"00-{trace}-00f067aa0ba902b7-01") == trace
+    assert answered(traceparent=f"00-{trace}-00f067aa0ba902b7-01", x_request_id="mine") == "mine"
+    for wrong in (f"00-{trace}", f"ff-{trace}-00f067aa0ba902b7-01", f"00-{'0' * 32}-00f067aa0ba902b7-01"):
+        assert answered(traceparent=wrong) not in (trace, "0" * 32)
 
 
 def test_request_id_goes_in_and_out(front: Running) -> None:

@@ -206,6 +206,16 @@ def test_content_parts_and_developer_role_reach_the_template() -> None:
     assert bytes(job.prompts[0].token_ids) == b"system: s\nuser: a\nb\nassistant: "
 
 
+def test_variables_reach_the_template_but_those_of_other_fields() -> None:
+    job = chat(chat_template_kwargs={"enable_thinking": False})
+    assert bytes(job.prompts[0].token_ids) == b"enable_thinking=False\nuser: hi\nassistant: "
+    assert chat(chat_template_kwargs={}).prompts == chat().prompts
+    for variables in ({"tools": []}, {"messages": []}, {"add_generation_prompt": False}, {"a": "x" * 100}, 3):
+        with pytest.raises(RequestError) as caught:
+            chat(chat_template_kwargs=variables)
+        assert caught.value.param == "chat_template_kwargs"
+
+
 def test_sampling_parameters() -> None:
     sampling = chat(temperature=0, top_p=0.5, top_k=-1, seed=7, stop_token_ids=[5], max_tokens=3).sampling[0]
     assert sampling == SamplingParams(
