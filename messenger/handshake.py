@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from messenger.frames import Frames
 from messenger.identity import Identity
 from messenger.messages import Challenge, Hello, Introduction, Message, Refused, Seat, Shelves, Welcome
-from messenger.protocol import PROTOCOL_VERSION, check_identity, check_version, encode_frame
+from messenger.protocol import PROTOCOL_VERSION, SAME_TLS, check_identity, check_version, encode_frame
 from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.stream import Stream
-from messenger.tls import SAME_TLS
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
 from mooncake.proofs import NONCE_BYTES, Doorkeeper, Labels, Visitor

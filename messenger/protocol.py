@@ -32,7 +32,6 @@ from messenger.messages import (
     Write,
     WriteAck,
 )
-from messenger.tls import SAME_TLS
 from mooncake.errors import MismatchError, TransferError
 
 PROTOCOL_VERSION = 4
@@ -45,6 +44,9 @@ MAX_FRAME_BYTES = 4 << 20
 
 NOT_URGENT_S = 0.002
 """that a message may wait for another to go with"""
+
+SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
+"""what to do where only one side speaks TLS"""
 
 _HEADER = struct.Struct("<II")
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")

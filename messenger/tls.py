@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from mooncake.errors import ConfigError
 from mooncake.sections import SecurityConfig
 
-SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
-"""what to do where two sides do not agree"""
-
 
 @dataclass(frozen=True, slots=True)
 class Tls:

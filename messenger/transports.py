@@ -21,8 +21,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.direct import DirectPlacement, Placed
+from messenger.protocol import SAME_TLS
 from messenger.stream import Stream
-from messenger.tls import SAME_TLS, Tls
+from messenger.tls import Tls
 from mooncake.errors import TransferError
 from mooncake.mapping import MappedFile
 from mooncake.pools import MessengerAddress

@@ -22,6 +22,7 @@ from messenger.requests import ProbeRequest, Urgency
 from messenger.transports import Transport
 from mooncake.errors import TransferError
 from tests.messenger.fabric import KEY, LARGE, Fabric, fabric, run, until
+from tests.rdma.guest.test_resources import verbs_objects
 
 DEADLINE_S = 90.0
 NUM_ROUNDS = 3
@@ -44,11 +45,10 @@ def cards_of(name: str) -> Iterator[Cards]:
 
 
 @asynccontextmanager
-async def joined(folder: Path, transport: str) -> AsyncIterator[Fabric]:
+async def joined(folder: Path, transport: str, **changed: object) -> AsyncIterator[Fabric]:
+    changed = {"transport": transport, "connect_timeout_s": 10.0, **changed}
     with cards_of("rxe0") as ours, cards_of("rxe1") as theirs:
-        async with fabric(
-            folder, LARGE, transport=transport, cards=(ours, theirs), connect_timeout_s=10.0
-        ) as node:
+        async with fabric(folder, LARGE, cards=(ours, theirs), **changed) as node:
             yield node
 
 
@@ -137,5 +137,25 @@ def test_path_that_is_cut_is_replaced_by_tcp_and_used_again_when_it_works(tmp_pa
             await node.write(3, range(8, 12), peer=peer)
             assert (sent[Transport.RDMA], sent[Transport.TCP]) == (8 * block_bytes, 4 * block_bytes)
             node.assert_written(range(12))
+
+    run(test(), DEADLINE_S)
+
+
+def test_session_that_makes_room_for_another_gives_its_queue_pairs_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with joined(tmp_path, "rdma", max_sessions=1) as node:
+            before, num_pairs = verbs_objects()["qp"], []
+            for number, name in enumerate(("first", "second", "first")):
+                address = node.address_with(event_endpoints=(name, ""))
+                peer = await node.peers.peer(address)
+                # The one before has ended at both sides.
+                await until(lambda: node.num_served == 1, DEADLINE_S)
+                assert node.peers.all == [peer]
+                num_pairs.append(verbs_objects()["qp"] - before)
+                node.pages.grant(number, [number])
+                await node.write(number, [number], peer=peer)
+                node.assert_written([number])
+            assert num_pairs == [2, 2, 2]  # one at each side
+            assert node.received.received_bytes[Transport.RDMA] == 3 * LARGE.block_bytes
 
     run(test(), DEADLINE_S)
