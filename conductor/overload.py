@@ -91,7 +91,7 @@ class Admission:
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
         prompt_s = prediction.transfer_s + prediction.prefill_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
-            factor = self._lateness.factor(now_s)
+            factor = self._lateness.factor(slos.ttft_s, now_s)
             # Not so long that devices would have to run out of work for it.
             slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
             first_token_s = waited_s + factor * queue_s + slow_prompt_s
