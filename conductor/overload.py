@@ -22,7 +22,7 @@ from conductor.forecast import Forecast, RequestForecast, SystemForecast
 from conductor.instances import Instance
 from conductor.lateness import Lateness
 from conductor.placement import Placement, Reason, Rejection
-from conductor.refusals import Refusals
+from conductor.refusals import NEAR, Refusals
 from conductor.rules import SLOs
 from conductor.timeline import Work
 from conductor.turned_away import MAX_SHARE, Terms, TurnedAway
@@ -127,8 +127,13 @@ class Admission:
         assert slot is not None
         self._refusals.note(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
 
-    def heard(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
-        """It says how long a token would take if it decoded all that it has been given."""
+    def heard(
+        self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
+    ) -> None:
+        """It says how long a token would take if it decoded all that it has been given; `tbt_slo_s`: the
+        strictest of these."""
+        if tbt_slo_s is None or tbt_s < NEAR * tbt_slo_s:
+            return
         slot = self._view.slot_of(decode.name)
         assert slot is not None
         if self._view.loads.batch_size[slot]:  # else it has yet to hear that nobody wants these any more

@@ -304,7 +304,8 @@ class Conductor:
                 self.view.heard(instance, message)
                 load = message.decode_load
                 if load.num_requests and load.tbt_s is not None:
-                    self._admission.heard(instance, load.num_requests, load.tbt_s, now_s)
+                    tbt_slo_s = self._assignments.strictest_tbt_slo_s
+                    self._admission.heard(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)
             return [Effect(sender, HeartbeatAck(known=instance is not None))]
         if isinstance(message, Leave):
             return self._drop_instances([instance], "has left", now_s) if instance else []
