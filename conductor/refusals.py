@@ -14,8 +14,8 @@ HALF_LIFE_S = 20.0
 """of a difference: nobody tells when it is over"""
 MOST = 1.2
 NEAR = 0.5
-"""of the TBT SLO: by how much a smaller batch is predicted wrongly says little of one at the limit. Not closer,
-for batches grow by a good part between two heartbeats"""
+"""of the TBT SLO: how wrong a smaller batch is predicted says little of one at the limit. Not closer, for
+batches grow by a good part between two heartbeats"""
 
 
 class Refusals:
