@@ -5,21 +5,19 @@
 --role prefill    one messenger and one worker, for each stage of a pipeline or rank of a group
 --role decode     one messenger and one worker, for each rank of a group
 --role front      a front beside that of the conductor
+
+Owns: which processes those are, and the addresses that they share. Does not know: how they are started
+(`mooncake.supervisor`), how memory is taken (`mooncake.segments`).
 """
 
-import contextlib
-import fcntl
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mooncake.config import Config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
-from mooncake.mapping import allocate
 from mooncake.messages import Role
 from mooncake.process_config import (
     ConductorProcess,
@@ -31,9 +29,7 @@ from mooncake.process_config import (
 )
 from mooncake.rundir import RunDirectory
 from mooncake.sections import KVCacheConfig, MessengerConfig, WorkerConfig
-
-GIB = 1 << 30
-LOCK_PATIENCE_S = 3.0
+from mooncake.segments import check_memory, create_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         config = config.model_copy(update={"conductor": conductor})
     key = _cluster_key(config)
     parts = _parts(config, run_dir)
-    _check_memory(config, [part.name for part in parts])
+    check_memory([part.name for part in parts], config.kvcache)
     _check_directories(config)
     specs = []
     if config.role in ("all", "conductor"):
@@ -161,38 +157,6 @@ def _check_directories(config: Config) -> None:
     for path in config.kvcache.ssd_dirs if config.runs_instances else ():
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
-
-
-def _check_memory(config: Config, names: list[str]) -> None:
-    """Taking more memory than there is would not fail: it would get some process killed."""
-    kept_in = config.kvcache.segment_dir
-    new = [name for name in names if kept_in is None or not _segment_path(kept_in, name).exists()]
-    wanted = len(new) * int(config.kvcache.pool_bytes)
-    available = _available_bytes()
-    if available is not None and wanted > available:
-        raise ConfigError(
-            f"kvcache.pool_bytes: {len(new)} pools on this node take {wanted / GIB:.1f} GiB, "
-            f"{available / GIB:.1f} GiB of memory are available on this node"
-        )
-
-
-def _available_bytes() -> int | None:
-    """Memory that this process may still take: the machine's, or its control group's if that is less."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit = int((group / "memory.max").read_text())  # "max" when there is none
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text())
-        reclaimable = int(statistics["active_file"]) + int(
-            statistics["inactive_file"]
-        )  # a file that was read
-        available = min(available, limit - used + reclaimable)
-    return available
 
 
 def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
@@ -280,79 +244,3 @@ def _port_higher(address: str, num_ports: int) -> str:
     if port.isdigit():
         return f"{place}:{int(port) + num_ports}" if int(port) else address
     return address if port == "*" or not num_ports else f"{address}-{num_ports}"  # an ipc path
-
-
-def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
-    """Shared memory of `size_bytes`, all of it allocated.
-
-    Without `directory` it is gone with its last user. Else it is the file `name`.segment there, what it holds
-    is kept, and no other live process may use it.
-    """
-    if directory is not None:
-        return _segment_file(_segment_path(directory, name), size_bytes)
-    descriptor = os.memfd_create(f"mooncake-{name}")
-    return _allocated(descriptor, size_bytes, f"shared memory for {name}", is_new=True)
-
-
-def _segment_path(directory: Path, name: str) -> Path:
-    return directory / f"{name}.segment"
-
-
-def _segment_file(path: Path, size_bytes: int) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"kvcache.segment_dir: cannot use {path}: {error.strerror}") from None
-    if not _is_locked(descriptor):
-        owner = _lock_owner(os.fstat(descriptor).st_ino)
-        os.close(descriptor)
-        raise ConfigError(
-            f"kvcache.segment_dir: {path} belongs to the live process {owner}, this is {os.getpid()};"
-            " end that one first or name another directory"
-        )
-    found_bytes = os.fstat(descriptor).st_size
-    if found_bytes not in (0, size_bytes):
-        os.close(descriptor)
-        raise ConfigError(
-            f"kvcache.segment_dir: {path} has {found_bytes} bytes, kvcache.pool_bytes is {size_bytes};"
-            " give the pool the size of the file, or remove the file"
-        )
-    return _allocated(descriptor, size_bytes, str(path), is_new=not found_bytes)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Locks the file for whoever holds this descriptor: us, and the messenger that gets it.
-
-    Those of a supervisor that was killed end a moment after it.
-    """
-    deadline_s = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.05)
-        else:
-            return True
-
-
-def _lock_owner(inode: int) -> str:
-    """The process that has locked a file, as the kernel tells it."""
-    for line in Path("/proc/locks").read_text().splitlines():
-        fields = line.split()
-        if "FLOCK" in fields and fields[-3].endswith(f":{inode}"):
-            return fields[-4]
-    return "(unknown)"
-
-
-def _allocated(descriptor: int, size_bytes: int, what: str, *, is_new: bool) -> int:
-    try:
-        if is_new:
-            allocate(descriptor, size_bytes)
-        else:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise ConfigError(f"kvcache.pool_bytes: no {size_bytes} bytes for {what}: {error.strerror}") from None
-    return descriptor

@@ -127,7 +127,9 @@ class Tokenizer:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
             raise RequestError(
-                f"{', '.join(sorted(reserved))} cannot be set by a request", param="chat_template_kwargs"
+                f"{', '.join(sorted(reserved))} cannot be set by a request",
+                param="chat_template_kwargs",
+                code="invalid_value",
             )
         try:
             text = self._wrapped.apply_chat_template(

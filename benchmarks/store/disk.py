@@ -19,7 +19,7 @@ from benchmarks.store.ours import FINGERPRINT, LAYOUTS
 from benchmarks.store.rounds import Sample
 from kvstore.slab import Slab
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
-from mooncake.node import create_segment
+from mooncake.segments import create_segment
 
 DiskOp = Literal["write", "read"]
 Pages = Literal["4 KiB", "huge"]

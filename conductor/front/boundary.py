@@ -141,7 +141,7 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
         if error.status_code == 404:
             hint = ""
             if request.url.path.startswith(unserved):
-                code, hint = "unsupported_endpoint", ", which this server does not serve"
+                code = "unsupported_endpoint"
             elif near := difflib.get_close_matches(path, app.openapi()["paths"], n=1):
                 hint = f"; did you mean {near[0]}?"
             message = f"there is no {request.method} {path} here{hint}; GET /openapi.json lists what there is"

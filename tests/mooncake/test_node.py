@@ -1,9 +1,7 @@
-"""What a node is made of: memory that outlives processes, and addresses that do not clash."""
+"""What a node is made of: processes and mapped memory, addresses that do not clash."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
-from mooncake.node import create_segment, plan_node
+from mooncake.node import plan_node
 from mooncake.process_config import ConductorProcess, FrontProcess, WorkerProcess
 from mooncake.rundir import RunDirectory
 from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
@@ -24,46 +22,6 @@ SIZE = 4 << 20
 def run_directory(short_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_tmp_path))
     return RunDirectory()
-
-
-def test_memory_in_a_file_is_found_again(tmp_path: Path) -> None:
-    first = create_segment("decode-0", SIZE, tmp_path)
-    os.pwrite(first, b"kept", SIZE - 4)
-    os.close(first)
-    second = create_segment("decode-0", SIZE, tmp_path)
-    assert os.pread(second, 4, SIZE - 4) == b"kept"
-    os.close(second)
-
-
-def test_memory_of_another_size_is_refused_and_kept(tmp_path: Path) -> None:
-    os.close(create_segment("decode-0", SIZE, tmp_path))
-    with pytest.raises(ConfigError, match=rf"decode-0.segment has {SIZE} bytes, .* is {2 * SIZE}"):
-        create_segment("decode-0", 2 * SIZE, tmp_path)
-    assert (tmp_path / "decode-0.segment").stat().st_size == SIZE
-
-
-def test_memory_of_a_live_process_is_refused_by_its_pid(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from mooncake.node import create_segment;"
-        f"create_segment('d', {SIZE}, Path({str(tmp_path)!r})); print('here', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "here\n"
-        with pytest.raises(
-            ConfigError, match=f"belongs to the live process {owner.pid}, this is {os.getpid()}"
-        ):
-            create_segment("d", SIZE, tmp_path)
-        owner.kill()
-        owner.wait()
-    os.close(create_segment("d", SIZE, tmp_path))
-
-
-def test_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kvcache.segment_dir: cannot use .*missing.*: No such file"):
-        create_segment("d", SIZE, tmp_path / "missing")
 
 
 def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirectory, tmp_path: Path) -> None:
@@ -186,7 +144,7 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
     for spec in plan_node(config, run_directory):
         for descriptor in spec.pass_fds:
             os.close(descriptor)
-    monkeypatch.setattr("mooncake.node._available_bytes", lambda: SIZE // 2)
+    monkeypatch.setattr("mooncake.segments._available_bytes", lambda: SIZE // 2)
     assert len(plan_node(config, run_directory)) == 5
     (tmp_path / "decode-0.segment").unlink()
     with pytest.raises(ConfigError, match="1 pools on this node take"):
@@ -243,15 +201,6 @@ def test_directories_are_given_as_one_string_or_a_list(tmp_path: Path) -> None:
     expected = [Path("/a"), Path("/b")]
     assert load_config(file, {}, {}).kvcache.ssd_dirs == expected
     assert load_config(None, {"MOONCAKE_KVCACHE_SSD_DIRS": "/a,/b"}, {}).kvcache.ssd_dirs == expected
-
-
-@pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 17 * HUGE_PAGE_BYTES + 8192])
-def test_memory_is_allocated_from_its_first_byte_to_its_last(size_bytes: int) -> None:
-    descriptor = create_segment("decode-0", size_bytes)
-    status = os.fstat(descriptor)
-    assert (status.st_size, status.st_blocks * 512) == (size_bytes, size_bytes)
-    assert os.pread(descriptor, size_bytes, 0) == bytes(size_bytes)
-    os.close(descriptor)
 
 
 @pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 8192])
