@@ -142,6 +142,7 @@ class Grants:
         if not layer_mask(layers) & ~block.arrived:
             if self._pool.table.checksums(entry.page, layers) == entry.checksums:
                 return None
+            self._pool.drop(entry.page)  # one of both belongs elsewhere
             raise WriteRefused(
                 f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} are there already,"
                 " and differ"
@@ -175,6 +176,7 @@ class Grants:
             # Of a part that is there only the bytes are known.
             if layer_checksums(view, len(view)) == entry.checksums:
                 return None
+            self._pool.drop(page)
             raise WriteRefused(f"{what} are there already, and differ")
         is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.parts.knows(page, layer)
         if is_whole or not grant.parts.begin(page, layer, positions):

@@ -123,6 +123,32 @@ def test_write_after_its_grant_is_complete_changes_nothing(start_node: StartNode
     run(test())
 
 
+def test_block_that_lies_where_another_belongs_is_dropped_when_that_one_comes(start_node: StartNode) -> None:
+    """As after a bit of the page's number was flipped on its way: each matches its own checksums."""
+
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        keys = prompt_keys(2)
+        reservation = await client.reserve(keys, 0)
+        grant = await client.grant(reservation.reservation_id)
+        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+            for layer in ALL_LAYERS:
+                sender.write(grant, *entry_for(grant, keys[1], layer=layer))  # to the page of the first
+                assert sender.receive() == WriteAck()
+            assert (await client.stats()).num_sealed == 1
+            sender.write(grant, *entry_for(grant, keys[0]))
+            assert "are there already, and differ" in str(sender.receive())
+            stats = await client.stats(check_integrity=True)
+            assert (stats.num_sealed, stats.num_dropped, stats.integrity) == (0, 1, None)
+        with pytest.raises(TransferError):
+            await client.wait_arrived(reservation.reservation_id)
+        await client.release(reservation.reservation_id)
+        await until(client, unused)
+        await client.close()
+
+    run(test())
+
+
 def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> None:
     async def test() -> None:
         client = await start_node("decode").connect()
