@@ -68,8 +68,6 @@ class Service:
         self._config = config
         self._tasks = tasks
         self._traffic = Traffic()
-        self._threshold = Threshold()
-        """of clients on other hosts, and of peers that come before there is a pool"""
         self._tls = Tls.of(config.security)
         self._cards = cards
         self._owners = itertools.count(1)
@@ -231,6 +229,7 @@ class Service:
     # -- other hosts ------------------------------------------------------------------------------
 
     async def accept_clients(self, listener: socket.socket) -> None:
+        threshold = Threshold()
         while True:
             sock = await _accept(listener)
             self._tasks.create_task(
@@ -240,13 +239,13 @@ class Service:
                     self._tasks,
                     self._config.cluster_key,
                     self._traffic,
-                    self._threshold,
+                    threshold,
                     timeout_s=self._config.settings.connect_timeout_s,
                 )
             )
 
     async def accept_peers(self, listener: socket.socket) -> None:
-        tls = self._tls if listener.family == socket.AF_INET else None
+        tls, threshold = self._tls if listener.family == socket.AF_INET else None, Threshold()
         while True:
             sock = await _accept(listener)
             try:
@@ -255,9 +254,9 @@ class Service:
                 log.info("a connection ended as it was accepted: %s", error)
                 sock.close()
             else:
-                self._tasks.create_task(self._serve_peer(stream))
+                self._tasks.create_task(self._serve_peer(stream, threshold))
 
-    async def _serve_peer(self, stream: Stream) -> None:
+    async def _serve_peer(self, stream: Stream, threshold: Threshold) -> None:
         if self.store is None:
             reason = f"{self._config.instance} has no pool yet, its worker has not attached: come again"
             await turn_away(
@@ -265,11 +264,11 @@ class Service:
                 reason,
                 self._config.cluster_key,
                 self._traffic,
-                self._threshold,
+                threshold,
                 timeout_s=self._config.settings.connect_timeout_s,
             )
         else:
-            await self.store.sessions.serve(stream)
+            await self.store.sessions.serve(stream, threshold)
 
     def remote_user(self, name: str) -> User:
         """A client that writes no page itself."""

@@ -31,7 +31,7 @@ MOST_UNKNOWN = 256
 
 
 class Threshold:
-    """Where they stand who have not shown that yet: there is room for few at once."""
+    """Of one port: where they stand who have not shown that yet. There is room for few at once."""
 
     def __init__(self) -> None:
         self._num_there = 0
@@ -54,14 +54,13 @@ class Sessions:
     def __init__(self, door: Door) -> None:
         self._door = door
         self._sessions: dict[tuple[str, bytes], Session] = {}
-        self._threshold = Threshold()
 
-    async def serve(self, stream: Stream) -> None:
+    async def serve(self, stream: Stream, threshold: Threshold) -> None:
         """One connection, until it ends. A stranger's costs a counter."""
         door = self._door
         try:
             try:
-                with self._threshold.room():
+                with threshold.room():
                     async with asyncio.timeout(door.settings.connect_timeout_s):
                         frames = Frames(stream, Side.RECEIVER)
                         await _shake_hands(stream)

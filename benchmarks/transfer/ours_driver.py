@@ -28,7 +28,7 @@ from messenger.messages import Shelves, WriteEntry
 from messenger.openings import OpenPages
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
-from messenger.receiver import Sessions
+from messenger.receiver import Sessions, Threshold
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic
 from mooncake.blocks import KEY_BYTES, KVLayout
@@ -162,9 +162,10 @@ def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
 
 
 async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.TaskGroup) -> None:
+    threshold = Threshold()
     while True:
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        tasks.create_task(sessions.serve(Stream(sock)))
+        tasks.create_task(sessions.serve(Stream(sock), threshold))
 
 
 async def _serve(folder: str, cluster_key: ClusterKey) -> None:

@@ -23,7 +23,7 @@ from messenger.door import Door
 from messenger.identity import Identity, host_id
 from messenger.peers import Peers
 from messenger.rdma.cards import Cards
-from messenger.receiver import Sessions
+from messenger.receiver import Sessions, Threshold
 from messenger.stream import Stream
 from messenger.transports import SourceSegment, Traffic, Transport
 from mooncake.blocks import BlockKey, KVLayout
@@ -195,9 +195,10 @@ class Member:
         assert self.pool.check_integrity() is None
 
     async def _accept(self, listener: socket) -> None:
+        threshold = Threshold()
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-            self.tasks.create_task(self._sessions.serve(Stream(sock)))
+            self.tasks.create_task(self._sessions.serve(Stream(sock), threshold))
 
     def close(self) -> None:
         for proxy in self.proxies:

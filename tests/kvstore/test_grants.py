@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from messenger.messages import Abandon, Close, RefusalKind, Write, WriteAck, WriteEntry
+from messenger.messages import Abandon, Close, RefusalKind, Welcome, Write, WriteAck, WriteEntry
+from messenger.receiver import MOST_UNKNOWN
 from mooncake.errors import PoolFullError, TransferError
 from tests.kvstore.by_hand import IDENTITY, HandMadeSender, entry_for, part_for
 from tests.kvstore.nodes import (
@@ -144,6 +145,29 @@ def test_block_that_lies_where_another_belongs_is_dropped_when_that_one_comes(st
             await client.wait_arrived(reservation.reservation_id)
         await client.release(reservation.reservation_id)
         await until(client, unused)
+        await client.close()
+
+    run(test())
+
+
+def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: StartNode) -> None:
+    async def test() -> None:
+        client = await start_node("decode").connect()
+        address = (await client.grant((await client.reserve(prompt_keys(1), 0)).reservation_id)).messenger
+        with contextlib.ExitStack() as open_files:
+            for _ in range(MOST_UNKNOWN):
+                open_files.enter_context(socket.create_connection(address.tcp_endpoints[0], DEADLINE_S))
+            one_too_many = open_files.enter_context(
+                socket.create_connection(address.tcp_endpoints[0], DEADLINE_S)
+            )
+            assert one_too_many.recv(1) == b""
+            assert (await client.stats()).num_strangers == 1
+            fd = os.memfd_create("hand-made")
+            open_files.callback(os.close, fd)
+            os.truncate(fd, 8192)
+            sender = HandMadeSender(address, fd, 8192)
+            open_files.enter_context(sender.sock)
+            assert isinstance(sender.welcome, Welcome)
         await client.close()
 
     run(test())

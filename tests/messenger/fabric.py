@@ -23,7 +23,7 @@ from messenger.messages import WriteEntry
 from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.rdma.cards import Cards
-from messenger.receiver import Sessions
+from messenger.receiver import Sessions, Threshold
 from messenger.requests import Outcome, Urgency
 from messenger.stream import Stream
 from messenger.tls import Tls
@@ -240,17 +240,19 @@ class Fabric:
         self.assert_written([page])
 
     async def _accept(self, listener: socket) -> None:
+        threshold = Threshold()
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             if self.answer_buffer_bytes is not None:
                 sock.setsockopt(SOL_SOCKET, SO_SNDBUF, self.answer_buffer_bytes)
             tls = self.tls if sock.family == AF_INET else None
-            self.tasks.create_task(self._serve(Stream(sock if tls is None else tls.accept(sock))))
+            stream = Stream(sock if tls is None else tls.accept(sock))
+            self.tasks.create_task(self._serve(stream, threshold))
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Stream, threshold: Threshold) -> None:
         self.num_served += 1
         try:
-            await self.sessions.serve(stream)
+            await self.sessions.serve(stream, threshold)
         finally:
             self.num_served -= 1
 
