@@ -352,11 +352,12 @@ def test_unformatted_messenger_survives_impossible_layouts(
         node.start()
         mutator = Mutator(Random(3))
         assert node.process is not None
-        for sizes in [(1 << 62, 1, 1, 1), (1 << 62,) * 4, (1, 1, 1, 1 << 40), (2**63 - 1, 1, 1, 2**63 - 1)]:
+        for sizes in [(1 << 53, 1, 1, 1), (1 << 53,) * 4, (1, 1, 1, 1 << 40), (2**63 - 1, 1, 1, 2**63 - 1)]:
             with contextlib.closing(Caller(node.socket_path, SERIAL, connects=False)) as caller:
                 layout = KVLayout(*sizes, dtype="float32")
                 answer = caller.call(calls.Connect(1, FINGERPRINT, layout, SERIAL, may_format=True))
-                assert isinstance(answer, answers.CallFailed), answer
+                is_number = max(sizes) <= 1 << 53  # else not even its message can be read
+                assert isinstance(answer, answers.CallFailed if is_number else answers.Detached), answer
         for _ in range(300):
             with contextlib.closing(Caller(node.socket_path, SERIAL, connects=False)) as caller:
                 caller.send(mutator.fields(calls.Connect(1, None, None, SERIAL)))
