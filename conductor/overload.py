@@ -117,7 +117,7 @@ class Admission:
 
     def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """A request was rejected so."""
-        if rejection.reason is Reason.TTFT and rejection.prompt_s <= rejection.slo_s:
+        if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._turned_away.note(terms, rejection.prompt_s, now_s)
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 MEMORY_S = 60.0
 """after which a refusal keeps no room any more"""
 MAX_SHARE = 0.75
-"""of a TTFT SLO may be kept: for a prompt that fills it by itself devices would have to run out of work"""
+"""of a TTFT SLO may be kept: for a prompt that fills it by itself devices would have to run out of work.
+For a longer one nothing is kept: it would not be enough, and others would be refused in vain"""
 _NUM_TERMS = 1000
 
 
@@ -42,7 +43,9 @@ class TurnedAway:
         """in the order in which they came; each took longer than all behind it"""
 
     def note(self, terms: Terms, prefill_s: float, now_s: float) -> None:
-        """A prompt that was predicted to be computed in `prefill_s` was refused for the queue before it."""
+        """A prompt that was predicted to be computed in `prefill_s` was refused."""
+        if prefill_s > MAX_SHARE * terms.ttft_slo_s:
+            return
         refused = self._refused.setdefault(terms, deque())
         self._refused.move_to_end(terms)
         if len(self._refused) > _NUM_TERMS:

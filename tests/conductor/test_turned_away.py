@@ -25,8 +25,15 @@ def test_whoever_came_before_the_refusal_keeps_nothing_free() -> None:
 
 def test_a_part_of_the_slo_is_never_kept() -> None:
     turned_away = TurnedAway()
-    turned_away.note(TERMS, 9.9, 0.0)
-    assert turned_away.kept_s(TERMS, 0.5, 1.0, 1.0, 1.0) == MAX_SHARE * TERMS.ttft_slo_s - 0.5
+    turned_away.note(TERMS, 7.0, 0.0)
+    assert turned_away.kept_s(TERMS, 0.5, 1.5, 1.0, 1.0) == MAX_SHARE * TERMS.ttft_slo_s - 0.5
+
+
+def test_nothing_is_kept_where_it_would_not_be_enough() -> None:
+    turned_away = TurnedAway()
+    turned_away.note(TERMS, 4.0, 0.0)
+    turned_away.note(TERMS, MAX_SHARE * TERMS.ttft_slo_s + 0.1, 0.0)
+    assert turned_away.kept_s(TERMS, 1.0, 1.0, 1.0, 1.0) == 3.0
 
 
 def test_what_was_refused_takes_as_much_longer_as_is_believed_now() -> None:
