@@ -179,6 +179,11 @@ class Dealer(_Socket[Incoming]):
             raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
         self.endpoint = endpoint
 
+    @property
+    def has_reconnected(self) -> bool:
+        """Whether a connection has broken and there was another one: what was on its way may be lost."""
+        return self._watch.num_connections > 1
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close at once; what was not sent may still leave within `linger_s`. Idempotent."""
         if self._socket.closed:

@@ -153,13 +153,14 @@ class Handshakes:
 
 
 class ConnectionWatch:
-    """Warns when whoever a socket connects to closes one connection after the other during the handshake.
-
-    That is all that a socket with another key, or without one, gets to see.
+    """Counts a socket's connections. Warns when whoever it connects to closes one after the other during the
+    handshake: that is all that a socket with another key, or without one, gets to see.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: ClusterKey) -> None:
         self._endpoint, self._key = endpoint, key
+        self.num_connections = 0
+        """that came about, one after the other"""
         self._is_in_handshake = False
         self._num_failures = 0
         self._warn_at = FAILURES_BEFORE_WARNING
@@ -182,6 +183,7 @@ class ConnectionWatch:
                     self._key.key_id,
                 )
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.num_connections += 1
             self._num_failures, self._warn_at = 0, FAILURES_BEFORE_WARNING
         self._is_in_handshake = event == zmq.EVENT_CONNECTED
 

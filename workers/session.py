@@ -254,6 +254,10 @@ class Session:
         while True:
             await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
             await asyncio.sleep(self._heartbeat_s)
+            if self.is_registered and self._conductor.has_reconnected:
+                raise SessionLostError(
+                    "the connection to the conductor broke, which may have swallowed orders"
+                )
             if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 

@@ -179,6 +179,23 @@ def test_closed_router_frees_its_endpoint_at_once() -> None:
     run(test())
 
 
+def test_a_dealer_knows_that_its_connection_broke() -> None:
+    async def test() -> None:
+        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+        await dealer.send(Cancel("r"))
+        await router.recv()
+        assert not dealer.has_reconnected
+        router.close()
+        router = Router(router.endpoint, ToConductor, KEY)
+        while not dealer.has_reconnected:
+            await asyncio.sleep(0.01)
+        router.close()
+        dealer.close()
+
+    run(test())
+
+
 def test_message_that_no_router_takes_is_an_error(tmp_path: Path) -> None:
     async def test() -> None:
         router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
