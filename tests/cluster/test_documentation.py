@@ -150,12 +150,20 @@ def _succeeds(command: str) -> bool:
     return subprocess.run(["bash", "-c", command], capture_output=True, timeout=DEADLINE_S).returncode == 0
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub names them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", sorted([README, *(ROOT / "docs").glob("*.md")]), ids=lambda page: page.stem)
 def test_what_is_named_exists(page: Path) -> None:
-    """Files that are linked, targets of make, flags of mooncake-serve in its own commands."""
+    """Files and headings that are linked, targets of make, flags of mooncake-serve in its own commands."""
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
         assert link.startswith(("http://", "https://")) or (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(((?!http)[^)#]*)#([^)]+)\)", text):
+        assert anchor in anchors(page.parent / link if link else page), f"{link}#{anchor}"
     targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
     for target in re.findall(r"(?m)(?:^|`)make ([a-z][a-z-]*)", text):
         assert target in targets, f"make {target}"
