@@ -203,8 +203,14 @@ def test_first_message_must_be_connect(door: tuple[str, int]) -> None:
         assert "the first message is GetStats; it must be Connect" in detached.reason
 
 
-@pytest.mark.parametrize("sizes", [{"num_layers": -1}, {"head_dim": 0}])
-def test_new_pool_takes_no_impossible_layout(tmp_path: Path, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"num_layers": -1}, "Expected `int` >= 0 - at `$.layout.num_layers`"),
+        ({"head_dim": 0}, "each of its sizes must be at least 1"),
+    ],
+)
+def test_new_pool_takes_no_impossible_layout(tmp_path: Path, sizes: dict[str, int], reason: str) -> None:
     new = Pool(tmp_path, "new", 16, LAYOUT)
     with contextlib.closing(new):
         new.start()
@@ -216,7 +222,7 @@ def test_new_pool_takes_no_impossible_layout(tmp_path: Path, sizes: dict[str, in
             peer.sock.sendall(struct.pack("<IQ", len(encoded), 0) + encoded)
             refused = peer.receive()
             assert isinstance(refused, Detached)
-            assert "each of its sizes must be at least 1" in refused.reason
+            assert reason in refused.reason
         with KVCachePool.connect(
             new.tcp, fingerprint=FINGERPRINT, layout=LAYOUT, key_file=new.key_file
         ) as client:

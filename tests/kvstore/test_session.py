@@ -435,14 +435,26 @@ def test_who_is_connected_cannot_introduce_himself_again(join: Join) -> None:
         assert "attached already" in answer.message
 
 
-@pytest.mark.parametrize("index", [1, -1, (1 << 64) - 1])
-def test_grant_for_a_block_that_is_none_is_refused(join: Join, index: int) -> None:
+def granted_for(index: int) -> Grant:
+    """For a block of this index in the request."""
+    address = MessengerAddress("other", 1, "host", "/nowhere", (("127.0.0.1", 1),))
+    return Grant(1, address, [GrantedPage(index, 0, 0)])
+
+
+def test_grant_for_a_block_that_is_none_is_refused(join: Join) -> None:
     user = join()
     reservation = user.put(KEYS[0])
-    address = MessengerAddress("other", 1, "host", "/nowhere", (("127.0.0.1", 1),))
-    grant = Grant(1, address, [GrantedPage(index, 0, 0)])
-    answer = user.call(StartSend(7, reservation.reservation_id, grant, "a request"))
+    answer = user.call(StartSend(7, reservation.reservation_id, granted_for(1), "a request"))
     assert isinstance(answer, CallFailed)
+
+
+@pytest.mark.parametrize("index", [-1, (1 << 64) - 1])
+def test_grant_for_what_cannot_be_an_index_ends_the_connection(join: Join, index: int) -> None:
+    user, other = join(1), join(2)
+    reservation = user.put(KEYS[0])
+    user.tell(StartSend(7, reservation.reservation_id, granted_for(index), "a request"))
+    assert "$.grant.pages[0][0]" in user.is_ended().reason
+    other.until(lambda stats: stats.num_reservations == 0)
 
 
 # -- ends ---------------------------------------------------------------------------------------------
