@@ -108,8 +108,6 @@ class Grants:
         """The reservation ends: nothing may be written any more. Idempotent."""
         grant = self._by_reservation.pop(reservation_id, None)
         if grant is not None and grant.grant_id in self._open:
-            for writer in grant.writers:
-                writer.revoke(grant.grant_id, reason)
             self._fail(grant, reason)
 
     # -- the messenger's side (WriteTarget) -------------------------------------------------------
@@ -142,11 +140,8 @@ class Grants:
         if not layer_mask(layers) & ~block.arrived:
             if self._pool.table.checksums(entry.page, layers) == entry.checksums:
                 return None
-            self._pool.drop(entry.page)  # one of both belongs elsewhere
-            raise WriteRefused(
-                f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} are there already,"
-                " and differ"
-            )
+            what = f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page}"
+            raise self._other_is_there(grant, entry.page, what)
         receiving = grant.incomplete[entry.page]
         if (receiving | block.arrived) & layer_mask(layers):
             raise WriteRefused(
@@ -176,8 +171,7 @@ class Grants:
             # Of a part that is there only the bytes are known.
             if layer_checksums(view, len(view)) == entry.checksums:
                 return None
-            self._pool.drop(page)
-            raise WriteRefused(f"{what} are there already, and differ")
+            raise self._other_is_there(grant, page, what)
         is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.parts.knows(page, layer)
         if is_whole or not grant.parts.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
@@ -185,6 +179,13 @@ class Grants:
         self.openings.take(page, layers)
         self._pool.hold(page)
         return view
+
+    def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
+        """One of both belongs elsewhere. Nobody finds the block, nor what would be complete with it."""
+        self._pool.drop(page)
+        reason = f"{what} are there already, and differ"
+        self._fail(grant, reason)
+        return WriteRefused(reason)
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
         if grant_id in self._completed:
@@ -237,8 +238,6 @@ class Grants:
         grant.writers.remove(writer)
         if reason is not None:
             self._fail(grant, reason)
-            for other in grant.writers:
-                other.revoke(grant_id, reason)
 
     # ---------------------------------------------------------------------------------------------
 
@@ -286,8 +285,10 @@ class Grants:
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:
-        if self._open.pop(grant.grant_id, None) is not None:
-            self._close_to_copiers(grant)
-        if not grant.arrived.done():
-            grant.arrived.set_exception(TransferError(reason))
-            grant.arrived.exception()  # retrieved, should nobody wait for it
+        """It is open. Nothing more comes, of which its writers hear."""
+        del self._open[grant.grant_id]
+        self._close_to_copiers(grant)
+        for writer in grant.writers:
+            writer.revoke(grant.grant_id, reason)
+        grant.arrived.set_exception(TransferError(reason))
+        grant.arrived.exception()  # retrieved, should nobody wait for it
