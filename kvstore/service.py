@@ -276,8 +276,10 @@ class Service:
 
 
 async def _accept(listener: socket.socket) -> socket.socket:
-    """The next connection. Without descriptors for it, those who connect wait until some are free again."""
+    """The next connection, after a turn for the one before: a crowd must not keep everybody else waiting, nor
+    get past its limits. Without descriptors for it, those who connect wait until some are free again."""
     while True:
+        await asyncio.sleep(0)  # one that waits already is accepted without a turn of the loop
         try:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
         except OSError as error:

@@ -1,8 +1,11 @@
-"""Where a messenger listens, and what it says where it cannot."""
+"""Where a messenger listens, what it says where it cannot, and whom it lets wait."""
+
+import asyncio
+import socket
 
 import pytest
 
-from kvstore.service import listen_clients, listen_tcp
+from kvstore.service import _accept, listen_clients, listen_tcp
 from mooncake.errors import ConfigError
 
 
@@ -20,7 +23,22 @@ def test_an_address_that_is_not_here_is_named() -> None:
         listen_tcp("192.0.2.1", 0).__enter__()
 
 
-@pytest.mark.parametrize("host", ["::1", "::", "no-such-name.invalid"])
+@pytest.mark.parametrize("host", ["::1", "::"])
 def test_what_is_no_ipv4_address_is_refused_in_words(host: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen at {host}: it is, or has, no IPv4 address"):
         listen_tcp(host, 0).__enter__()
+
+
+def test_a_crowd_at_the_door_does_not_keep_others_waiting() -> None:
+    async def test() -> None:
+        turns: list[int] = []
+        with listen_tcp("127.0.0.1", 0) as listener:
+            crowd = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+            for number in range(3):
+                asyncio.get_running_loop().call_soon(turns.append, number)
+                (await _accept(listener)).close()
+                assert turns == list(range(number + 1))
+            for sock in crowd:
+                sock.close()
+
+    asyncio.run(test())
