@@ -57,7 +57,8 @@ async def introduce(
         challenge = _accepted(await read_message(frames))
     except OSError as error:
         raise TransferError(
-            f"who listens there hangs up at a greeting ({error}); if that is a messenger, {SAME_TLS}"
+            f"who listens there hangs up at a greeting ({error}): it is no messenger, is about to end, has"
+            f" too many strangers at its door, or has TLS; {SAME_TLS}"
         ) from error
     assert isinstance(challenge, Challenge)
     if not visitor.recognises(challenge.nonce, challenge.proof):
