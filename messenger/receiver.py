@@ -60,12 +60,12 @@ class Sessions:
         door = self._door
         try:
             try:
-                with threshold.room():
-                    async with asyncio.timeout(door.settings.connect_timeout_s):
+                async with asyncio.timeout(door.settings.connect_timeout_s):
+                    with threshold.room():
                         frames = Frames(stream, Side.RECEIVER)
                         await _shake_hands(stream)
                         introduction = await admit(frames, door.key)
-                        lane = await self._welcome(frames, introduction)
+                    lane = await self._welcome(frames, introduction)
             except (StrangerError, TimeoutError) as error:
                 _count_stranger(door.traffic, error)
             except (OSError, TransferError, MismatchError) as error:

@@ -10,6 +10,7 @@ import pytest
 
 from messenger import receiver, session
 from messenger.answers import MOST_FETCHES, Answers
+from messenger.handshake import check_introduction
 from messenger.messages import (
     Abandon,
     Close,
@@ -628,5 +629,34 @@ def test_strangers_at_once_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
                 wire.close()
             await until(lambda: node.num_served == 0)
             await node.assert_works()
+
+    run(test())
+
+
+def test_who_has_shown_the_key_stands_in_no_strangers_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "MOST_UNKNOWN", 1)
+
+    async def test() -> None:
+        is_known, may_enter = asyncio.Event(), asyncio.Event()
+
+        async def wait(*arguments: Any) -> None:
+            is_known.set()
+            await may_enter.wait()
+            await check_introduction(*arguments)
+
+        monkeypatch.setattr(receiver, "check_introduction", wait)
+        async with fabric(tmp_path, TINY, connect_timeout_s=5.0) as node:
+            entering = []
+            for _ in range(2):
+                is_known.clear()
+                entering.append(asyncio.create_task(Wire.introduced(node)))
+                await is_known.wait()
+            may_enter.set()
+            for wire in await asyncio.gather(*entering):
+                wire.close()
+            await until(lambda: node.num_served == 0)
+            assert node.received.num_strangers == 0
 
     run(test())
