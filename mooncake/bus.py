@@ -180,9 +180,15 @@ class Dealer(_Socket[Incoming]):
         self.endpoint = endpoint
 
     @property
+    def num_connections(self) -> int:
+        """That came about, one after the other: what was on its way when one broke may be lost. The one over
+        which the latest message came is among them."""
+        return self._watch.num_connections
+
+    @property
     def has_reconnected(self) -> bool:
-        """Whether a connection has broken and there was another one: what was on its way may be lost."""
-        return self._watch.num_connections > 1
+        """Whether a connection has broken and there was another one."""
+        return self.num_connections > 1
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close at once; what was not sent may still leave within `linger_s`. Idempotent."""

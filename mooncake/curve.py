@@ -159,12 +159,17 @@ class ConnectionWatch:
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: ClusterKey) -> None:
         self._endpoint, self._key = endpoint, key
-        self.num_connections = 0
-        """that came about, one after the other"""
+        self._num_connections = 0
         self._is_in_handshake = False
         self._num_failures = 0
         self._warn_at = FAILURES_BEFORE_WARNING
         self._monitor = _Monitor(socket, self._on_event)
+
+    @property
+    def num_connections(self) -> int:
+        """That came about, one after the other; that of the latest message is among them."""
+        self._monitor.drain()
+        return self._num_connections
 
     def close(self) -> None:
         """To be called before the socket is closed."""
@@ -183,7 +188,7 @@ class ConnectionWatch:
                     self._key.key_id,
                 )
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.num_connections += 1
+            self._num_connections += 1
             self._num_failures, self._warn_at = 0, FAILURES_BEFORE_WARNING
         self._is_in_handshake = event == zmq.EVENT_CONNECTED
 
@@ -203,15 +208,16 @@ class _Reader:
         self._socket, self._on_message = socket, on_message
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._drain)
-        self._drain()
+        self._loop.add_reader(self._descriptor, self.drain)
+        self.drain()
 
     def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._descriptor)
             self._socket.close(linger=0)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """All that have come by now."""
         # The descriptor tells once that there is something, not as long as there is.
         while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -229,6 +235,10 @@ class _Monitor:
         receiver.linger = 0
         receiver.connect(address)
         self._reader = _Reader(receiver, self._on_message)
+
+    def drain(self) -> None:
+        """Calls it for all that has happened by now."""
+        self._reader.drain()
 
     def close(self) -> None:
         """To be called before the socket is closed."""

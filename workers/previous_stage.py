@@ -76,6 +76,8 @@ class PreviousStage:
         self._name = name
         self._pulse = Pulse(name, timeout_s)
         self._has_joined = False
+        self._num_connections = 0
+        """when it had joined: before, the stage before may have begun anew"""
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
         """whole ones that have not begun; as many as `NextStage` lets come"""
         self._coming: IncomingPass | None = None
@@ -102,6 +104,7 @@ class PreviousStage:
             match message:
                 case StageWelcome():
                     self._has_joined = True
+                    self._num_connections = self._dealer.num_connections
                     self._pulse.heard()
                 case StageRefused(message=reason):
                     raise ConfigError(f"{self._name} refused this one: {reason}")
@@ -112,14 +115,22 @@ class PreviousStage:
         keep: Callable[[BlockOrder], None],
         follow: Callable[[ToFollower], None] | None = None,
     ) -> None:
-        """The loop: receive, act. A rank follows. Raises `SessionLostError` when it has begun anew."""
+        """The loop: receive, act. A rank follows.
+
+        Raises `SessionLostError` when it has begun anew, or the connection broke and is there again.
+        """
         while True:
             message = await self._dealer.recv()
             self._pulse.heard()
             match message:
-                case StageAlive(known=known):
-                    if not known:
-                        raise SessionLostError(f"{self._name} has begun anew")
+                case StageAlive(known=False):
+                    raise SessionLostError(f"{self._name} has begun anew")
+                case _ if self._dealer.num_connections > self._num_connections:
+                    raise SessionLostError(
+                        f"the connection to {self._name} broke, which may have swallowed passes"
+                    )
+                case StageAlive():
+                    pass
                 case Pass(data=data):
                     self._coming = IncomingPass(message)
                     self._take(data)

@@ -1,9 +1,6 @@
 """A worker's connection to the Conductor breaks, and takes with it what was on its way."""
 
 import contextlib
-import socket
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,59 +11,12 @@ from mooncake.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import eventually
 from tests.ports import free_port
+from tests.relay import relay_to
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 SMALL = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB", "--kvcache-block-size=16"]
-
-
-class Relay:
-    """Between a worker and its Conductor. While `swallows`, what the Conductor says is lost."""
-
-    def __init__(self, conductor_port: int) -> None:
-        self.swallows = False
-        self._conductor_port = conductor_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def break_connections(self) -> None:
-        while self._sockets:
-            with contextlib.suppress(OSError):
-                self._sockets.pop().shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listener.close()
-        self.break_connections()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                worker, _ = self._listener.accept()
-                conductor = socket.create_connection(("127.0.0.1", self._conductor_port))
-                self._sockets += [worker, conductor]
-                for pair in ((worker, conductor), (conductor, worker)):
-                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        is_from_conductor = source.getpeername()[1] == self._conductor_port
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not (self.swallows and is_from_conductor):
-                    target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def relay_to(port: int) -> Iterator[Relay]:
-    relay = Relay(port)
-    try:
-        yield relay
-    finally:
-        relay.close()
 
 
 @pytest.mark.parametrize(("behind_the_relay", "state"), [("prefill", "prefilling"), ("decode", "reserving")])

@@ -14,10 +14,11 @@ from mooncake.messages import PROTOCOL_VERSION, Pin
 from mooncake.pools import Capacity, PoolStats
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
 from tests.mooncake.test_instance_metrics import STATS
+from tests.relay import relay_to
 from workers.errors import SessionLostError
 from workers.next_stage import NextStage
 from workers.previous_stage import PreviousStage
-from workers.stage_messages import AboutJob, End, PassShare, StageHello, Stored
+from workers.stage_messages import AboutJob, End, PassShare, StageAlive, StageHello, Stored
 
 TIMEOUT_S = 0.5
 HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20), "cpu", ())
@@ -183,6 +184,61 @@ def test_new_life_of_the_stage_before_ends_the_session(endpoint: str) -> None:
             joining.cancel()
             beating.cancel()
             anew.close()
+
+    run(test())
+
+
+def test_connection_that_broke_and_is_there_again_ends_the_session() -> None:
+    """Passes may have been lost with it, and the words that there is room for more."""
+
+    async def test() -> None:
+        behind = next_stage("tcp://127.0.0.1:*")
+        with relay_to(int(behind.endpoint.rpartition(":")[2])) as relay:
+            before = previous_stage(f"tcp://127.0.0.1:{relay.port}")
+            beating = asyncio.create_task(before.beat())
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.gather(behind.join(), before.join())
+                beating.cancel()
+                relay.break_connections()
+                speaking = asyncio.create_task(say_that_it_is_alive(behind))
+                with pytest.raises(SessionLostError, match="the connection to the stage before broke"):
+                    await before.run(lambda message: None, lambda order: None)
+            speaking.cancel()
+            before.close(0)
+        behind.close()
+
+    run(test())
+
+
+async def say_that_it_is_alive(behind: NextStage) -> None:
+    while True:
+        with contextlib.suppress(SessionLostError):  # it is not there again yet
+            await behind.send(StageAlive(known=True))
+        await asyncio.sleep(0.01)
+
+
+def test_connection_to_an_earlier_life_of_the_stage_before_is_nothing_lost(endpoint: str) -> None:
+    """Else each end of a session would be that of the next one."""
+
+    async def test() -> None:
+        earlier, before = next_stage(endpoint), previous_stage(endpoint)
+        beating = asyncio.create_task(before.beat())
+        async with asyncio.timeout(DEADLINE_S):
+            while not before._dealer.num_connections:
+                await asyncio.sleep(0.01)
+            earlier.close()
+            behind = next_stage(endpoint)
+            await asyncio.gather(behind.join(), before.join())
+            assert before._dealer.num_connections == 2
+            obeyed = asyncio.Event()
+            running = asyncio.create_task(before.run(lambda message: obeyed.set(), lambda order: None))
+            await behind.send(StageAlive(known=True))
+            await behind.send(End(1))
+            await obeyed.wait()
+        for task in (beating, running):
+            task.cancel()
+        before.close(0)
+        behind.close()
 
     run(test())
 
