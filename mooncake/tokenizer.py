@@ -138,7 +138,7 @@ class Tokenizer:
                 **{"add_generation_prompt": True, **template_kwargs},
             )
         # Templates are programs: beside their own refusals they add None to text or index what is not there.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(f"the model's chat template refused: {error}", param="messages") from error
         return self.encode(text, add_special_tokens=False)
 

@@ -86,19 +86,20 @@ def chat_tokens(
                 code="unsupported_parameter",
             )
         rendered, described = describe_tools(rendered, described), []
-    _check_variables(variables, model)
+    _check_variables(variables, len(messages), model)
     if described:
         variables = {**variables, "tools": described}
     return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt, **variables)
 
 
-def _check_variables(variables: Mapping[str, Any], model: ServedModel) -> None:
+def _check_variables(variables: Mapping[str, Any], num_messages: int, model: ServedModel) -> None:
     param = "chat_template_kwargs"
     if named := _TEMPLATE_FIELDS & variables.keys():
         raise RequestError(
             f"{param} cannot set {', '.join(sorted(named))}", param=param, code="invalid_value"
         )
-    _check_num_chars(len(json.dumps(variables)), model, param)
+    # A template may write them beside each message: Llama 2's writes `bos_token`.
+    _check_num_chars(num_messages * len(json.dumps(variables)), model, param)
 
 
 def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None:

@@ -216,6 +216,14 @@ def test_variables_reach_the_template_but_those_of_other_fields() -> None:
         assert caught.value.param == "chat_template_kwargs"
 
 
+def test_variables_that_a_template_writes_beside_each_message_make_no_endless_text() -> None:
+    variables = {"bos_token": "x" * 10}
+    assert chat(chat_template_kwargs=variables).prompts
+    with pytest.raises(RequestError, match="too long") as caught:
+        chat(chat_template_kwargs=variables, messages=[{"role": "user", "content": ""}] * 8)
+    assert caught.value.param == "chat_template_kwargs"
+
+
 def test_sampling_parameters() -> None:
     sampling = chat(temperature=0, top_p=0.5, top_k=-1, seed=7, stop_token_ids=[5], max_tokens=3).sampling[0]
     assert sampling == SamplingParams(
