@@ -103,8 +103,9 @@ class CostEstimator:
         variance = _product(features, gain) + self._noise_variance
         largest = _LARGEST_SURPRISE * math.sqrt(variance)
         if self._is_change(slot, error, largest):
-            scale = max(seconds / predicted_s, _SMALLEST_SHARE)
-            self._begin_at(slot, [scale * coefficient for coefficient in before])
+            scale = seconds / predicted_s
+            scaled = [max(scale * one, least) for one, least in zip(before, self._least, strict=True)]
+            self._begin_at(slot, scaled)
             self._has_scale[slot] = True
             return
         step = min(max(error, -largest), largest) / variance
