@@ -131,7 +131,7 @@ class Admission:
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
         """It says how long a token would take if it decoded all that it has been given; `tbt_slo_s`: the
-        strictest of these."""
+        strictest of all that are placed."""
         if tbt_slo_s is None or tbt_s < NEAR * tbt_slo_s:
             return
         slot = self._view.slot_of(decode.name)
