@@ -137,7 +137,7 @@ class MessengerEngine:
         *,
         is_latency: bool,
     ) -> None:
-        page_bytes = max(size for size in PAGE_BYTES if size <= block_bytes)
+        page_bytes = _page_bytes(block_bytes)
         urgency = Urgency.LATENCY if is_latency else Urgency.BULK
         move = self._write if direction == "write" else self._read
         await move(batch, self._peers[page_bytes], pairs, block_bytes, page_bytes, urgency)
@@ -239,10 +239,17 @@ class MessengerEngine:
         return self._checksums[slice_bytes]
 
 
-def _parts(block_bytes: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
+@functools.cache
+def _page_bytes(block_bytes: int) -> int:
+    """Of the pages that take blocks of this size."""
+    return max(size for size in PAGE_BYTES if size <= block_bytes)
+
+
+@functools.cache
+def _parts(block_bytes: int, frame_bytes: int) -> Sequence[tuple[int, int]]:
     """Begin and length of what one frame takes of a block."""
-    for begin in range(0, block_bytes, frame_bytes):
-        yield begin, min(frame_bytes, block_bytes - begin)
+    begins = range(0, block_bytes, frame_bytes)
+    return [(begin, min(frame_bytes, block_bytes - begin)) for begin in begins]
 
 
 def _target(begin: int, num_bytes: int, page_bytes: int) -> tuple[int, range]:
