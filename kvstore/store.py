@@ -26,8 +26,9 @@ from messenger.identity import Identity
 from messenger.peers import Peers
 from messenger.rdma.cards import Cards
 from messenger.receiver import Sessions
+from messenger.source import SourceSegment
 from messenger.tls import Tls
-from messenger.transports import SourceSegment, Traffic
+from messenger.transports import Traffic
 from mooncake.blocks import BlockKey
 from mooncake.pools import MessengerAddress, Tier
 from mooncake.process_config import MessengerProcess

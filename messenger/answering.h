@@ -10,16 +10,16 @@ namespace {
 constexpr size_t kMostFound = 64, kMostLayersFound = 256, kMostHeadBytes = 4096;
 constexpr uint64_t kMostBytesFound = 1024 * 1024;  // copied into the kernel before others have their turn
 
-// Blocks that may be read, in a segment that belongs to this process. Nobody evicts them during a call.
+// Where blocks that may be read are, in a segment that belongs to this process. Nobody evicts them during a call.
 struct Shelf {
     const Catalogue* catalogue;
-    const uint8_t* segment;
     uint64_t pages_offset, page_stride, first_layer, num_layers, layer_bytes;
 };
 
 // Sends the blocks that a Fetch asks for, if all of them are found. Returns how many bytes the socket has taken, of
 // the `*num_head` in `head` and then of the blocks; 0 if nothing was sent.
-inline size_t answer_fetch(int fd, const Shelf& shelf, MetaReader fetch, uint8_t* head, uint64_t* num_head) {
+inline size_t answer_fetch(int fd, const Segment& segment, const Shelf& shelf, MetaReader fetch, uint8_t* head,
+                           uint64_t* num_head) {
     fetch.literal("\x86\xa4type\xa5" "Fetch\xa4keys");
     const size_t num_keys = fetch.array();
     if (num_keys == 0 || num_keys > kMostFound) return 0;
@@ -52,13 +52,15 @@ inline size_t answer_fetch(int fd, const Shelf& shelf, MetaReader fetch, uint8_t
         found.binary(shelf.catalogue->checksums + page * shelf.num_layers + first, (end - begin) * sizeof(uint64_t));
         found.number(offset);
         found.literal("\0\0");  // where RDMA would find it
-        parts[1 + i] = {const_cast<uint8_t*>(shelf.segment) + offset, block_bytes};
+        parts[1 + i] = {const_cast<uint8_t*>(segment.begin) + offset, block_bytes};
     }
     found.literal("\xa7" "failure\xc0");
     write_frame_header(head, found.end(), num_keys * block_bytes);
     const size_t head_bytes = found.end() - head;
     parts[0] = {head, head_bytes};
-    const ssize_t sent = send_parts(fd, parts, 1 + num_keys);
+    const off_t first_offset = static_cast<uint8_t*>(parts[1].iov_base) - segment.begin;
+    const ssize_t sent = num_keys == 1 ? send_block(fd, head, head_bytes, segment, first_offset, block_bytes)
+                                       : send_halves(fd, parts, 1 + num_keys);
     if (sent <= 0) return 0;
     *num_head = head_bytes;
     return sent;

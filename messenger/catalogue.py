@@ -38,7 +38,6 @@ class _Shelf(Structure):
 
     _fields_ = (
         ("catalogue", c_void_p),
-        ("segment", c_void_p),
         *(
             (name, c_uint64)
             for name in ("pages_offset", "page_stride", "first_layer", "num_layers", "layer_bytes")
@@ -109,7 +108,6 @@ class Catalogue:
         self._address = addressof(self._arrays)
         self._shelf = _Shelf(
             self._address,
-            start,
             shelves.pages_offset,
             shelves.page_stride,
             layout.first_layer,

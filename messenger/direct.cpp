@@ -47,7 +47,8 @@ struct Placement {
     const Transfers* transfers;
     const uint8_t* answer;  // to a write that is there and intact: ours, or that of who is asked
     uint64_t answer_bytes;
-    const Shelf* shelf;  // where fetches find blocks; or null
+    Segment segment;     // from which blocks are sent
+    const Shelf* shelf;  // where fetches find blocks in it; or null
     uint64_t may_answer, may_answer_fetches;
     Target expected;  // where the only payload goes that may come; of no bytes if nowhere
     uint64_t expected_layer_bytes;
@@ -69,7 +70,7 @@ struct Placement {
     uint8_t head[kMostHeadBytes];
 };
 static_assert(sizeof(Pages) == 80 && sizeof(Transfers) == 8 + 16 * kTransfers &&
-              sizeof(Placement) == 8 * (21 + 2 * kMostTargets + 8 + kMostLayers) + kMostHeadBytes);
+              sizeof(Placement) == 8 * (23 + 2 * kMostTargets + 8 + kMostLayers) + kMostHeadBytes);
 
 // Whether this says that a transfer is done, or a fetch: nobody is the worse for hearing it later.
 bool can_wait(MetaReader done, MetaReader fetched) {
@@ -178,7 +179,8 @@ uint8_t* find(int fd, uint8_t* buffer, Placement& placement, const uint8_t** che
         if (placement.pages == nullptr) return nullptr;
         if (can_wait(meta, meta)) continue;
         if (placement.shelf != nullptr && placement.may_answer_fetches)
-            placement.num_sent = answer_fetch(fd, *placement.shelf, meta, placement.head, &placement.num_head);
+            placement.num_sent =
+                answer_fetch(fd, placement.segment, *placement.shelf, meta, placement.head, &placement.num_head);
         return nullptr;
     }
     return nullptr;
@@ -254,17 +256,16 @@ extern "C" ssize_t receive_direct(int fd, uint8_t* buffer, size_t buffer_bytes, 
     return placement->num_received;
 }
 
-// Sends a request, its head and what belongs to it, and then listens for what comes next as `receive_direct` does, if
-// all of it has left: `num_asked`. The result is the same; the negative errno too if it could not be sent.
-extern "C" ssize_t exchange(int fd, const uint8_t* head, size_t head_bytes, const uint8_t* payload,
-                            size_t payload_bytes, uint8_t* buffer, size_t buffer_bytes, Placement* placement,
-                            int others, int64_t listen_ns) {
+// Sends a request, its head and the block that it brings, and then listens for what comes next as `receive_direct`
+// does, if all of it has left: `num_asked`. The result is the same; the negative errno too if it could not be sent.
+extern "C" ssize_t exchange(int fd, const uint8_t* head, size_t head_bytes, int64_t offset, size_t block_bytes,
+                            uint8_t* buffer, size_t buffer_bytes, Placement* placement, int others,
+                            int64_t listen_ns) {
     placement->num_asked = placement->is_answered = 0;
-    iovec parts[] = {{const_cast<uint8_t*>(head), head_bytes}, {const_cast<uint8_t*>(payload), payload_bytes}};
-    const ssize_t sent = send_parts(fd, parts, 2);
+    const ssize_t sent = send_block(fd, head, head_bytes, placement->segment, offset, block_bytes);
     if (sent < 0) return sent;
     placement->num_asked = sent;
-    if (placement->num_asked < head_bytes + payload_bytes) return -EAGAIN;
+    if (placement->num_asked < head_bytes + block_bytes) return -EAGAIN;
     const ssize_t received = receive_direct(fd, buffer, buffer_bytes, placement, others, listen_ns);
     if (received > 0 && placement->expected.num_bytes == 0 && placement->num_ahead == placement->answer_bytes)
         placement->is_answered = std::memcmp(buffer, placement->answer, placement->answer_bytes) == 0;

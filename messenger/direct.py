@@ -32,6 +32,7 @@ from typing import NamedTuple, Self
 from messenger.catalogue import Catalogue
 from messenger.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, LayerChecksums, address_of
 from messenger.openings import OpenPages, OpenTransfers
+from messenger.source import SourceSegment
 from mooncake.native import load_or_do_without
 
 _MOST_TARGETS, _MOST_LAYERS, _MOST_HEAD_BYTES = 64, 256, 4096
@@ -51,6 +52,8 @@ class _Placement(Structure):
         ("transfers", c_void_p),
         ("answer", c_void_p),
         ("answer_bytes", c_uint64),
+        ("segment", c_void_p),
+        ("file", c_int64),
         ("shelf", c_void_p),
         ("may_answer", c_uint64),
         ("may_answer_fetches", c_uint64),
@@ -86,7 +89,7 @@ def _native() -> CDLL | None:
         c_int,
         c_char_p,
         c_size_t,
-        c_void_p,
+        c_int64,
         c_size_t,
         c_void_p,
         c_size_t,
@@ -135,8 +138,8 @@ class DirectPlacement:
         self._address = addressof(self._placement)
         self._kept: tuple[object, ...] = ()
         """what the compiled code looks at"""
-        self._answer: memoryview | None = None
-        """the same, to what is asked"""
+        self._asked: tuple[object, ...] = ()
+        """the same, for what is asked"""
         self._buffer: memoryview | None = None
         self._buffer_address = 0
 
@@ -147,21 +150,34 @@ class DirectPlacement:
         return None if native is None else cls(native)
 
     def let_in(
-        self, pages: OpenPages, transfers: OpenTransfers, answer: bytes, catalogue: Catalogue | None = None
+        self,
+        pages: OpenPages,
+        transfers: OpenTransfers,
+        answer: bytes,
+        source: SourceSegment | None = None,
+        catalogue: Catalogue | None = None,
     ) -> None:
-        """From now on writes go to `pages`. `answer` to those that are intact. What is fetched is found in
-        `catalogue`, of a segment whose pages change on this thread only."""
+        """From now on writes go to `pages`. `answer` to those that are intact. What is fetched is found by
+        `catalogue` in `source`, whose pages change on this thread only."""
         if pages.layer_bytes > SHORT_LAYER_BYTES:
             placement, text = self._placement, memoryview(answer)
             placement.pages, placement.transfers = pages.address, transfers.address
             placement.answer, placement.answer_bytes = address_of(text), len(text)
-            placement.shelf = None if catalogue is None else catalogue.shelf_address
-            self._kept = (pages, transfers, text, catalogue)
+            if source is not None and catalogue is not None:
+                self._send_from(source)
+                placement.shelf = catalogue.shelf_address
+            self._kept = (pages, transfers, text, source, catalogue)
 
-    def ask(self, answer: bytes) -> None:
-        """From now on writes are sent, which are answered so."""
-        placement, self._answer = self._placement, memoryview(answer)
-        placement.answer, placement.answer_bytes = address_of(self._answer), len(answer)
+    def ask(self, source: SourceSegment, answer: bytes) -> None:
+        """From now on writes are sent, of blocks in `source`, which are answered so."""
+        placement, text = self._placement, memoryview(answer)
+        placement.answer, placement.answer_bytes = address_of(text), len(text)
+        self._send_from(source)
+        self._asked = (source, text)
+
+    def _send_from(self, source: SourceSegment) -> None:
+        self._placement.segment = address_of(source.buffer)
+        self._placement.file = source.read_only_fd
 
     def expect(self, view: memoryview | None, layer_bytes: int = 0) -> None:
         """The next payload of this length, if any comes, is whole layers that belong there; None: nowhere."""
@@ -204,24 +220,26 @@ class DirectPlacement:
         within_s: float,
         *,
         head: bytes,
-        payload: tuple[int, int],
+        offset: int,
+        num_bytes: int,
     ) -> tuple[int, int]:
-        """Sends `head` and `payload`, an address and how many bytes: `num_asked` have left. If all
-        have, it does what `receive` does."""
+        """Sends `head`, and `num_bytes` of the source from `offset` on, which stay there until the answer
+        has come: `num_asked` have left. If all have, it does what `receive` does."""
         if buffer is not self._buffer:
             self._buffer, self._buffer_address = buffer, address_of(buffer)
-        num_bytes: int = self._native.exchange(
+        num_received: int = self._native.exchange(
             fd,
             head,
             len(head),
-            *payload,
+            offset,
+            num_bytes,
             self._buffer_address,
             len(buffer),
             self._address,
             others,
             int(1e9 * within_s),
         )
-        return self._received(num_bytes)
+        return self._received(num_received)
 
     def _received(self, num_bytes: int) -> tuple[int, int]:
         if num_bytes < 0:

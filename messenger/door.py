@@ -14,7 +14,8 @@ from messenger.messages import Seat, Shelves, WriteEntry
 from messenger.openings import OpenPages
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
-from messenger.transports import SourceSegment, Traffic
+from messenger.source import SourceSegment
+from messenger.transports import Traffic
 from mooncake.keys import ClusterKey
 from mooncake.sections import MessengerConfig
 

@@ -9,7 +9,6 @@ Owns: when that may be, and what is to be said of it. Does not know: what waits 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from messenger.checksums import address_of
 from messenger.departures import Departures
 from messenger.direct import DirectPlacement, can_expect
 from messenger.lingering import LINGERED_BYTES, Lingering
@@ -18,6 +17,7 @@ from messenger.outstanding import Outstanding
 from messenger.protocol import encode_frame
 from messenger.requests import FetchRequest, Outcome, Request, WriteRequest
 from messenger.results import Results
+from messenger.source import SourceSegment
 from messenger.stream import Stream, without
 from messenger.transports import Transport
 
@@ -31,7 +31,7 @@ class Exchange:
     def __init__(
         self,
         direct: DirectPlacement,
-        source: memoryview,
+        source: SourceSegment,
         stream: Stream,
         outstanding: Outstanding,
         results: Results,
@@ -39,10 +39,9 @@ class Exchange:
         lingering: Lingering,
     ) -> None:
         """What is written comes from `source`."""
-        direct.ask(encode_frame(WriteAck()))
+        direct.ask(source, encode_frame(WriteAck()))
         self._direct = direct
-        self._source = source  # keeps it mapped
-        self._source_address = address_of(source)
+        self._source = source.buffer
         self._stream = stream
         self._outstanding = outstanding
         self._results = results
@@ -72,19 +71,17 @@ class Exchange:
         Else it is outstanding from now on: `on_late` is called with it before it can be done.
         """
         if isinstance(request, WriteRequest):
-            (entry,), num_bytes = request.write.entries, request.num_bytes
-            payload = self._source[entry.source_offset : entry.source_offset + num_bytes]
-            place = (self._source_address + entry.source_offset, num_bytes)
+            offset, num_bytes = request.write.entries[0].source_offset, request.num_bytes
             frame = encode_frame(request.write, num_bytes)
         else:
             assert isinstance(request, FetchRequest)
-            payload, place = memoryview(b""), (0, 0)
+            offset = num_bytes = 0
             frame = encode_frame(request.fetch)
             self._direct.expect(request.views[0], request.layer_bytes)
         frame = self._departures.take_kept() + frame
         num_sent, has_come, until_s = 0, False, self._patience.begin()
         if until_s is not None:
-            ask = partial(self._direct.exchange, head=frame, payload=place)
+            ask = partial(self._direct.exchange, head=frame, offset=offset, num_bytes=num_bytes)
             has_come = self._stream.listen_with(ask, self._patience.listen_s)
             checksums = self._direct.take_answer() if has_come else None
             if checksums is not None:
@@ -93,7 +90,8 @@ class Exchange:
                 return True
             num_sent = self._direct.num_asked
         on_late(request)
-        self._await(request, [memoryview(frame), payload], num_sent)
+        block = self._source[offset : offset + num_bytes]
+        self._await(request, [memoryview(frame), block], num_sent)
         if has_come and self._stream.may_poll:
             self._stream.poll()
         if until_s is not None:

@@ -120,7 +120,8 @@ class IncomingLane:
         self._session = session
         session.had_seat |= self._seat is not None
         if self._direct is not None and self._parts.has_same_heads:
-            self._direct.let_in(self._door.target.openings, session.openings, _ACK, self._door.catalogue)
+            door = self._door
+            self._direct.let_in(door.target.openings, session.openings, _ACK, door.source, door.catalogue)
             self._stream.receive_first = self._receive_first
         answering = asyncio.create_task(self._answers.run())
         try:

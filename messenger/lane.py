@@ -27,6 +27,7 @@ from messenger.rdma.writes import RemoteWrites
 from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
 from messenger.results import Results, Teller
 from messenger.shared_pages import SharedPages
+from messenger.source import SourceSegment
 from messenger.transports import Inlet, Path, TcpInlet, Transport
 from mooncake.blocks import KVLayout
 from mooncake.errors import TransferError
@@ -69,7 +70,7 @@ class Lane:
         path: Path,
         frames: Frames,
         inlet: Inlet,
-        source: memoryview,
+        source: SourceSegment | None,
         layout: KVLayout,
         owner: Owner,
         answer_timeout_s: float,
@@ -77,13 +78,14 @@ class Lane:
         shared: SharedPages | None = None,
         catalogue: Catalogue | None = None,
     ) -> None:
+        """`source`: None if nothing is written."""
         self.number = number
         self.path = path
         self.layout = layout
         """of the peer's blocks"""
         self._frames = frames
         self._stream = frames.stream
-        self._source = source
+        self._source = memoryview(b"") if source is None else source.buffer
         self._owner = owner
         self._answer_timeout_s = answer_timeout_s
         self._outstanding = Outstanding(
@@ -109,9 +111,10 @@ class Lane:
         self._lingering = Lingering(self._stream, self._outstanding, path.transport)
         self.exchange: Exchange | None = None
         """for what may be had in one call"""
-        if isinstance(inlet, TcpInlet) and inlet.direct is not None and self._stream.listen_s:
+        direct = inlet.direct if isinstance(inlet, TcpInlet) else None
+        if source is not None and direct is not None and self._stream.listen_s:
             self.exchange = Exchange(
-                inlet.direct,
+                direct,
                 source,
                 self._stream,
                 self._outstanding,

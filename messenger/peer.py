@@ -233,6 +233,7 @@ class Peer:
             return
         self._queues.hurry(begun_s)
         if exchange.begin(request, functools.partial(self._track, begun_s=begun_s, room=None)):
+            request.done = _done_already  # as in `_track`
             self.flow.begun(num_bytes, begun_s)
             self._ended(request.urgency, num_bytes, moved_bytes=num_bytes)
 

@@ -30,20 +30,11 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemoteReads
 from messenger.shared_pages import SharedPages
 from messenger.sieve import Sieve
+from messenger.source import SourceSegment
 from messenger.standing import Standing
 from messenger.stream import Stream
 from messenger.tls import Tls
-from messenger.transports import (
-    Inlet,
-    Path,
-    ShmInlet,
-    SourceSegment,
-    TcpInlet,
-    Traffic,
-    Transport,
-    connect,
-    paths,
-)
+from messenger.transports import Inlet, Path, ShmInlet, TcpInlet, Traffic, Transport, connect, paths
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
 from mooncake.pools import MessengerAddress
@@ -275,9 +266,7 @@ class Peers:
             endpoint.connect(welcome.endpoint)
             await card.write_scratch(endpoint, welcome.scratch)
             inlet = RemoteReads(endpoint, card.memory)
-        return Lane(
-            number, path, frames, inlet, source.buffer, layout, peer, timeout_s, endpoint, shared, catalogue
-        )
+        return Lane(number, path, frames, inlet, source, layout, peer, timeout_s, endpoint, shared, catalogue)
 
 
 def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:

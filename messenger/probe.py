@@ -47,8 +47,8 @@ class Probe:
         peer = Peer(str(self._path), Traffic())
         payload = memoryview(bytearray(_PIECE_BYTES))
         async with self._connected() as (frames, welcome):
-            inlet, nothing = TcpInlet(frames.stream), memoryview(b"")
-            lane = Lane(0, self._path, frames, inlet, nothing, welcome.identity.layout, peer, _TIMEOUT_S)
+            inlet = TcpInlet(frames.stream)
+            lane = Lane(0, self._path, frames, inlet, None, welcome.identity.layout, peer, _TIMEOUT_S)
             running = asyncio.create_task(peer.run_lane(lane))
             await asyncio.sleep(0)  # it begins
             started_s = time.perf_counter()

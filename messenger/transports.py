@@ -135,18 +135,6 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
     return stream
 
 
-@dataclass(frozen=True, slots=True)
-class SourceSegment:
-    """The memory a messenger sends from: the whole segment, and a read-only descriptor of it."""
-
-    buffer: memoryview
-    read_only_fd: int
-
-    @classmethod
-    def of(cls, fd: int, buffer: memoryview) -> "SourceSegment":
-        return cls(buffer, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-
-
 class Source(Protocol):
     """What the other side says about some layers of a block: `WriteEntry` or `FoundBlock`."""
 

@@ -36,7 +36,8 @@ from messenger.peer import Peer
 from messenger.peers import Peers
 from messenger.rdma.cards import Cards
 from messenger.requests import Outcome, Urgency
-from messenger.transports import SourceSegment, Traffic
+from messenger.source import SourceSegment
+from messenger.transports import Traffic
 from mooncake.errors import TransferError
 from mooncake.keys import ClusterKey
 from mooncake.pools import MessengerAddress
@@ -78,6 +79,12 @@ class _Batch:
         if not self._missing_bytes[index]:
             self.num_missing -= 1
             self.wake()
+
+    def placed(self, frame: Sequence[tuple[int, WriteEntry]], slice_bytes: int, outcome: Outcome) -> None:
+        """What became of a write."""
+        if outcome is Outcome.PLACED:
+            for index, entry in frame:
+                self.arrived(index, entry.num_layers * slice_bytes)
 
     async def block(self, index: int) -> None:
         """Until it is there. Raises what kept it away."""
@@ -162,15 +169,11 @@ class MessengerEngine:
                 entry = WriteEntry(page, 0, layers.start, layers.stop, own, first * slice_bytes)
                 entries.append((index, entry))
 
-        def done(frame: Sequence[tuple[int, WriteEntry]], outcome: Outcome) -> None:
-            if outcome is Outcome.PLACED:
-                for index, entry in frame:
-                    batch.arrived(index, entry.num_layers * slice_bytes)
-
         with peer.transfer(GRANT, "benchmark", batch.wake, urgency) as transfer:
             for frame in _frames(entries, slice_bytes, frame_bytes):
                 num_bytes = sum(entry.num_layers for _, entry in frame) * slice_bytes
-                await transfer.write([entry for _, entry in frame], num_bytes, functools.partial(done, frame))
+                placed = functools.partial(batch.placed, frame, slice_bytes)
+                await transfer.write([entry for _, entry in frame], num_bytes, placed)
             while batch.num_missing:
                 transfer.check()
                 await batch.changed()

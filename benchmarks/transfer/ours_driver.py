@@ -29,8 +29,9 @@ from messenger.openings import OpenPages
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.receiver import Sessions, Threshold
+from messenger.source import SourceSegment
 from messenger.stream import Stream
-from messenger.transports import SourceSegment, Traffic
+from messenger.transports import Traffic
 from mooncake.blocks import KEY_BYTES, KVLayout
 from mooncake.keys import ClusterKey
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile

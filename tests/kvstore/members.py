@@ -24,8 +24,9 @@ from messenger.identity import Identity, host_id
 from messenger.peers import Peers
 from messenger.rdma.cards import Cards
 from messenger.receiver import Sessions, Threshold
+from messenger.source import SourceSegment
 from messenger.stream import Stream
-from messenger.transports import SourceSegment, Traffic, Transport
+from messenger.transports import Traffic, Transport
 from mooncake.blocks import BlockKey, KVLayout
 from mooncake.pools import (
     Grant,

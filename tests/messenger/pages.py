@@ -16,7 +16,7 @@ from messenger.door import Landing, Readable, Writer, WriteRefused
 from messenger.messages import Shelves, WriteEntry
 from messenger.openings import OpenPages
 from messenger.rdma.windows import Range
-from messenger.transports import SourceSegment
+from messenger.source import SourceSegment
 from mooncake.blocks import KEY_BYTES, KVLayout
 from mooncake.errors import MooncakeError
 

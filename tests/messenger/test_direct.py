@@ -1,6 +1,7 @@
 """What is placed before anybody has read its frame, and what is left alone."""
 
 import contextlib
+import os
 import random
 import socket
 from collections.abc import Iterator, Sequence
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from messenger.catalogue import Catalogue
-from messenger.checksums import address_of, layer_checksums
+from messenger.checksums import layer_checksums
 from messenger.direct import DirectPlacement
 from messenger.messages import (
     Close,
@@ -296,69 +297,108 @@ def test_an_answer_goes_where_it_is_expected(side: Side) -> None:
 
 
 class Asker:
-    """Who asks the other end of a side."""
+    """Who asks the other end of a side, or sends it what is in `memory` from OFFSET on."""
+
+    OFFSET = 1000
 
     def __init__(self, side: Side) -> None:
         direct = DirectPlacement.where_it_can_be()
         assert direct is not None
         self.direct, self.side = direct, side
-        self.direct.ask(ANSWER)
+        self.memory = Memory(LAYOUT, 300)
+        self.memory.fill(2)
+        self.direct.ask(self.memory.source, ANSWER)
+        side.near.setblocking(False)
 
-    def ask(self, head: bytes, payload: memoryview, others: int = -1, within_s: float = 0.0) -> bytes:
+    def ask(self, head: bytes, num_bytes: int = 0, others: int = -1, within_s: float = 0.0) -> bytes:
         """What is left to be read of what has come."""
-        place = (address_of(payload), len(payload))
         fd, buffer = self.side.near.fileno(), self.side.buffer
-        _, num_ahead = self.direct.exchange(fd, buffer, others, within_s, head=head, payload=place)
+        _, num_ahead = self.direct.exchange(
+            fd, buffer, others, within_s, head=head, offset=self.OFFSET, num_bytes=num_bytes
+        )
         return bytes(buffer[:num_ahead])
 
+    def block(self, num_bytes: int) -> memoryview:
+        return self.memory.view[self.OFFSET : self.OFFSET + num_bytes]
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 40 * 1024 - 1, 40 * 1024, 40 * 1024 + 1, 128 * 1024, 1 << 18])
-def test_who_asks_hears_the_answer_in_the_same_call(side: Side, num_bytes: int) -> None:
-    asker, payload = Asker(side), random.Random(2).randbytes(num_bytes)
+
+@pytest.fixture
+def asker(side: Side) -> Iterator[Asker]:
+    asker = Asker(side)
+    yield asker
+    asker.memory.close()
+
+
+MIDDLING = (16 << 10, 128 << 10)
+"""bytes of the least and the largest block that is not copied on its way into the kernel"""
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, MIDDLING[0] - 1, *MIDDLING, MIDDLING[1] + 1, 1 << 18])
+def test_who_asks_hears_the_answer_in_the_same_call(side: Side, asker: Asker, num_bytes: int) -> None:
     side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     side.far.send(ANSWER)
-    asker.ask(b"the head", memoryview(payload))
+    asker.ask(b"the head", num_bytes)
     assert asker.direct.num_asked == 8 + num_bytes
     assert asker.direct.take_answer() == b""
-    assert all_of(side.far) == b"the head" + payload
+    assert all_of(side.far) == b"the head" + asker.block(num_bytes)
 
 
-@pytest.mark.parametrize("heard", [ANSWER[:-1], ANSWER + ANSWER, encode_frame(FetchDone()), b"\0" + ANSWER])
-def test_any_other_answer_is_left_to_be_read(side: Side, heard: bytes) -> None:
-    asker = Asker(side)
-    side.far.send(heard)
-    assert asker.ask(b"the head", memoryview(b"payload")) == heard
+@pytest.mark.parametrize("num_bytes", [1, MIDDLING[0] - 1, *MIDDLING, MIDDLING[1] + 1])
+def test_of_a_middling_block_the_pages_themselves_leave(side: Side, asker: Asker, num_bytes: int) -> None:
+    side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    side.far.send(ANSWER)
+    asker.ask(b"", num_bytes)
+    before = bytes(asker.block(num_bytes))
+    asker.memory.fill(3)
+    is_middling = MIDDLING[0] <= num_bytes <= MIDDLING[1]
+    assert all_of(side.far) == (asker.block(num_bytes) if is_middling else before)
+
+
+def test_what_the_file_does_not_give_is_left(side: Side, asker: Asker) -> None:
+    os.truncate(asker.memory.fd, Asker.OFFSET + 5)
+    side.far.send(ANSWER)
+    with pytest.raises(BlockingIOError):
+        asker.ask(b"the head", MIDDLING[0], within_s=10)
+    assert asker.direct.num_asked == 13
     assert asker.direct.take_answer() is None
 
 
-def test_of_a_request_that_the_kernel_does_not_take_the_rest_is_left(side: Side) -> None:
-    asker, payload = Asker(side), random.Random(2).randbytes(1 << 20)
+@pytest.mark.parametrize("heard", [ANSWER[:-1], ANSWER + ANSWER, encode_frame(FetchDone()), b"\0" + ANSWER])
+def test_any_other_answer_is_left_to_be_read(side: Side, asker: Asker, heard: bytes) -> None:
+    side.far.send(heard)
+    assert asker.ask(b"the head", 7) == heard
+    assert asker.direct.take_answer() is None
+
+
+def test_of_a_request_that_the_kernel_does_not_take_the_rest_is_left(side: Side, asker: Asker) -> None:
     side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     side.far.send(ANSWER)
     for num_bytes in (64 << 10, 1 << 20):
         with pytest.raises(BlockingIOError):
-            asker.ask(b"the head", memoryview(payload[:num_bytes]), within_s=10)
+            asker.ask(b"the head", num_bytes, within_s=10)
         data = all_of(side.far)
         assert 0 < asker.direct.num_asked == len(data) < 8 + num_bytes
-        assert (b"the head" + payload).startswith(data)
+        assert (b"the head" + asker.block(num_bytes)).startswith(data)
         assert asker.direct.take_answer() is None
     assert side.near.recv(100) == ANSWER
 
 
-def test_who_listens_for_an_answer_gives_up_for_others_and_hears_it_before_them(side: Side) -> None:
-    asker, (other, speaker) = Asker(side), socket.socketpair()
+def test_who_listens_for_an_answer_gives_up_for_others_and_hears_it_before_them(
+    side: Side, asker: Asker
+) -> None:
+    other, speaker = socket.socketpair()
     with other, speaker:
         speaker.send(b"something")
         with pytest.raises(BlockingIOError):
-            asker.ask(b"the head", memoryview(b""), other.fileno(), within_s=3600)
+            asker.ask(b"the head", 0, other.fileno(), within_s=3600)
         assert asker.direct.num_asked == 8
         side.far.send(ANSWER)
-        asker.ask(b"the head", memoryview(b""), other.fileno(), within_s=3600)
+        asker.ask(b"the head", 0, other.fileno(), within_s=3600)
         assert asker.direct.take_answer() == b""
 
 
-def test_the_block_that_was_asked_for_is_verified(side: Side) -> None:
-    asker, view = Asker(side), side.layers(PAGE, 0, 4)
+def test_the_block_that_was_asked_for_is_verified(side: Side, asker: Asker) -> None:
+    view = side.layers(PAGE, 0, 4)
     good = encode_frame(Found([FoundBlock(0, entry().checksums, 1 << 40)]), len(DATA))
     others = [
         Found([FoundBlock(1, entry().checksums, 0)]),
@@ -371,34 +411,37 @@ def test_the_block_that_was_asked_for_is_verified(side: Side) -> None:
         view[:] = bytes(len(view))
         asker.direct.expect(view, LAYER)
         side.far.send(frame + DATA)
-        assert asker.ask(b"fetch", memoryview(b"")) == frame
+        assert asker.ask(b"fetch") == frame
         assert view == DATA
         assert asker.direct.take_answer() == (entry().checksums if frame is good else None)
         assert (asker.direct.take([view], LAYER) is None) == (frame is good)
     asker.direct.expect(view, LAYER)
     side.far.send(ANSWER)  # nobody has written anything
-    assert asker.ask(b"fetch", memoryview(b"")) == ANSWER
+    assert asker.ask(b"fetch") == ANSWER
     assert asker.direct.take_answer() is None
     side.far.send(encode_frame(FetchDone()) + good + DATA)  # nor may this be said here
-    asker.ask(b"fetch", memoryview(b""))
+    asker.ask(b"fetch")
     assert asker.direct.take_answer() is None
 
 
 class Shelf:
     """Blocks that are sealed, each in the page of its number, at the other end of a side."""
 
-    def __init__(self, side: Side) -> None:
-        self.memory = Memory(LAYOUT, 40)
+    def __init__(self, side: Side, layout: KVLayout = LAYOUT) -> None:
+        self.memory = Memory(layout, 40)
         self.memory.fill(1)
         for page in range(self.memory.num_pages):
             self.memory.shelve(key(page), page)
-        catalogue = Catalogue.at(self.memory.source.buffer, self.memory._shelves, LAYOUT)
-        side.direct.let_in(side.pages, side.transfers, ANSWER, catalogue)
+        source = self.memory.source
+        catalogue = Catalogue.at(source.buffer, self.memory._shelves, layout)
+        side.direct.let_in(side.pages, side.transfers, ANSWER, source, catalogue)
+        side.near.setblocking(False)
 
     def found(self, pages: Sequence[int], layers: range) -> bytes:
         """The frame, and the blocks behind it."""
-        positions = range(layers.start - LAYOUT.first_layer, layers.stop - LAYOUT.first_layer)
         memory = self.memory
+        first_layer = memory.layout.first_layer
+        positions = range(layers.start - first_layer, layers.stop - first_layer)
         blocks = [
             FoundBlock(index, memory.checksums(page, positions), memory.offset(page, positions.start))
             for index, page in enumerate(pages)
@@ -438,6 +481,20 @@ def test_a_fetch_of_sealed_blocks_is_answered_before_it_is_read(
     assert side.direct.take_sent() == (head(found), len(found))
     assert side.direct.take_sent() is None
     assert not side.direct.is_ahead
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_a_block_of_any_size_is_the_answer(side: Side, num_layers: int) -> None:
+    layout = KVLayout(num_layers=4, num_kv_heads=1, head_dim=64, block_size=256, dtype="bfloat16")
+    assert MIDDLING[1] < 4 * layout.layer_bytes
+    shelf = Shelf(side, layout)
+    side.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    side.far.sendall(encode_frame(Fetch([key(5)], 0, num_layers)))
+    side.receive()
+    found = shelf.found([5], range(num_layers))
+    assert all_of(side.far) == found
+    assert side.direct.take_sent() == (head(found), len(found))
+    shelf.memory.close()
 
 
 @pytest.mark.parametrize(

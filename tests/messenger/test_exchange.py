@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
+import tempfile
 from collections.abc import AsyncIterator
 
 import pytest
@@ -52,7 +54,7 @@ class Asker:
         frames = Frames(stream, Side.SENDER)
         frames._reader._enter(Phase.OPEN)
         path = Path(Transport.TCP, near.getpeername())
-        self.lane = Lane(0, path, frames, TcpInlet(stream), self.memory.source.buffer, LAYOUT, self.peer, 5.0)
+        self.lane = Lane(0, path, frames, TcpInlet(stream), self.memory.source, LAYOUT, self.peer, 5.0)
         self.lane._lingering.patience._now_s = lambda: 0.0  # whoever else has the processor meanwhile
         self.outcomes: list[Outcome] = []
 
@@ -129,6 +131,25 @@ def test_a_write_that_is_answered_at_once_is_done_without_a_turn_of_the_loop() -
     run(test())
 
 
+def test_what_a_call_needed_is_freed_without_a_search_for_garbage() -> None:
+    async def test() -> None:
+        async with asked() as asker:
+            gc.collect()
+            gc.disable()
+            try:
+                with asker.transfer() as transfer:
+                    asker.far.send(ACK)
+                    await asker.write(transfer)
+                asker.far.send(asker.found(1))
+                assert set(await asker.fetch(1)) == {0}
+                assert asker.outcomes == [Outcome.PLACED]
+                assert gc.collect() == 0
+            finally:
+                gc.enable()
+
+    run(test())
+
+
 def test_an_answer_that_does_not_come_in_time_is_taken_when_it_does() -> None:
     async def test() -> None:
         async with asked() as asker:
@@ -148,21 +169,44 @@ def test_an_answer_that_does_not_come_in_time_is_taken_when_it_does() -> None:
     run(test())
 
 
+async def write_two(asker: Asker, num_asked: range, others_bytes: int = 0) -> None:
+    """Of the first of which so many bytes leave at once, behind `others_bytes` for somebody else."""
+    assert asker.lane.exchange is not None
+    with asker.transfer() as transfer, asker.transfer(2) as other:
+        both = asyncio.gather(asker.write(transfer, 1), asker.write(other, 2))
+        await asyncio.sleep(0)
+        assert asker.lane.exchange._direct.num_asked in num_asked
+        await asker.heard(others_bytes)
+        await asker.heard_write(1)
+        await asker.heard_write(2)
+        assert not asker.outcomes
+        asker.far.send(ACK + ACK)
+        await both
+        await until(lambda: asker.outcomes == [Outcome.PLACED] * 2)
+
+
 def test_what_the_kernel_does_not_take_at_once_follows() -> None:
     async def test() -> None:
         async with asked() as asker:
             asker.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-            with asker.transfer() as transfer, asker.transfer(2) as other:
-                both = asyncio.gather(asker.write(transfer, 1), asker.write(other, 2))
-                await asyncio.sleep(0)
-                assert asker.lane.exchange is not None
-                assert 0 < asker.lane.exchange._direct.num_asked < NUM_BYTES
-                await asker.heard_write(1)
-                await asker.heard_write(2)
-                assert not asker.outcomes
-                asker.far.send(ACK + ACK)
-                await both
-                await until(lambda: asker.outcomes == [Outcome.PLACED] * 2)
+            others_bytes = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    others_bytes += asker.near.send(bytes(1 << 20))
+            await write_two(asker, range(1), others_bytes)
+
+    run(test())
+
+
+def test_what_the_segments_file_does_not_give_follows() -> None:
+    async def test() -> None:
+        async with asked() as asker:
+            assert asker.lane.exchange is not None
+            with tempfile.TemporaryFile() as half:
+                half.write(asker.memory.view[: asker.memory.offset(1, 2)])
+                half.flush()
+                asker.lane.exchange._direct._placement.file = half.fileno()
+                await write_two(asker, range(NUM_BYTES // 2, NUM_BYTES))
 
     run(test())
 
