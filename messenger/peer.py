@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from messenger.exchange import Exchange
 from messenger.lane import Lane
@@ -23,7 +23,15 @@ from messenger.messages import Abandon, Close, Fetch, Open, brief
 from messenger.movements import Movements
 from messenger.protocol import NOT_URGENT_S
 from messenger.queues import BULK_WAITS_S, Queues
-from messenger.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.requests import (
+    FetchRequest,
+    Outcome,
+    ProbeRequest,
+    Request,
+    Urgency,
+    WriteRequest,
+    done_already,
+)
 from messenger.transfer import Answer, Transfer
 from messenger.transports import Path, Traffic, Transport
 from mooncake.blocks import KVLayout
@@ -233,9 +241,10 @@ class Peer:
             return
         self._queues.hurry(begun_s)
         if exchange.begin(request, functools.partial(self._track, begun_s=begun_s, room=None)):
-            request.done = _done_already  # as in `_track`
+            request.done = done_already
             self.flow.begun(num_bytes, begun_s)
-            self._ended(request.urgency, num_bytes, moved_bytes=num_bytes)
+            self._counted.ended(num_bytes, self._now_s(), moved_bytes=num_bytes)
+            self._served(request.urgency)
 
     def _track(self, request: Request, begun_s: float, room: asyncio.Semaphore | None) -> None:
         """Counts it as in flight until it is done, and then gives its place in `room` back."""
@@ -244,7 +253,7 @@ class Peer:
         self._queues.begun(request, begun_s)
 
         def finish(*result: Any) -> None:
-            request.done = _done_already  # no circle is left for the garbage collector
+            request.done = done_already
             moved_bytes = 0
             if isinstance(request, FetchRequest):
                 moved_bytes = sum([len(request.views[index]) for index in result[0]])
@@ -253,14 +262,14 @@ class Peer:
             self._queues.ended(request)
             if room is not None:
                 room.release()
-            self._ended(request.urgency, num_bytes, moved_bytes=moved_bytes)
+            self._counted.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
             done(*result)
+            self._served(request.urgency)
 
         request.done = finish
 
-    def _ended(self, urgency: Urgency, num_bytes: int, *, moved_bytes: int) -> None:
-        """Of `num_bytes` that were in flight so many have arrived."""
-        self._counted.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
+    def _served(self, urgency: Urgency) -> None:
+        """Somebody has been told what he waited for."""
         if urgency is Urgency.LATENCY:
             self._has_served = True
             if self._queues.has_bulk:  # whoever waited for this goes on first
@@ -395,7 +404,3 @@ class Peer:
         close = self._unsaid.pop(transfer_id, None)
         if close is not None:
             self._say(close)
-
-
-def _done_already(*_: Any) -> NoReturn:
-    raise AssertionError("a request is done once")

@@ -6,6 +6,7 @@ Owns: what a request is, and how it ends. Does not know: lanes, sockets.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
+from typing import Any, NoReturn
 
 from messenger.messages import Fetch, Write
 
@@ -116,3 +117,9 @@ class ProbeRequest:
 
 
 Request = WriteRequest | FetchRequest | ProbeRequest
+
+
+def done_already(*_: Any) -> NoReturn:
+    """What `done` of a request is from then on: a circle through its owner would be left for the garbage
+    collector."""
+    raise AssertionError("a request is done once")

@@ -593,6 +593,28 @@ def test_a_lane_gives_way_to_who_was_served_but_not_for_ever() -> None:
     run(test())
 
 
+def test_who_has_waited_goes_on_before_bulk_is_sent() -> None:
+    async def test() -> None:
+        peer, is_answered, order = Peer("receiver", Traffic()), asyncio.Event(), list[str]()
+
+        async def wait() -> None:
+            await is_answered.wait()
+            order.append("goes on")
+
+        request = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: is_answered.set())
+        await peer.submit(ProbeRequest(memoryview(b"2"), Urgency.BULK, lambda _: None))
+        await peer.submit(request)
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        peer._wake_one = lambda urgency: order.append(urgency.name)  # type: ignore[func-returns-value, method-assign, return-value]
+        request.done(None)
+        await until(lambda: len(order) > 1)
+        await waiting
+        assert order[:2] == ["goes on", "BULK"]
+
+    run(test())
+
+
 def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
