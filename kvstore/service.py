@@ -32,6 +32,7 @@ from kvstore.store import Store, open_store
 from messenger import checksums, direct, listening
 from messenger.identity import host_id
 from messenger.listening import ListeningLoop
+from messenger.pacing import begin_unpaced
 from messenger.rdma.cards import Cards, open_cards
 from messenger.receiver import Threshold, turn_away
 from messenger.stream import Stream
@@ -323,6 +324,7 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
     """Listens at `host`:`port`. Raises ConfigError if that cannot be had."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        begin_unpaced(listener)
         try:
             listener.bind((host, port))
         except socket.gaierror as error:

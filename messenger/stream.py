@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from messenger import pacing
 from messenger.listening import hears, listener, others_wait
 from messenger.readiness import Readiness
 from messenger.tls import TlsSocket
@@ -30,8 +31,6 @@ _LEAST_BYTES = 16 * 1024
 """what a piece counts for at least: small ones cost time too"""
 _UNACKNOWLEDGED_MS = 3000
 """after so long without the peer's kernel taking anything the connection is lost"""
-_UNPACED = b"reno"
-"""congestion control within one host, where no network is to be spared: the pacing of BBR costs a quarter"""
 AHEAD_BYTES = 72 * 1024
 """room for a small frame with its payload"""
 
@@ -67,9 +66,7 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-            with contextlib.suppress(OSError):  # already disconnected: who receives finds out
-                if sock.getpeername()[0] == sock.getsockname()[0]:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
+            pacing.choose(sock)
         self._sock = sock
         self._fileno = sock.fileno()
         self._loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from messenger.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.direct import DirectPlacement, Placed
+from messenger.pacing import begin_unpaced
 from messenger.protocol import SAME_TLS
 from messenger.stream import Stream
 from messenger.tls import Tls
@@ -118,6 +119,8 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
+        if family == socket.AF_INET:
+            begin_unpaced(sock)
         await asyncio.get_running_loop().sock_connect(sock, path.place)
         stream = Stream(tls.connect(sock) if tls is not None and family == socket.AF_INET else sock)
     except BaseException as error:

@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.store.echo import DONE, KEY_BYTES, REQUEST, receive, send_all
 from benchmarks.store.workload import WORKING_SET_BYTES, Bytes
+from messenger.pacing import UNPACED
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOCKET_BUFFER_BYTES = 256 << 10  # stays in the cache: faster over loopback than what the kernel chooses
@@ -118,12 +119,14 @@ class DictKeys:
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     """Both ends of one connection over loopback, not paced, as the messenger's are within a host."""
+    sock = socket.socket()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sock = socket.create_connection(listener.getsockname())
+        for end in (listener, sock):  # before they are connected: see messenger.pacing
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+        sock.connect(listener.getsockname())
         other, _ = listener.accept()
     for end in (sock, other):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return sock, other
 
 

@@ -26,6 +26,7 @@ from messenger.identity import Identity, host_id
 from messenger.listening import ListeningLoop
 from messenger.messages import Shelves, WriteEntry
 from messenger.openings import OpenPages
+from messenger.pacing import begin_unpaced
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.receiver import Sessions, Threshold
@@ -202,6 +203,7 @@ async def _serve(folder: str, cluster_key: ClusterKey) -> None:
             sessions = Sessions(door)
             by_memory, by_network = socket.socket(socket.AF_UNIX), socket.socket()
             by_memory.bind(f"{folder}/{page_bytes}.sock")
+            begin_unpaced(by_network)
             by_network.bind(("127.0.0.1", 0))
             for listener in (by_memory, by_network):
                 listener.listen()
