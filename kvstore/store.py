@@ -133,12 +133,14 @@ class Store:
         Raises ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
-        is_huge = True
+        is_huge = was_moved = True
         for start in self.segment.huge_chunks():
             started_s = loop.time()
-            is_huge = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
-            if not is_huge:
-                break
+            is_moved = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
+            is_huge &= is_moved
+            if not is_moved and not was_moved:
+                break  # else it may have been a page that is on its way to somebody
+            was_moved = is_moved
             if not self.cards.names:
                 await asyncio.sleep(loop.time() - started_s)
         is_locked = await loop.run_in_executor(None, self.segment.lock)

@@ -43,10 +43,11 @@ inline size_t answer_fetch(int fd, const Segment& segment, const Shelf& shelf, M
     MetaWriter found(head + kFrameHeaderBytes);
     found.literal("\x83\xa4type\xa5" "Found\xa6" "blocks");
     found.array(num_keys);
+    uint64_t offset = 0;  // of the latest
     for (size_t i = 0; i < num_keys; i++) {
         const size_t page = find_page(*shelf.catalogue, keys[i]);
         if (page == kNowhere) return 0;
-        const uint64_t offset = shelf.pages_offset + page * shelf.page_stride + first * shelf.layer_bytes;
+        offset = shelf.pages_offset + page * shelf.page_stride + first * shelf.layer_bytes;
         found.literal("\x95");
         found.number(i);
         found.binary(shelf.catalogue->checksums + page * shelf.num_layers + first, (end - begin) * sizeof(uint64_t));
@@ -58,8 +59,7 @@ inline size_t answer_fetch(int fd, const Segment& segment, const Shelf& shelf, M
     write_frame_header(head, found.end(), num_keys * block_bytes);
     const size_t head_bytes = found.end() - head;
     parts[0] = {head, head_bytes};
-    const off_t first_offset = static_cast<uint8_t*>(parts[1].iov_base) - segment.begin;
-    const ssize_t sent = num_keys == 1 ? send_block(fd, head, head_bytes, segment, first_offset, block_bytes)
+    const ssize_t sent = num_keys == 1 ? send_block(fd, head, head_bytes, segment, offset, block_bytes)
                                        : send_halves(fd, parts, 1 + num_keys);
     if (sent <= 0) return 0;
     *num_head = head_bytes;

@@ -53,7 +53,7 @@ class _Placement(Structure):
         ("answer", c_void_p),
         ("answer_bytes", c_uint64),
         ("segment", c_void_p),
-        ("file", c_int64),
+        ("segment_fd", c_int64),
         ("shelf", c_void_p),
         ("may_answer", c_uint64),
         ("may_answer_fetches", c_uint64),
@@ -154,18 +154,17 @@ class DirectPlacement:
         pages: OpenPages,
         transfers: OpenTransfers,
         answer: bytes,
-        source: SourceSegment | None = None,
-        catalogue: Catalogue | None = None,
+        source: SourceSegment,
+        catalogue: Catalogue | None,
     ) -> None:
         """From now on writes go to `pages`. `answer` to those that are intact. What is fetched is found by
-        `catalogue` in `source`, whose pages change on this thread only."""
+        `catalogue`, if there is one, in `source`, whose pages change on this thread only."""
         if pages.layer_bytes > SHORT_LAYER_BYTES:
             placement, text = self._placement, memoryview(answer)
             placement.pages, placement.transfers = pages.address, transfers.address
             placement.answer, placement.answer_bytes = address_of(text), len(text)
-            if source is not None and catalogue is not None:
-                self._send_from(source)
-                placement.shelf = catalogue.shelf_address
+            self._send_from(source)
+            placement.shelf = None if catalogue is None else catalogue.shelf_address
             self._kept = (pages, transfers, text, source, catalogue)
 
     def ask(self, source: SourceSegment, answer: bytes) -> None:
@@ -177,7 +176,7 @@ class DirectPlacement:
 
     def _send_from(self, source: SourceSegment) -> None:
         self._placement.segment = address_of(source.buffer)
-        self._placement.file = source.read_only_fd
+        self._placement.segment_fd = source.read_only_fd
 
     def expect(self, view: memoryview | None, layer_bytes: int = 0) -> None:
         """The next payload of this length, if any comes, is whole layers that belong there; None: nowhere."""

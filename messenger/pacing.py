@@ -7,13 +7,14 @@ and BBR takes over if the other end is on another host.
 Owns: that choice. Does not know: what is sent.
 """
 
-import contextlib
 import functools
+import logging
 import socket
 from typing import Protocol
 
+log = logging.getLogger(__name__)
+
 UNPACED = b"reno"
-_PACING = b"bbr"
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
@@ -24,22 +25,28 @@ class Connection(Protocol):
 
     def getpeername(self) -> tuple[str, int]: ...
 
+    def getsockopt(self, level: int, option: int, num_bytes: int, /) -> bytes: ...
+
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
 
 
-def begin_unpaced(sock: socket.socket) -> None:
+def begin_unpaced(sock: Connection) -> None:
     """Before it connects, or listens: what it accepts begins so too."""
-    if systems_own().startswith(_PACING):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+    if _system_paces():
+        _change(sock, UNPACED)
 
 
-def choose(sock: Connection) -> None:
-    """For a connection that has begun."""
-    with contextlib.suppress(OSError):  # already disconnected: who receives finds out
-        if sock.getpeername()[0] == sock.getsockname()[0]:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
-        elif systems_own().startswith(_PACING):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, systems_own())
+def choose_by_peer(sock: Connection) -> None:
+    """Once it is connected, before anything is sent. What somebody else has chosen, as a route may have, is
+    left as it is between hosts."""
+    try:
+        is_local = sock.getpeername()[0] == sock.getsockname()[0]
+    except OSError:  # already disconnected: who receives finds out
+        return
+    if is_local:
+        _change(sock, UNPACED)
+    elif _system_paces() and congestion_control_of(sock) == UNPACED:
+        _change(sock, systems_own())
 
 
 @functools.cache
@@ -49,6 +56,17 @@ def systems_own() -> bytes:
         return congestion_control_of(sock)
 
 
-def congestion_control_of(sock: socket.socket) -> bytes:
+def congestion_control_of(sock: Connection) -> bytes:
     """Its name."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
+
+
+def _system_paces() -> bool:
+    return systems_own().startswith(b"bbr")
+
+
+def _change(sock: Connection, name: bytes) -> None:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+    except OSError as error:  # not allowed to this process, see net.ipv4.tcp_allowed_congestion_control
+        log.warning("a connection has no congestion control %s: %s", name.decode(), error)

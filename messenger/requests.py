@@ -33,7 +33,8 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class WriteRequest:
-    """One frame of writes. `done` runs exactly once; then no byte of the source will be read for it."""
+    """One frame of writes. `done` runs exactly once. Then no byte of the source will be read for it, unless a
+    lane by TCP was lost: what the kernel still sends of it is refused for its checksum if it has changed."""
 
     write: Write
     num_bytes: int
@@ -61,7 +62,8 @@ class WriteRequest:
         if self.is_placed:
             self.confirmed(reason)
         else:
-            self.done(Outcome.FAILED, reason)
+            done, self.done = self.done, done_already
+            done(Outcome.FAILED, reason)
 
 
 @dataclass(slots=True, eq=False)

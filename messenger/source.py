@@ -1,6 +1,6 @@
 """The memory that blocks are sent from.
 
-Owns: the segment and a descriptor of its file, which others may have. Does not know: what is in it.
+Owns: a descriptor of its file. Does not know: what is in it.
 """
 
 import os
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceSegment:
-    """The memory a messenger sends from: the whole segment, and a read-only descriptor of it."""
+    """The whole segment, a shared mapping of its file from the beginning, and a descriptor of that for others too.
+    It stays open for as long as anybody sends."""
 
     buffer: memoryview
     read_only_fd: int

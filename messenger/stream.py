@@ -66,7 +66,7 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-            pacing.choose(sock)
+            pacing.choose_by_peer(sock)
         self._sock = sock
         self._fileno = sock.fileno()
         self._loop = asyncio.get_running_loop()

@@ -63,7 +63,8 @@ class TlsSocket:
         self.family = self._ssl.family
         self.fileno, self.close = self._ssl.fileno, self._ssl.close
         self.getpeername, self.getsockname = self._ssl.getpeername, self._ssl.getsockname
-        self.setblocking, self.setsockopt = self._ssl.setblocking, self._ssl.setsockopt
+        self.getsockopt, self.setsockopt = self._ssl.getsockopt, self._ssl.setsockopt
+        self.setblocking = self._ssl.setblocking
 
     def shutdown(self, how: int) -> None:
         """Ssl's own would end the decryption too, and what is read then is ciphertext."""

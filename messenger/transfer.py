@@ -74,9 +74,9 @@ class Transfer:
     async def write(self, entries: list[WriteEntry], num_bytes: int, done: Callable[[Outcome], None]) -> None:
         """Submits one frame, waiting while too many of its class wait already.
 
-        `done` is called once, when no byte of the source will be read for this frame any more: it may be when
-        the bytes are there, but the peer has not heard of it yet. Raises TransferError if the transfer has
-        failed; `done` was called then too.
+        `done` is called once, when no byte of the source will be read for this frame any more (see
+        WriteRequest): it may be when the bytes are there, but the peer has not heard of it yet. Raises
+        TransferError if the transfer has failed; `done` was called then too.
         """
 
         def finish(outcome: Outcome, reason: str) -> None:

@@ -25,6 +25,7 @@ from messenger.messages import (
 )
 from messenger.openings import OpenPages, OpenTransfers
 from messenger.protocol import encode_frame
+from messenger.source import SourceSegment
 from messenger.stream import AHEAD_BYTES
 from mooncake.blocks import KVLayout
 from tests.messenger.fabric import key
@@ -49,7 +50,8 @@ class Side:
         direct = DirectPlacement.where_it_can_be()
         assert direct is not None
         self.direct = direct
-        self.direct.let_in(self.pages, self.transfers, ANSWER)
+        nothing = SourceSegment(memoryview(b""), -1)
+        self.direct.let_in(self.pages, self.transfers, ANSWER, nothing, None)
         self.buffer = memoryview(bytearray(AHEAD_BYTES))
         self.near, self.far = socket.socketpair()
         self.far.setblocking(False)
@@ -352,6 +354,14 @@ def test_of_a_middling_block_the_pages_themselves_leave(side: Side, asker: Asker
     asker.memory.fill(3)
     is_middling = MIDDLING[0] <= num_bytes <= MIDDLING[1]
     assert all_of(side.far) == (asker.block(num_bytes) if is_middling else before)
+
+
+def test_where_the_file_gives_no_pages_they_are_copied(side: Side, asker: Asker) -> None:
+    asker.direct._placement.segment_fd = -1
+    side.far.send(ANSWER)
+    asker.ask(b"the head", MIDDLING[0])
+    assert asker.direct.take_answer() == b""
+    assert all_of(side.far) == b"the head" + asker.block(MIDDLING[0])
 
 
 def test_what_the_file_does_not_give_is_left(side: Side, asker: Asker) -> None:
