@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceSegment:
-    """The whole segment, a shared mapping of its file from the beginning, and a descriptor of that for others too.
-    It stays open for as long as anybody sends."""
+    """The whole segment, a shared mapping of its file from the beginning.
+
+    The descriptor of that file, for others too, stays open for as long as anybody sends.
+    """
 
     buffer: memoryview
     read_only_fd: int
