@@ -97,8 +97,9 @@ class Lane:
         if endpoint is not None:
             pages = RemotePages(endpoint, layout, self.post)
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
-        if isinstance(inlet, TcpInlet) and inlet.direct is not None:
-            self._stream.receive_first = partial(inlet.direct.receive, may_answer=False)
+        direct = inlet.direct if isinstance(inlet, TcpInlet) else None
+        if direct is not None:
+            self._stream.receive_first = partial(direct.receive, may_answer=False)
         self._departures = Departures(
             self._stream,
             answer_timeout_s,
@@ -111,7 +112,6 @@ class Lane:
         self._lingering = Lingering(self._stream, self._outstanding, path.transport)
         self.exchange: Exchange | None = None
         """for what may be had in one call"""
-        direct = inlet.direct if isinstance(inlet, TcpInlet) else None
         if source is not None and direct is not None and self._stream.listen_s:
             self.exchange = Exchange(
                 direct,
