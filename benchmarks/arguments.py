@@ -1,35 +1,21 @@
-"""What the commands here have in common: exit codes, how errors are told, types of options.
+"""Types of options that the commands here share.
 
 Owns: these. Does not know: any command.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from enum import StrEnum
 from typing import TypeVar
 
-from mooncake.errors import ConfigError, MooncakeError
-
-FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+from mooncake.spelling import did_you_mean
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
-def exit_code(command: Callable[[], int]) -> int:
-    """The command's own, or 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
-    try:
-        return command()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (MooncakeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE if isinstance(error, ConfigError) else FAILED
-
-
 def positive(text: str) -> float:
     """A finite number above 0."""
-    value = float(text)
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
@@ -37,12 +23,12 @@ def positive(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """A finite number, 0 or above."""
-    return 0.0 if float(text) == 0 else positive(text)
+    return 0.0 if _number(text) == 0 else positive(text)
 
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    value = float(text)
+    value = _number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text}")
     return value
@@ -50,10 +36,20 @@ def share(text: str) -> float:
 
 def count(text: str) -> int:
     """1 or more."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text}") from None
 
 
 def counts(module: str, *names: str) -> list[int]:
@@ -80,6 +76,9 @@ def one_of(choices: type[Choice]) -> Callable[[str], Choice]:
         try:
             return choices(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(choices)}, got {text}") from None
+            meant = did_you_mean(text, choices)
+            raise argparse.ArgumentTypeError(
+                f"expected one of {', '.join(choices)}, got {text}{meant}"
+            ) from None
 
     return choice

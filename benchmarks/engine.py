@@ -17,7 +17,7 @@ import torch
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
+from workers.model_spec import model_spec
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="do not measure torch")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    spec = ModelSpec.from_hf_config(SMOLLM2)
+    spec = model_spec(SMOLLM2)
     layers = range(spec.num_layers)
     models = [DecoderModel(spec, layers, torch.bfloat16)]
     if not options.quick:

@@ -28,7 +28,7 @@ from workers.draws import Draws, Row, rules_of
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
+from workers.model_spec import model_spec
 
 NUM_STEPS = 40
 BATCH_SIZES = (1, 8)
@@ -48,7 +48,7 @@ SCHEMAS = {"none": None, "of a person": PERSON, "any object": {"type": "object"}
 def main() -> None:
     """Print one table."""
     torch.set_num_threads(1)
-    spec = ModelSpec.from_hf_config(SMOLLM2)
+    spec = model_spec(SMOLLM2)
     model = DecoderModel(spec, range(spec.num_layers), torch.bfloat16)
     model.init_dummy_weights()
     kv = DeviceKVCache(spec, range(spec.num_layers), 512, PAGE_SIZE, torch.bfloat16)

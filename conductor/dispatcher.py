@@ -12,6 +12,7 @@ from conductor.overload import Admission
 from conductor.pairs import Pairs
 from conductor.placing import Placing
 from conductor.rules import Limits
+from conductor.suspicion import Suspicion
 from mooncake.front_messages import Ended, Interrupted
 from mooncake.messages import Abort, Decode, Finished, Prefill, Prefilled, Refused, Reserved, WorkFailed
 from mooncake.pools import Grant
@@ -31,9 +32,12 @@ class Dispatcher:
         assignments: Assignments,
         pairs: Pairs,
         placing: Placing,
+        suspicion: Suspicion,
+        epoch: int,
     ) -> None:
         self._instances, self._limits, self._admission = instances, limits, admission
         self._assignments, self._pairs, self._placing = assignments, pairs, placing
+        self._suspicion, self._epoch = suspicion, epoch
 
     # -- what others ask for ------------------------------------------------------------------------
 
@@ -59,13 +63,44 @@ class Dispatcher:
 
     # -- instances that lose their work -------------------------------------------------------------
 
-    def lose(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
-        """It is gone, with all that it had."""
+    def lose(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
+        """Instances are gone, with all that they had: it is placed again, as often as that happens."""
+        for instance in lost:
+            self._suspicion.lost(instance.name, self._computed_by(instance), now_s)
+            for tracked in self._placing.requests.values():
+                tracked.failures = [lives for lives in tracked.failures if instance.identity not in lives]
         effects = []
-        for request_id in list(instance.requests):
-            tracked = self._placing.requests.get(request_id)
-            if tracked is not None and instance.name in (tracked.prefill, tracked.decode):
-                effects += self._on_work_failed(tracked, f"{instance.name} {reason}", True, now_s)
+        for instance in lost:
+            for request_id in list(instance.requests):
+                tracked = self._placing.requests[request_id]
+                if instance.name in (tracked.prefill, tracked.decode):
+                    effects += self._place_again(tracked, f"{instance.name} {reason}", now_s)
+        return effects
+
+    def _computed_by(self, instance: Instance) -> list[str]:
+        """The requests that may have been in a pass of `instance`."""
+        requests = [self._placing.requests[request_id] for request_id in instance.requests]
+        return [
+            tracked.request_id
+            for tracked in requests
+            if (tracked.state is RequestState.PREFILLING and tracked.prefill == instance.name)
+            or (tracked.state is RequestState.DECODING and tracked.decode == instance.name)
+        ]
+
+    def hear_of_end(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
+        """A process of an instance says in whose pass its life before failed: a request that has ended two
+        instances ends."""
+        requests = self._placing.requests
+        in_pass = (
+            None if failed_in is None else {ref.request_id for ref in failed_in if ref.epoch == self._epoch}
+        )
+        self._suspicion.told(instance, in_pass, requests, now_s)
+        effects: list[Effect] = []
+        for tracked in list(requests.values()):
+            if ended := self._suspicion.ended_by(tracked.request_id):
+                self._suspicion.found(tracked.request_id)
+                reason = f"the instances that computed it have failed: {', '.join(ended)}"
+                effects += self._placing.fail(tracked, reason, now_s)
         return effects
 
     # -- what workers say ---------------------------------------------------------------------------
@@ -111,7 +146,11 @@ class Dispatcher:
         source = self._assignments.order_prefill(
             tracked.request_id, decode, num_held_blocks, time_left_s, now_s
         )
-        order = Prefill(tracked.ref, tracked.request, reserved.grant, time_left_s, source)
+        num_blocks = self._assignments.get(tracked.request_id).placement.num_local_blocks
+        if source is not None:
+            num_blocks = max(num_blocks, source.num_blocks)
+        alone = self._suspicion.is_suspect(tracked.request_id)
+        order = Prefill(tracked.ref, tracked.request, reserved.grant, time_left_s, source, num_blocks, alone)
         return [Effect(prefill.identity, order)]
 
     def _time_left_s(self, tracked: TrackedRequest, now_s: float) -> float | None:
@@ -162,10 +201,18 @@ class Dispatcher:
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """Run it again elsewhere: from its beginning, or behind what the front has of the answer."""
-        tracked.num_failures += 1
-        if not retryable or tracked.num_failures >= self._limits.max_attempts:
+        """An attempt has failed: the request is placed again, unless it fails for good.
+
+        An attempt counts if no instance of its pair is lost, which would explain the failure.
+        """
+        if all(self._instances.by_identity(life) is not None for life in tracked.lives):
+            tracked.failures.append(tracked.lives)
+        if not retryable or len(tracked.failures) >= self._limits.max_attempts:
             return self._placing.fail(tracked, reason, now_s)
+        return self._place_again(tracked, reason, now_s)
+
+    def _place_again(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
+        """Run it elsewhere: from its beginning, or behind what the front has of the answer."""
         effects = self._pairs.release(tracked, now_s)
         tracked.refused_by.clear()
         tracked.is_promised = True

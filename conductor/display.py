@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from conductor.history import History, Timeline
+from conductor.history import TRANSFERRING, History, Timeline
 from conductor.instances import Instance
 from conductor.metrics import instances_text
 from conductor.policy import Conductor
@@ -43,6 +43,7 @@ class Display:
             "model": self._model_name,
             "instances": [_instance(instance) for instance in self._conductor.instances],
             "paths": self._paths(),
+            "num_transfers": history.num_steps[TRANSFERRING],
             "contexts": [
                 {
                     "id": context_id,
@@ -80,6 +81,11 @@ class Display:
             return None
         moments = [{**moment._asdict(), "at_s": self._wall_s(moment.at_s)} for moment in timeline.moments]
         return {**self._summary(timeline, num_received), "moments": moments}
+
+    def pair(self, request_id: str) -> tuple[str | None, str | None]:
+        """The prefill and the decode instance of a request, as far as they are known."""
+        timeline = self._history.find(request_id)
+        return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
 
     def _summary(self, timeline: Timeline, num_received: NumReceived) -> dict[str, Any]:
         num_tokens = timeline.num_output_tokens or num_received(timeline.request_id) or 0

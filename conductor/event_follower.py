@@ -22,12 +22,14 @@ import zmq.asyncio
 from conductor.event_stream import EventStream, Step
 from conductor.instances import Instances
 from conductor.prefix_index import PrefixIndex
-from mooncake.curve import CURVE_OVERHEAD_BYTES, LARGEST_MESSAGE_BYTES, use_key
+from mooncake.curve import CURVE_OVERHEAD_BYTES, use_key
 from mooncake.keys import ClusterKey
 from mooncake.kv_events import FromKVEvents
 from mooncake.pools import MessengerAddress
 
 TICK_S = 1.0
+LARGEST_EVENTS_BYTES = 16 << 20
+"""of a message; a part of a snapshot has 360 KB"""
 LIVE_QUEUE_LEN = 100
 """batches that may wait from one messenger; what finds no room is replayed later"""
 ANSWER_QUEUE_LEN = 4
@@ -130,7 +132,7 @@ class EventFollower:
         use_key(socket, key)
         socket.linger = 0
         socket.set_hwm(queue_len)
-        socket.maxmsgsize = LARGEST_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES
+        socket.maxmsgsize = LARGEST_EVENTS_BYTES + CURVE_OVERHEAD_BYTES
         socket.reconnect_ivl_max = SLOWEST_RECONNECT_MS
         return socket
 

@@ -13,7 +13,18 @@ from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
 from mooncake.front_messages import Cancel, Ended, Failed, Rejected, Submit
-from mooncake.messages import Abort, Decode, Finished, Prefill, Refused, Reserve, Reserved, WorkFailed
+from mooncake.messages import (
+    Abort,
+    Decode,
+    Finished,
+    Heartbeat,
+    Joining,
+    Prefill,
+    Refused,
+    Reserve,
+    Reserved,
+    WorkFailed,
+)
 from mooncake.requests import Ref
 
 NUM_ENDED = 500
@@ -113,8 +124,11 @@ class History:
                 self._again(ref, f"{_instance(sender)}: {reason}", now_s)
             case Reserved(ref=ref, inlined=True):
                 self._enter(ref, Moment(now_s, INLINED, _instance(sender)))
+            case Heartbeat(joining=joining):
+                for of_request in joining:
+                    self._join(of_request)
             case Finished():
-                self._decoded(message)
+                self._join(message)
             case Cancel(request_id) if (timeline := self.live.get(request_id)) and timeline.front == sender:
                 self._end(timeline, Moment(now_s, ABORTED, note="the client has gone, or has all it wants"))
         for effect in effects:
@@ -171,16 +185,15 @@ class History:
         if timeline is not None:
             self._append(timeline, moment)
 
-    def _decoded(self, finished: Finished) -> None:
-        """Only now the decode instance has told when the KVCache had arrived, and joined the batch."""
-        timeline = self._current(finished.ref)
-        if timeline is None or timeline.last.step != TRANSFERRING:
+    def _join(self, word: Joining | Finished) -> None:
+        """The decode instance says when the KVCache had arrived, and the request joined the batch."""
+        timeline = self._current(word.ref)
+        if timeline is None:
             return
-        at_s = timeline.last.at_s
-        for step, wait_s in ((LOADING, finished.arrival_s), (DECODING, finished.joining_s)):
-            if wait_s is not None:
-                at_s += wait_s
-                self._append(timeline, Moment(at_s, step, timeline.decode))
+        ways = ((TRANSFERRING, LOADING, word.arrival_s), (LOADING, DECODING, word.joining_s))
+        for before, step, wait_s in ways:
+            if timeline.last.step == before and wait_s is not None:
+                self._append(timeline, Moment(timeline.last.at_s + wait_s, step, timeline.decode))
 
     def _append(self, timeline: Timeline, moment: Moment) -> None:
         last = timeline.last

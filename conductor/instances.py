@@ -60,7 +60,7 @@ class Instances:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Instance] = {}
-        self._lost: dict[str, tuple[Instance, float]] = {}  # and when
+        self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
         self.num_changes = 0
         """how often an instance has come or gone"""
         self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
@@ -72,10 +72,15 @@ class Instances:
         self._by_name[instance.name] = instance
         self._changed()
 
-    def remove(self, name: str, now_s: float) -> None:
-        """This life has ended; the next may be about to come."""
-        self._lost[name] = (self._by_name.pop(name), now_s)
+    def remove(self, name: str, until_s: float) -> None:
+        """This life has ended; the next is expected, until `until_s`."""
+        self._lost[name] = (self._by_name.pop(name), until_s)
         self._changed()
+
+    def expect(self, name: str, until_s: float) -> None:
+        """The next life of a lost instance is about to serve: expect it for longer."""
+        if name in self._lost:
+            self._lost[name] = (self._lost[name][0], until_s)
 
     def move(self, instance: Instance, state: InstanceState) -> bool:
         """Whether it may be in this state next, and now is."""
@@ -89,9 +94,9 @@ class Instances:
         self.num_changes += 1
         self._largest.clear()
 
-    def forget_lost(self, before_s: float) -> None:
-        """Expect those no longer that were lost before this time."""
-        kept = {name: lost for name, lost in self._lost.items() if lost[1] >= before_s}
+    def forget_lost(self, now_s: float) -> None:
+        """Expect those no longer that should have been back by now."""
+        kept = {name: lost for name, lost in self._lost.items() if lost[1] >= now_s}
         if len(kept) < len(self._lost):
             self._lost = kept
             self._largest.clear()
@@ -122,6 +127,14 @@ class Instances:
     def serving(self, role: Role) -> list[Instance]:
         """Those of this role that take requests."""
         return [instance for instance in self.of_role(role) if instance.state is InstanceState.SERVING]
+
+    def why_none(self, role: Role) -> str:
+        """What to tell a client when nobody of this role takes requests."""
+        return (
+            f"all {role.value} instances are draining"
+            if self.of_role(role)
+            else f"no {role.value} instance is ready"
+        )
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
         """Those not heard of since `deadline_s`."""

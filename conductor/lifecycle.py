@@ -61,7 +61,10 @@ class TrackedRequest:
     submitted_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
-    num_failures: int = 0
+    lives: tuple[bytes, ...] = ()
+    """the identities of its pair"""
+    failures: list[tuple[bytes, ...]] = field(default_factory=list)
+    """attempts that failed, each with the lives of its pair; not those that a loss of one of them explains"""
     refused_by: set[str] = field(default_factory=set)
     is_promised: bool = False
     """it has lost its instances: no prediction may reject it any more"""
@@ -82,6 +85,11 @@ class TrackedRequest:
     def must_meet_slos(self) -> bool:
         """Whether it may be rejected, or displaced. Whom one decode instance has refused gets another."""
         return not (self.is_promised or self.may_have_begun or self.refused_by)
+
+    @property
+    def why_it_waits(self) -> str:
+        """Behind a message: the last failure, if there was one."""
+        return f" ({self.last_failure})" if self.last_failure else ""
 
     def begin_attempt(self) -> None:
         """It is placed, or placed again."""

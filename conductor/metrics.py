@@ -22,8 +22,9 @@ from mooncake.messages import InstanceState, Role
 class ConductorMetrics(Collector):
     """Instances, requests, decisions, and the prefix index; registers itself.
 
-    `num_refused` counts connections to the Conductor that did not show the cluster's key. `streams` are the
-    KV events that are followed, by messenger.
+    `num_refused` counts connections to the Conductor that showed another key, or none, `num_unfinished`
+    those that ended in the middle of their handshake. `streams` are the KV events that are followed, by
+    messenger.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class ConductorMetrics(Collector):
         conductor: Conductor,
         registry: CollectorRegistry,
         num_refused: Callable[[], int],
+        num_unfinished: Callable[[], int],
         streams: Callable[[], Mapping[str, EventStream]],
     ) -> None:
         self._conductor = conductor
-        self._num_refused = num_refused
+        self._num_refused, self._num_unfinished = num_refused, num_unfinished
         self._streams = streams
         registry.register(self)
 
@@ -112,8 +114,13 @@ class ConductorMetrics(Collector):
 
         yield CounterMetricFamily(
             "mooncake_conductor_strangers",
-            "connections that were closed because they did not show the cluster's key",
+            "connections that were closed because they showed another key than the cluster's, or none",
             self._num_refused(),
+        )
+        yield CounterMetricFamily(
+            "mooncake_conductor_unfinished_handshakes",
+            "connections that ended in the middle of their handshake, with whatever key",
+            self._num_unfinished(),
         )
         yield from decision_metrics(self._conductor.outcomes)
         yield from index_metrics(self._conductor.prefixes, self._streams())

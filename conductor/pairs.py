@@ -9,6 +9,7 @@ from conductor.instances import Instance, Instances
 from conductor.lifecycle import RequestState, TrackedRequest
 from conductor.placement import Placement
 from conductor.rules import Limits, SLOs
+from conductor.suspicion import Suspicion
 from mooncake.messages import Abort, Reserve
 
 
@@ -16,9 +17,16 @@ class Pairs:
     """Of all requests. `may_refuse`: decode instances check again when prefill has ended."""
 
     def __init__(
-        self, instances: Instances, limits: Limits, assignments: Assignments, *, may_refuse: bool
+        self,
+        instances: Instances,
+        limits: Limits,
+        assignments: Assignments,
+        suspicion: Suspicion,
+        *,
+        may_refuse: bool,
     ) -> None:
         self._instances, self._limits, self._assignments = instances, limits, assignments
+        self._suspicion = suspicion
         self._may_refuse = may_refuse
 
     def slos(self, tracked: TrackedRequest) -> SLOs:
@@ -33,6 +41,7 @@ class Pairs:
         """It has this pair from now on: the order to begin with it."""
         tracked.begin_attempt()
         tracked.prefill, tracked.decode = placement.prefill.name, placement.decode.name
+        tracked.lives = (placement.prefill.identity, placement.decode.identity)
         num_tokens = len(tracked.request.token_ids)
         for instance in (placement.prefill, placement.decode):
             instance.requests[tracked.request_id] = num_tokens
@@ -41,7 +50,9 @@ class Pairs:
         tracked.move_to(RequestState.RESERVING)
         may_refuse = self._may_refuse and not tracked.may_have_begun
         shares_cores = placement.decode.shares_cores(placement.prefill)
-        reserve = Reserve(tracked.ref, tracked.request, self.slos(tracked).tbt_s, may_refuse, shares_cores)
+        alone = self._suspicion.is_suspect(tracked.request_id)
+        tbt_slo_s = self.slos(tracked).tbt_s
+        reserve = Reserve(tracked.ref, tracked.request, tbt_slo_s, may_refuse, shares_cores, alone)
         return Effect(placement.decode.identity, reserve)
 
     def release(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:

@@ -4,6 +4,8 @@ Owns: the accepted requests, in which order they are placed. Does not know: what
 pair is chosen (`conductor.scheduling`), which requests are too many (`conductor.overload`).
 """
 
+from collections import Counter
+
 from conductor.assignments import Assignments
 from conductor.cluster_view import ClusterView
 from conductor.displacement import Displacement
@@ -16,7 +18,9 @@ from conductor.pairs import Pairs
 from conductor.placement import Placement, Reason, Rejection, why_too_large
 from conductor.rules import Limits, Rules
 from conductor.scheduling import Scheduler
+from conductor.suspicion import Suspicion
 from mooncake.front_messages import Failed, Rejected
+from mooncake.messages import Role
 
 
 class Placing:
@@ -32,9 +36,11 @@ class Placing:
         assignments: Assignments,
         pairs: Pairs,
         outcomes: Outcomes,
+        suspicion: Suspicion,
     ) -> None:
         self._instances, self._view, self._limits, self._outcomes = instances, view, limits, outcomes
         self._admission, self._assignments, self._pairs = admission, assignments, pairs
+        self._suspicion = suspicion
         self._scheduler = Scheduler(view, rules)
         self.requests: dict[str, TrackedRequest] = {}
         self._displacement = Displacement(self.requests, assignments)
@@ -65,6 +71,16 @@ class Placing:
         message = "it gave way to a request of a higher class, or of a tenant that has less"
         return self._reject(other, Reason.TOO_MANY, message, now_s)
 
+    def is_owed_a_place(self, tenant: str) -> bool:
+        """Whether the tenant stays within an equal part of the places with one more request.
+
+        Then it is accepted although nobody can give way: those that have begun end some time. So there are at
+        most `max_running_requests` times 1 + 1/2 + 1/3 ... of as many terms as there are tenants.
+        """
+        nums = Counter(tracked.request.tenant for tracked in self.requests.values())
+        nums[tenant] += 1
+        return nums[tenant] * len(nums) <= self._limits.max_running_requests
+
     def place(self, tracked: TrackedRequest, now_s: float, *, may_displace: bool = True) -> list[Effect]:
         """It gets a pair, waits, or is rejected."""
         placement = self._schedule(tracked, now_s)
@@ -85,11 +101,18 @@ class Placing:
                 return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
+        if not tracked.may_have_begun and (role := self._role_that_is_gone) is not None:
+            message = f"{self._instances.why_none(role)}{tracked.why_it_waits}"
+            return self._reject(tracked, Reason.UNREADY, message, now_s)
         if now_s - tracked.waiting_since_s > self._limits.placement_timeout_s:
-            why = f" ({tracked.last_failure})" if tracked.last_failure else ""
-            message = f"no pair of instances came back in time{why}"
+            message = f"no pair of instances came back in time{tracked.why_it_waits}"
             return self._give_up(tracked, Reason.NEVER_PLACED, message, now_s)
         return []
+
+    @property
+    def _role_that_is_gone(self) -> Role | None:
+        """A role of which no instance takes requests, nor is expected back."""
+        return next((role for role in Role if self._instances.largest(role) is None), None)
 
     def place_elsewhere(
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
@@ -254,6 +277,8 @@ class Placing:
         return effects
 
     def _schedule(self, tracked: TrackedRequest, now_s: float) -> Placement | None:
+        if self._suspicion.must_wait(tracked.request_id):
+            return None
         return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
 
     def _assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
@@ -269,6 +294,7 @@ class Placing:
         self._pairs.leave(tracked, now_s)
         tracked.move_to(state)
         del self.requests[tracked.request_id]
+        self._suspicion.ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def fail(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
         """It cannot be finished."""

@@ -23,6 +23,7 @@ from conductor.placing import Placing
 from conductor.replication import Replication
 from conductor.rules import Limits, Rules
 from conductor.stage_loads import decode_load, prefill_load
+from conductor.suspicion import Suspicion
 from mooncake.costs import Costs
 from mooncake.front_messages import (
     Cancel,
@@ -49,6 +50,8 @@ from mooncake.messages import (
     RegisterRefused,
     Retire,
     Retired,
+    Returning,
+    ReturnNoted,
     Role,
 )
 from mooncake.requests import Ref
@@ -80,12 +83,21 @@ class Conductor:
         self._admission = admission = Admission(self.view, forecast, lateness, rules.overload)
         self._assignments = Assignments(self.view, forecast, lateness, self.outcomes, rules)
         may_refuse = admission.has_double_check
-        pairs = Pairs(self.instances, limits, self._assignments, may_refuse=may_refuse)
+        self._suspicion = suspicion = Suspicion(limits.max_attempts)
+        pairs = Pairs(self.instances, limits, self._assignments, suspicion, may_refuse=may_refuse)
         self._placing = Placing(
-            self.instances, self.view, limits, rules, admission, self._assignments, pairs, self.outcomes
+            self.instances,
+            self.view,
+            limits,
+            rules,
+            admission,
+            self._assignments,
+            pairs,
+            self.outcomes,
+            suspicion,
         )
         self._dispatcher = Dispatcher(
-            self.instances, limits, admission, self._assignments, pairs, self._placing
+            self.instances, limits, admission, self._assignments, pairs, self._placing, suspicion, epoch
         )
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
@@ -148,6 +160,8 @@ class Conductor:
                 return self.contexts.drop(context_id)
             case Register():
                 return self._on_register(sender, message, now_s)
+            case Returning():
+                return self._on_returning(sender, message, now_s)
             case _:
                 return self._on_worker(sender, message, now_s)
 
@@ -158,7 +172,8 @@ class Conductor:
         deadline_s = now_s - self.limits.peer_timeout_s
         for front in [identity for identity, seen_s in self._fronts.items() if seen_s < deadline_s]:
             effects += self._drop_front(front, now_s)
-        self.instances.forget_lost(now_s - self.limits.return_grace_s)
+        self.instances.forget_lost(now_s)
+        self._suspicion.forget(now_s - self.limits.return_grace_s)
         effects += self._drop_instances(self.instances.silent_since(deadline_s), "stopped answering", now_s)
         effects += self._placing.place_waiting(now_s)
         effects += self._dispatcher.ask_again()
@@ -214,9 +229,11 @@ class Conductor:
         tracked = TrackedRequest(request, sender, ref, submitted_s=now_s, waiting_since_s=now_s)
         refusal = self._reason_to_reject(sender, submit)
         given_way: list[Effect] = []
+        is_owed = False
         if refusal is not None and refusal[0] is Reason.TOO_MANY:
             given_way = self._placing.make_place(tracked, now_s)
-        if refusal is not None and not given_way:
+            is_owed = self._placing.is_owed_a_place(request.tenant)
+        if refusal is not None and not (given_way or is_owed):
             return [self._placing.rejected(sender, request.request_id, *refusal)]
         self._fronts[sender] = now_s
         if self.replication is not None:
@@ -231,7 +248,7 @@ class Conductor:
             return Reason.DUPLICATE, f"request id {request_id!r} is already running"
         for role in (Role.PREFILL, Role.DECODE):
             if self.instances.largest(role) is None:
-                return Reason.UNREADY, f"no {role.value} instance is ready"
+                return Reason.UNREADY, self.instances.why_none(role)
         if (too_large := why_too_large(submit.request, self.instances)) is not None:
             return Reason.TOO_LARGE, too_large
         most = self.limits.max_running_requests
@@ -279,9 +296,20 @@ class Conductor:
             refusal = f"{error}; give each instance its own --instance"
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         self.instances.add(instance)
+        self._suspicion.back(instance.name)
         effects.append(Effect(sender, Registered()))
         effects += self._placing.place_waiting(now_s)
         return effects + self._tell_fronts()
+
+    def _on_returning(self, sender: bytes, message: Returning, now_s: float) -> list[Effect]:
+        """The life before has ended, perhaps unnoticed; the next one serves when it has its model."""
+        effects = [Effect(sender, ReturnNoted())]
+        instance = self.instances.get(message.instance)
+        if instance is not None and instance.registration.incarnation < message.incarnation:
+            effects += self._drop_instances([instance], "has died", now_s)
+        self.instances.expect(message.instance, now_s + self.limits.placement_timeout_s)
+        effects += self._dispatcher.hear_of_end(message.instance, message.failed_in, now_s)
+        return effects + self._placing.place_waiting(now_s)
 
     def _mismatch(self, peer: str, protocol_version: int, fingerprint: str) -> str | None:
         if protocol_version != PROTOCOL_VERSION:
@@ -309,7 +337,7 @@ class Conductor:
             return [Effect(sender, HeartbeatAck(known=instance is not None))]
         if isinstance(message, Leave):
             return self._drop_instances([instance], "has left", now_s) if instance else []
-        if instance is None or isinstance(message, Register):
+        if instance is None or isinstance(message, Register | Returning):
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s
         if isinstance(message, Retire):
@@ -319,12 +347,10 @@ class Conductor:
     def _drop_instances(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """All at once, so that no request is placed on one that is dropped next."""
         for instance in lost:
-            self.instances.remove(instance.name, now_s)
+            self.instances.remove(instance.name, now_s + self.limits.return_grace_s)
             self.view.remove(instance)
         effects = self._tell_fronts() if lost else []
-        for instance in lost:
-            effects += self._dispatcher.lose(instance, reason, now_s)
-        return effects
+        return effects + self._dispatcher.lose(lost, reason, now_s)
 
     # -- draining -----------------------------------------------------------------------------------
 
@@ -372,13 +398,15 @@ class Conductor:
 
     def _cluster_state(self, *, known: bool = True) -> ClusterState:
         self._max_sequence_blocks = self.instances.max_sequence_blocks() or self._max_sequence_blocks
+        num_serving = {role: len(self.instances.serving(role)) for role in Role}
         return ClusterState(
             self.epoch,
-            len(self.instances.serving(Role.PREFILL)),
-            len(self.instances.serving(Role.DECODE)),
+            num_serving[Role.PREFILL],
+            num_serving[Role.DECODE],
             self._max_sequence_blocks,
             self.view.mean_prefill_costs(),
             known,
+            {role: len(self.instances.of_role(role)) - num_serving[role] for role in Role},
         )
 
     def _tell_fronts(self) -> list[Effect]:

@@ -153,7 +153,13 @@ async def serve(process: ConductorProcess) -> None:
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
         follower = EventFollower(conductor.prefixes, process.cluster_key)
         history = History()
-        ConductorMetrics(conductor, registry, lambda: router.num_refused, lambda: follower.streams)
+        ConductorMetrics(
+            conductor,
+            registry,
+            lambda: router.num_refused,
+            lambda: router.num_unfinished,
+            lambda: follower.streams,
+        )
         HistoryMetrics(history, registry)
         display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
         try:

@@ -4,36 +4,42 @@ Owns: the command line and what a person sees. Does not know: how pools are aske
 """
 
 import argparse
-import contextlib
-import glob
 import itertools
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
+import rich.box
 import rich.console
-import rich.progress
 import rich.table
 
 from kvstore.client import KVCachePool
+from kvstore.clusters import check_of_one_cluster, pools_of
 from mooncake.blocks import KEY_BYTES, BlockKey
+from mooncake.command_line import FAILED, INTERRUPTED, WRONG_USE, Parser
 from mooncake.errors import ConfigError, MooncakeError, PoolError
 from mooncake.pools import PoolStats, Tier
-from mooncake.rundir import PREFIX
-
-FAILED = 1
-WRONG_USE = 2
-INTERRUPTED = 130
+from mooncake.steps import Steps
 
 _VERIFIED_BYTES = 64 << 20
 """of blocks looked at in one call"""
 _MIB = 1 << 20
+_FOLDED = ("instance", "state", "file", "damaged")
+"""columns of tables whose text may take several lines"""
+
+
+EXAMPLES = """examples:
+  mooncake-kv stats
+  mooncake-kv ls --cluster 8001
+  mooncake-kv verify --pool tcp://10.0.0.2:7950 --key-file cluster.key
+  mooncake-kv get KEY_HEX --out block.bin --layers 0:4
+
+Exit codes: 0, 1 if something failed or is damaged, 2 for wrong use, 130 after Ctrl-C.
+"""
 
 
 def main() -> None:
@@ -45,7 +51,9 @@ def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if something failed or is damaged, 2 for wrong use."""
     options = _parser().parse_args(arguments)
     try:
-        with _Pools(options.pool, options.key_file) as pools:
+        if options.pool and getattr(options, "all", False):
+            check_of_one_cluster(options.pool)
+        with _Pools(options.pool or pools_of(options.cluster), options.key_file) as pools:
             code: int = options.command(options, pools)
             sys.stdout.flush()
             return max(code, FAILED if pools.has_lost else 0)
@@ -62,14 +70,12 @@ def run(arguments: Sequence[str]) -> int:
 class _Pools:
     """The pools that are asked, each by itself: they may be of different models."""
 
-    def __init__(self, addresses: Sequence[str] | None, key_file: str | None) -> None:
-        """Raises PoolError or ConfigError if there is none to ask. By default all of this user's runs."""
+    def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
+        """Raises PoolError or ConfigError if there is none to ask."""
         self.has_lost = False
         """whether one was left out because it did not answer"""
         self._key_file = key_file
         self._pools: list[KVCachePool] = []
-        if addresses is None and not (addresses := _running_pools()):
-            raise PoolError("no mooncake-serve of this user runs here; name a pool with --pool")
         try:
             for address in addresses:
                 self._connect(address, is_only=len(addresses) == 1)
@@ -105,15 +111,23 @@ class _Pools:
 
 
 class _Rows:
-    """What a command prints: a table on a terminal, lines with tabs elsewhere, or one JSON object a line."""
+    """What a command prints: a table on a terminal, lines with tabs elsewhere, or one JSON object a line.
 
-    def __init__(self, columns: Sequence[str], *, as_json: bool) -> None:
+    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` the last
+    column is no column of a table: each of its values stands below, once.
+    """
+
+    def __init__(self, columns: Sequence[str], *, as_json: bool, last_below: bool = False) -> None:
         self._as_json = as_json
-        self._table = rich.table.Table() if sys.stdout.isatty() and not as_json else None
-        if self._table is not None:
-            for column in columns:
-                self._table.add_column(column, overflow="fold")
-        if self._table is None and not as_json:
+        self._below: dict[str, None] = {}
+        self._table: rich.table.Table | None = None
+        if sys.stdout.isatty() and not as_json:
+            self._table = rich.table.Table(
+                box=rich.box.SIMPLE_HEAVY, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+            )
+            for column in columns[:-1] if last_below else columns:
+                self._table.add_column(column, overflow="fold", no_wrap=column not in _FOLDED)
+        elif not as_json:
             print(*columns, sep="\t")
 
     def add(self, cells: Sequence[object], facts: dict[str, object]) -> None:
@@ -121,7 +135,10 @@ class _Rows:
         if self._as_json:
             print(json.dumps(facts))
         elif self._table is not None:
-            self._table.add_row(*map(str, cells))
+            texts = list(map(str, cells))
+            num_columns = len(self._table.columns)
+            self._table.add_row(*texts[:num_columns])
+            self._below |= dict.fromkeys(f"{texts[0]} is {text}" for text in texts[num_columns:])
         else:
             print(*cells, sep="\t")
 
@@ -132,7 +149,10 @@ class _Rows:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._table is not None and self._table.row_count:
-            rich.console.Console().print(self._table)
+            console = rich.console.Console(highlight=False)
+            console.print(self._table)
+            for line in self._below:
+                console.print(line, markup=False, soft_wrap=True)
 
 
 # -- commands ---------------------------------------------------------------------------------------
@@ -153,7 +173,7 @@ def _stats(options: argparse.Namespace, pools: _Pools) -> int:
         "address",
     )
     is_sound = True
-    with _Rows(columns, as_json=options.json) as rows:
+    with _Rows(columns, as_json=options.json, last_below=True) as rows:
         for pool in pools:
             for instance, stats in pool.stats(check_integrity=options.check).items():
                 is_sound &= stats.integrity is None
@@ -240,9 +260,8 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
     """How many blocks are intact, the keys of which a copy was damaged, and how many blocks have gone
     meanwhile or have a copy that cannot be read now."""
     num_intact, damaged = 0, []
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(instance, total=sum(tier.num_blocks for tier in stats.tiers.values()))
+    num_blocks, num_read = sum(tier.num_blocks for tier in stats.tiers.values()), 0
+    with Steps() as steps:
         seen: set[BlockKey] = set()
         blocks = iter(block.key for _, block in pool.list_blocks())
         num_at_once = max(1, _VERIFIED_BYTES // pool.layout.block_bytes)
@@ -252,7 +271,8 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
             num_intact += found.num_intact
             damaged += found.damaged
             seen.update(some_keys)
-            progress.advance(task, len(some_keys))
+            num_read += len(some_keys)
+            steps.show(f"reading {instance}", num_read, num_blocks)
     return num_intact, damaged, len(seen) - num_intact - len(damaged)
 
 
@@ -280,17 +300,6 @@ def _confirms(question: str) -> bool:
 # -- arguments --------------------------------------------------------------------------------------
 
 
-def _running_pools() -> list[str]:
-    """Addresses of the pools of all `mooncake-serve` of this user on this host."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    paths = []
-    for path in sorted(glob.glob(f"{glob.escape(base)}/{PREFIX}*/worker-*[0-9].sock")):
-        with contextlib.suppress(FileNotFoundError):  # just ended
-            if os.stat(path).st_uid == os.getuid():
-                paths.append(path)
-    return [f"unix:{path}" for path in paths]
-
-
 def _key(text: str) -> BlockKey:
     try:
         key = bytes.fromhex(text)
@@ -312,21 +321,27 @@ def _complain(error: Exception) -> None:
     print(f"error: {error}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mooncake-kv",
         description="Look into running KVCache pools.",
-        epilog="Exit codes: 0, 1 if something failed or is damaged, 2 for wrong use.",
+        epilog=EXAMPLES,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    parser.add_version()
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+    common = Parser(add_help=False)
+    which = common.add_mutually_exclusive_group()
+    which.add_argument(
+        "--cluster",
+        metavar="PORT|DIR",
+        help="a cluster that you run on this host, by the port of its API or by its run directory; default:"
+        " the only one",
+    )
+    which.add_argument(
         "--pool",
         action="append",
         metavar="ADDRESS",
-        help="unix:/path/worker-0.sock or tcp://host:port, may be repeated; default: the pools of every"
-        " mooncake-serve that you run on this host",
+        help="unix:/path/worker-0.sock or tcp://host:port, may be repeated",
     )
     common.add_argument(
         "--key-file",
@@ -335,7 +350,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--json", action="store_true", help="print one JSON object a line")
 
-    def add(name: str, command: object, text: str) -> argparse.ArgumentParser:
+    def add(name: str, command: object, text: str) -> Parser:
         subparser = commands.add_parser(
             name, parents=[common], help=text, description=text.capitalize() + "."
         )
@@ -358,7 +373,9 @@ def _parser() -> argparse.ArgumentParser:
     drop = add("drop", _drop, "forget blocks in every tier")
     what = drop.add_mutually_exclusive_group(required=True)
     what.add_argument("keys", nargs="*", type=_key, default=[], metavar="KEY_HEX")
-    what.add_argument("--all", action="store_true", help="all blocks of these pools")
+    what.add_argument(
+        "--all", action="store_true", help="all blocks of these pools, which must be of one cluster"
+    )
     drop.add_argument("--yes", action="store_true", help="do not ask")
     return parser
 

@@ -24,6 +24,7 @@ import zmq
 import zmq.asyncio
 
 from kvstore.events import Batch, BlockTokens, EventLog
+from kvstore.open_peers import OpenPeers
 from mooncake.blocks import BlockKey
 from mooncake.curve import Gate
 from mooncake.errors import ConfigError
@@ -57,7 +58,8 @@ MAX_ANSWERS = 16
 """peers that are answered at the same time; others wait"""
 ANSWER_PATIENCE_S = 10.0
 """how long a peer may read nothing before its answer is given up"""
-MAX_REQUEST_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 1 << 10
+"""of a frame from whoever follows vLLM's format: a topic, or a number"""
 LOGGED_CHARS = 200
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -70,12 +72,13 @@ class _Publisher(ABC):
     def __init__(
         self,
         events: EventLog,
-        new_socket: Callable[[int], zmq.asyncio.Socket],
+        pub: zmq.asyncio.Socket,
+        router: zmq.asyncio.Socket,
         endpoint: str,
         request_endpoint: str,
         flush_interval_s: float,
     ) -> None:
-        """`new_socket` makes a socket of a kind such as `zmq.PUB`."""
+        """`pub` and `router` are to be bound here."""
         self._events = events
         self._flush_interval_s = flush_interval_s
         self._position = events.oldest_sequence
@@ -83,14 +86,12 @@ class _Publisher(ABC):
         self._woken = asyncio.Event()
         self._answers: dict[bytes, asyncio.Task[None]] = {}
         """by peer"""
-        self._pub = new_socket(zmq.PUB)
+        self._pub, self._router = pub, router
         self._pub.sndhwm = PUB_QUEUE_LEN
-        self._router = new_socket(zmq.ROUTER)
         self._router.router_mandatory = True  # else what does not fit into a peer's queue is lost silently
         self._router.router_handover = True
         self._router.sndhwm = ANSWER_QUEUE_LEN
         self._router.rcvhwm = ANSWER_QUEUE_LEN
-        self._router.maxmsgsize = MAX_REQUEST_BYTES
         try:
             self.endpoint = _bind(self._pub, endpoint)
             self.request_endpoint = _bind(self._router, request_endpoint)
@@ -192,16 +193,22 @@ class InternalPublisher(_Publisher):
         key: ClusterKey,
         flush_interval_s: float = FLUSH_INTERVAL_S,
     ) -> None:
-        self._gate = Gate(key)
-        super().__init__(events, self._gate.socket, endpoint, request_endpoint, flush_interval_s)
+        self._gate = Gate(key, zmq.PUB, zmq.ROUTER)
+        pub, router = self._gate.sockets
+        super().__init__(events, pub, router, endpoint, request_endpoint, flush_interval_s)
         self._snapshot = snapshot
         self._life = instance, incarnation
         self._decode = msgspec.msgpack.Decoder(ToKVEvents).decode
 
     @property
     def num_refused(self) -> int:
-        """Connections that were closed because they did not show the cluster's key."""
+        """Connections that were closed because they showed another key, or none."""
         return self._gate.num_refused
+
+    @property
+    def num_unfinished(self) -> int:
+        """Connections that ended in the middle of their handshake."""
+        return self._gate.num_unfinished
 
     def close(self) -> None:
         self._gate.close()
@@ -286,7 +293,8 @@ class _EventBatch(msgspec.Struct, array_like=True):
 class VllmPublisher(_Publisher):
     """The same events as vLLM sends them: `[topic, 8-byte number, payload]`, and replays.
 
-    - Open to everybody who reaches the sockets: the routers that follow this format know no keys.
+    - Open to everybody who reaches the sockets: the routers that follow this format know no keys. How many
+      they are is bounded (`OpenPeers`).
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
     - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
@@ -310,11 +318,19 @@ class VllmPublisher(_Publisher):
         flush_interval_s: float = FLUSH_INTERVAL_S,
     ) -> None:
         context = zmq.asyncio.Context.instance()
-        super().__init__(events, context.socket, endpoint, replay_endpoint, flush_interval_s)
+        pub, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        pub.maxmsgsize = router.maxmsgsize = MAX_REQUEST_BYTES
+        self._peers = [OpenPeers(pub), OpenPeers(router)]
+        super().__init__(events, pub, router, endpoint, replay_endpoint, flush_interval_s)
         self._clock = clock
         self._topic = topic.encode()
         self._published: deque[tuple[Batch, float]] = deque(maxlen=events.capacity_batches)
         """the last batches, and when each was sent"""
+
+    def close(self) -> None:
+        for peers in self._peers:
+            peers.close()
+        super().close()
 
     def _frames(self, batch: Batch) -> list[bytes]:
         self._published.append((batch, self._clock()))

@@ -91,7 +91,7 @@ async def serve_client(
     `timeout_s` each."""
     client = _Client(stream)
     try:
-        with threshold.room():
+        with threshold.room(stream):
             await client.admit(key, timeout_s)
         async with asyncio.timeout(timeout_s):
             await client.greet(host, tasks)

@@ -158,48 +158,63 @@ class Layer {
     Lanes lanes_;
 };
 
+// A line of memory around the caches; `line` is aligned.
+#if defined(__AVX512F__)
+constexpr bool kCanStream = true;
+inline void stream(uint8_t* line, const uint8_t* source) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(line), _mm512_loadu_si512(source));
+}
+#elif defined(__AVX2__)
+constexpr bool kCanStream = true;
+inline void stream(uint8_t* line, const uint8_t* source) {
+    for (int i = 0; i < 2; i++)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(line) + i,
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source) + i));
+}
+#else
+constexpr bool kCanStream = false;
+inline void stream(uint8_t*, const uint8_t*) {}
+#endif
+
 // Copies from and to any address; a `streaming` copy leaves the target out of the caches.
 class Copier {
   public:
-    Copier(uint8_t* target, bool streaming) : target_(target), streaming_(streaming) {}
+    Copier(uint8_t* target, bool streaming) : target_(target), streaming_(kCanStream && streaming) {}
     ~Copier() {
+        plain(kept_, num_kept_);
 #if defined(__AVX2__) || defined(__AVX512F__)
         if (streaming_) _mm_sfence();
 #endif
     }
 
+    // `source` goes on where that of the call before has ended.
     void copy(const uint8_t* source, size_t num_bytes) {
-#if defined(__AVX512F__)
-        if (streaming_) {
-            const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(target_) % kStripe, num_bytes);
-            plain(source, head);
-            source += head;
-            num_bytes -= head;
-            for (; num_bytes >= kStripe; num_bytes -= kStripe, source += kStripe, target_ += kStripe)
-                _mm512_stream_si512(reinterpret_cast<__m512i*>(target_), _mm512_loadu_si512(source));
-        }
-#elif defined(__AVX2__)
-        if (streaming_) {
-            const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(target_) % 32, num_bytes);
-            plain(source, head);
-            source += head;
-            num_bytes -= head;
-            for (; num_bytes >= 32; num_bytes -= 32, source += 32, target_ += 32)
-                _mm256_stream_si256(reinterpret_cast<__m256i*>(target_),
-                                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
-        }
-#endif
-        plain(source, num_bytes);
+        if (!streaming_) return plain(source, num_bytes);
+        source -= num_kept_;
+        num_bytes += num_kept_;
+        const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(target_) % kStripe, num_bytes);
+        plain(source, head);
+        source += head;
+        num_bytes -= head;
+        for (; num_bytes >= kStripe; num_bytes -= kStripe, source += kStripe, target_ += kStripe)
+            stream(target_, source);
+        kept_ = source;
+        num_kept_ = num_bytes;
     }
 
   private:
     void plain(const uint8_t* source, size_t num_bytes) {
+        if (num_bytes == 0) return;
         std::memcpy(target_, source, num_bytes);
         target_ += num_bytes;
     }
 
     uint8_t* target_;
     bool streaming_;
+    // What is less than a line waits for the rest of it: plain stores between streaming ones take several times as
+    // long.
+    const uint8_t* kept_ = nullptr;
+    size_t num_kept_ = 0;
 };
 
 // Fetches a round that is read soon. It may be outside of what there is.

@@ -21,6 +21,7 @@ from messenger.rdma.remote import InPlace
 from messenger.session import Session
 from messenger.stream import Stream
 from messenger.transports import Inlet, ShmInlet, TcpInlet, Traffic
+from mooncake.crowd import Crowd
 from mooncake.errors import MismatchError, TransferError
 from mooncake.keys import ClusterKey
 
@@ -31,21 +32,19 @@ MOST_UNKNOWN = 256
 
 
 class Threshold:
-    """Of one port: where they stand who have not shown that yet. There is room for few at once."""
+    """The unauthenticated connections of one port. One too many ends the oldest."""
 
     def __init__(self) -> None:
-        self._num_there = 0
+        self._crowd = Crowd[Stream](MOST_UNKNOWN, Stream.shut_down)
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[None]:
-        """For one more. Raises StrangerError if there is none."""
-        if self._num_there >= MOST_UNKNOWN:
-            raise StrangerError(f"{MOST_UNKNOWN} others have not said who they are yet")
-        self._num_there += 1
+    def room(self, stream: Stream) -> Iterator[None]:
+        """For one more, while it shows that it knows the key."""
+        self._crowd.enter(stream)
         try:
             yield
         finally:
-            self._num_there -= 1
+            self._crowd.leave(stream)
 
 
 class Sessions:
@@ -61,7 +60,7 @@ class Sessions:
         try:
             try:
                 async with asyncio.timeout(door.settings.connect_timeout_s):
-                    with threshold.room():
+                    with threshold.room(stream):
                         frames = Frames(stream, Side.RECEIVER)
                         await _shake_hands(stream)
                         introduction = await admit(frames, door.key)
@@ -152,7 +151,7 @@ async def turn_away(
 ) -> None:
     """Hears who a sender is and refuses him."""
     try:
-        with threshold.room():
+        with threshold.room(stream):
             async with asyncio.timeout(timeout_s):
                 await _shake_hands(stream)
                 await admit(Frames(stream, Side.RECEIVER), key)

@@ -19,13 +19,15 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from mooncake.curve import LARGEST_MESSAGE_BYTES, ConnectionWatch, Gate, use_key
+from mooncake.curve import LARGEST_FRAME_BYTES, ConnectionWatch, Gate, use_key
 from mooncake.errors import ConfigError, TransferError
 from mooncake.keys import ClusterKey
 
 Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
 LOGGED_CHARS = 200
+LARGEST_MESSAGE_BYTES = 16 << 20
+"""that a `Router` takes. A prompt of 2M tokens has 10 MiB"""
 QUEUE_LEN = 10_000
 """messages that may wait for a peer: a minute and more of decoding steps"""
 MAX_IN_A_ROW = 16
@@ -116,8 +118,8 @@ class Router(_Socket[Incoming]):
     """Binds `endpoint` for holders of `key`; `incoming` is the union of message types that may arrive."""
 
     def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
-        self._gate = Gate(key)
-        super().__init__(zmq.Socket.shadow(self._gate.socket(zmq.ROUTER)), incoming)
+        self._gate = Gate(key, zmq.ROUTER)
+        super().__init__(zmq.Socket.shadow(self._gate.sockets[0]), incoming)
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         try:
@@ -129,8 +131,13 @@ class Router(_Socket[Incoming]):
 
     @property
     def num_refused(self) -> int:
-        """Connections that were closed because they did not show the key."""
+        """Connections that were closed because they showed another key, or none."""
         return self._gate.num_refused
+
+    @property
+    def num_unfinished(self) -> int:
+        """Connections that ended in the middle of their handshake."""
+        return self._gate.num_unfinished
 
     def close(self) -> None:
         """Close at once; the endpoint is free afterwards. Idempotent."""
@@ -141,13 +148,13 @@ class Router(_Socket[Incoming]):
     async def recv(self) -> tuple[bytes, Incoming]:
         """The next well-formed message and its sender's identity."""
         while True:
-            frames = await self._frames()
-            if len(frames) != 2:
+            sender, *frames = await self._frames()
+            if sum(map(len, frames)) > LARGEST_MESSAGE_BYTES:
                 self.num_malformed += 1
                 continue
-            message = self._parse(frames[0], frames[1])
+            message = self._parse(sender, frames[0] if len(frames) == 1 else b"".join(frames))
             if message is not None:
-                return frames[0], message
+                return sender, message
 
     async def send(self, peer: bytes, message: msgspec.Struct) -> None:
         """Raises `PeerGoneError` when `peer` is not connected or does not read."""
@@ -218,10 +225,20 @@ class Dealer(_Socket[Incoming]):
                 f" it takes {LARGEST_MESSAGE_BYTES}"
             )
         try:
-            self._socket.send(payload, _NOBLOCK)
+            if len(payload) <= LARGEST_FRAME_BYTES:
+                self._socket.send(payload, _NOBLOCK)
+            else:
+                self._send_in_frames(memoryview(payload))
         except zmq.ZMQError as error:
             raise PeerGoneError(
                 f"cannot send {type(message).__name__} to {self.endpoint}: {error.strerror}"
             ) from None
         finally:
             self._look()
+
+    def _send_in_frames(self, payload: memoryview) -> None:
+        """All or nothing: libzmq drops what it has of a message that it cannot take to its end."""
+        last = (len(payload) - 1) // LARGEST_FRAME_BYTES * LARGEST_FRAME_BYTES
+        for start in range(0, last, LARGEST_FRAME_BYTES):
+            self._socket.send(payload[start : start + LARGEST_FRAME_BYTES], _MORE_NOBLOCK)
+        self._socket.send(payload[last:], _NOBLOCK)

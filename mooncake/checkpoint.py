@@ -5,22 +5,27 @@ know: file formats, tokenizers (`tokenizer`), tensors (`workers.weights`), what 
 torch and runs no code that comes with a model.
 """
 
+import functools
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from mooncake.blocks import DTYPE_BYTES, KVDtype, KVLayout, model_fingerprint
-from mooncake.errors import ModelError
+from mooncake.blocks import KVDtype, KVLayout, model_fingerprint
+from mooncake.errors import ModelError, first_line
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_model import hf_config
-from mooncake.weight_files import WeightFile, read_json, safetensors_files, weights_digest
+from mooncake.model_config import GenerationDefaults, ModelConfig, read_fields, read_model_config
+from mooncake.model_files import check_directory, check_file, read_json
+from mooncake.weight_files import Tensor, WeightFile, check_tensors, safetensors_files, weights_digest
 
 LoadFormat = Literal["auto", "dummy"]
+Read = TypeVar("Read")
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DUMMY_SEED = 0  # of the random weights of `load_format="dummy"`: all instances draw the same ones
@@ -59,18 +64,28 @@ class Checkpoint:
     """One model, ready to be loaded.
 
     `name` is the served model name; `path` a Hugging Face directory or a .gguf file; `config` has the form of
-    config.json; `weight_files` are absolute and empty for DUMMY; `weights_digest` is hexadecimal SHA-256.
+    config.json, `model` is what it says; `weight_files` are absolute and empty for DUMMY; `weights_digest` is
+    hexadecimal SHA-256.
     """
 
     name: str
     kind: CheckpointKind
     path: Path
     config: dict[str, Any]
-    context_len: int
+    model: ModelConfig
     eos_token_ids: tuple[int, ...]
-    native_dtype: KVDtype
     weight_files: tuple[Path, ...]
     weights_digest: str
+
+    @property
+    def context_len(self) -> int:
+        """The most tokens of a request, its answer included."""
+        return self.model.max_position_embeddings
+
+    @property
+    def native_dtype(self) -> KVDtype:
+        """The dtype that the weights were published in."""
+        return self.model.native_dtype
 
     @property
     def architecture(self) -> str:
@@ -87,13 +102,11 @@ class Checkpoint:
 
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: KVDtype) -> KVLayout:
     """The whole model's KVCache block; `block_size` in tokens."""
-    config = checkpoint.config
-    num_heads = config["num_attention_heads"]
-    default_head_dim = 128 if config.get("model_type") == "qwen3" else config["hidden_size"] // num_heads
+    model = checkpoint.model
     return KVLayout(
-        num_layers=config["num_hidden_layers"],
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or default_head_dim,
+        num_layers=model.num_hidden_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_size,
         block_size=block_size,
         dtype=dtype,
     )
@@ -107,15 +120,21 @@ def open_checkpoint(model: str | None, load_format: LoadFormat = "auto") -> Chec
     """
     if model is None:
         return _open_gguf(_default_file(), DEFAULT_MODEL_NAME, load_format)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _open_directory(path.resolve(), path.resolve().name, load_format)
-    if path.is_file():
+    try:
+        path = Path(model).expanduser()
+        is_there, is_directory = path.exists(), path.is_dir()
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no home directory, a loop of links, a zero byte
+        raise ModelError(f"model {model!r} cannot be looked at: {error}") from None
+    if is_directory:
+        return _open_directory(resolved, resolved.name, load_format)
+    if is_there:
+        check_file(resolved)
         if path.suffix != ".gguf":
             raise ModelError(
                 f"model {model!r} is a file but no .gguf; give a .gguf file or a model directory"
             )
-        return _open_gguf(path.resolve(), path.stem, load_format)
+        return _open_gguf(resolved, path.stem, load_format)
     if path.suffix != ".gguf" and _HUB_ID.fullmatch(model):
         return _open_directory(_download(model, load_format), model, load_format)
     raise ModelError(
@@ -144,90 +163,79 @@ def _download(hub_id: str, load_format: LoadFormat) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORE_PATTERNS))
     except (OSError, ValueError) as error:  # the hub's own errors and the HTTP client's derive from these
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"model {hub_id!r} is no directory here and cannot be fetched from the Hugging Face Hub: {reason}"
+            f"model {hub_id!r} is no directory here and cannot be fetched from the Hugging Face Hub:"
+            f" {first_line(error)}"
         ) from error
 
 
 def _open_gguf(path: Path, name: str, load_format: LoadFormat) -> Checkpoint:
     header = read_gguf_header(path)
-    return _describe(
-        name, path, hf_config(header), {}, [WeightFile("", path, header.header_bytes)], load_format
-    )
+    config = hf_config(header)
+    model = _checked(path, read_model_config, config)
+    if load_format == "dummy":
+        return _dummy(name, path, config, model, model.eos_token_id)
+    tensors = (Tensor(each.name, each.encoding.name, each.shape) for each in header.tensors.values())
+    check_tensors(path, tensors, model)
+    files = [WeightFile("", path, header.header_bytes)]
+    return _with_weights(name, CheckpointKind.GGUF, path, config, model, model.eos_token_id, files)
 
 
 def _open_directory(directory: Path, name: str, load_format: LoadFormat) -> Checkpoint:
+    check_directory(directory)
     config = read_json(directory / "config.json")
+    model = _checked(directory, read_model_config, config)
     generation_path = directory / "generation_config.json"
-    generation_config = read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    defaults = _checked(generation_path, functools.partial(read_fields, GenerationDefaults), generation)
+    eos_token_ids = defaults.eos_token_id or model.eos_token_id
     if load_format == "dummy":
-        return _describe(name, directory, config, generation_config, [], load_format)
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
-        raise ModelError(
-            f"{directory}: quantized safetensors ({method}) are not supported; use bf16 or a GGUF file"
-        )
-    return _describe(name, directory, config, generation_config, safetensors_files(directory), load_format)
+        return _dummy(name, directory, config, model, eos_token_ids)
+    files = safetensors_files(directory, model)
+    kind = CheckpointKind.SAFETENSORS
+    return _with_weights(name, kind, directory, config, model, eos_token_ids, files)
 
 
-def _describe(
+def _checked(path: Path, read: Callable[[dict[str, Any]], Read], values: dict[str, Any]) -> Read:
+    """What `read` makes of `values`, which came from `path`."""
+    try:
+        return read(values)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _with_weights(
     name: str,
+    kind: CheckpointKind,
     path: Path,
     config: dict[str, Any],
-    generation_config: dict[str, Any],
-    weight_files: list[WeightFile],
-    load_format: LoadFormat,
+    model: ModelConfig,
+    eos_token_ids: list[int] | None,
+    files: list[WeightFile],
 ) -> Checkpoint:
-    for key in (
-        "num_hidden_layers",
-        "num_attention_heads",
-        "hidden_size",
-        "vocab_size",
-        "max_position_embeddings",
-    ):
-        if not isinstance(config.get(key), int) or config[key] <= 0:
-            raise ModelError(
-                f"{path}: {key} is {config.get(key)!r}, expected a positive number: this is no decoder "
-                f"of the Llama family (architectures: {config.get('architectures')})"
-            )
-    if not config.get("architectures"):
-        raise ModelError(f"{path}: the config names no architectures")
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    native_dtype = next((known for known in DTYPE_BYTES if known == dtype), None)
-    if native_dtype is None:
-        raise ModelError(
-            f"{path}: weights of dtype {dtype!r} are not supported; expected {', '.join(DTYPE_BYTES)}"
-        )
-    if load_format == "dummy":
-        kind, weight_files = CheckpointKind.DUMMY, []
-        digest = hashlib.sha256(
-            f"dummy\0{DUMMY_SEED}\0{json.dumps(config, sort_keys=True)}".encode()
-        ).hexdigest()
-    else:
-        kind = (
-            CheckpointKind.GGUF if path.suffix == ".gguf" and path.is_file() else CheckpointKind.SAFETENSORS
-        )
-        digest = weights_digest(weight_files)
     return Checkpoint(
         name=name,
         kind=kind,
         path=path,
         config=config,
-        context_len=config["max_position_embeddings"],
-        eos_token_ids=_eos_token_ids(path, generation_config, config),
-        native_dtype=native_dtype,
-        weight_files=tuple(file.path for file in weight_files),
-        weights_digest=digest,
+        model=model,
+        eos_token_ids=tuple(eos_token_ids or ()),
+        weight_files=tuple(file.path for file in files),
+        weights_digest=weights_digest(files),
     )
 
 
-def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
-    for config in configs:
-        value = config.get("eos_token_id")
-        if value is None or value == []:
-            continue
-        ids = tuple(value) if isinstance(value, list) else (value,)
-        if not all(isinstance(token_id, int) for token_id in ids):
-            raise ModelError(f"{path}: eos_token_id is {value!r}, expected token ids")
-        return ids
-    return ()
+def _dummy(
+    name: str, path: Path, config: dict[str, Any], model: ModelConfig, eos_token_ids: list[int] | None
+) -> Checkpoint:
+    text = f"dummy\0{DUMMY_SEED}\0{json.dumps(config, sort_keys=True)}"
+    return Checkpoint(
+        name=name,
+        kind=CheckpointKind.DUMMY,
+        path=path,
+        config=config,
+        model=model,
+        eos_token_ids=tuple(eos_token_ids or ()),
+        weight_files=(),
+        weights_digest=hashlib.sha256(text.encode()).hexdigest(),
+    )

@@ -13,28 +13,39 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import yaml
 
 from mooncake.api_keys import LIMITS, add_api_key
-from mooncake.config import Config, describe, leaf_keys, load_config, section_of
+from mooncake.command_line import WRONG_USE, Parser
+from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.flags import add_flags, given_flags
 from mooncake.keys import ClusterKey
+from mooncake.preflight import check_node
 from mooncake.profiling import profile
 from mooncake.supervisor import supervise
 
-SHORT_NAMES = {
-    ("http", "host"): "--host",
-    ("http", "port"): "--port",
-}
-WRONG_USE_EXIT_CODE = 2
+EXAMPLES = """examples:
+  mooncake-serve                                    the default model, on http://127.0.0.1:8000
+  mooncake-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8001
+  mooncake-serve --config configs/single-gpu.yaml --kvcache-pool-bytes 64GiB
+  mooncake-serve --num-prefill 2 --num-decode 2 --log-level info
+  mooncake-serve keygen cluster.key                 what nodes of one cluster share: --security-key-file
+  mooncake-serve profile costs.json --model DIR     what this device needs: --conductor-profile costs.json
+
+Each flag is also a key in the YAML file and an environment variable: --http-port, http.port,
+MOONCAKE_HTTP_PORT. docs/configuration.md has all of them.
+
+Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve; 2 if the configuration is wrong;
+130 after Ctrl-C before anything runs.
+"""
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 0, 1 if a process could not serve, 2 if what was asked for cannot be."""
-    options = _parser().parse_args(arguments)
+    options = _parser(shows_all="--help-all" in arguments).parse_args(arguments)
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -43,19 +54,18 @@ def run(arguments: Sequence[str]) -> int:
         raise
     except MooncakeError as error:
         print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE_EXIT_CODE
+        return WRONG_USE
 
 
 def _run(options: argparse.Namespace) -> int:
-    flags = {path: value for path in leaf_keys() if (value := getattr(options, "_".join(path))) is not None}
+    flags = given_flags(options)
+    takes = {"keygen": "FILE and no other options", "apikey": "FILE, NAME and what its --help shows alone"}
+    if options.command in takes and (flags or options.config or options.print_config):
+        raise ConfigError(f"{options.command} takes {takes[options.command]}")
     if options.command == "keygen":
-        if flags or options.config or options.print_config:
-            raise ConfigError("keygen takes FILE and no other options")
         keygen(options.file)
         return 0
     if options.command == "apikey":
-        if flags or options.config or options.print_config:
-            raise ConfigError("apikey takes FILE, NAME and the options that its --help shows alone")
         limits = {name: getattr(options, name) for name in LIMITS}
         print(add_api_key(Path(options.file), options.name, limits))
         return 0
@@ -66,6 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.print_config:
         print(render(config), end="")
         return 0
+    check_node(config)
     return asyncio.run(supervise(config))
 
 
@@ -88,48 +99,48 @@ def render(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(*, shows_all: bool) -> Parser:
+    parser = Parser(
         prog="mooncake-serve",
         usage="%(prog)s [--config FILE] [--KEY VALUE ...]\n"
         "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE",
         description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
-        epilog="Each flag is also a key in the YAML file and an environment variable: "
-        "--http-port, http.port, MOONCAKE_HTTP_PORT. Exit codes: 0, also after Ctrl-C; 1 if a process cannot"
-        " serve; 2 if the configuration is wrong; 130 after Ctrl-C before anything runs.",
+        epilog=EXAMPLES,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with configuration keys")
     parser.add_argument(
         "--print-config", action="store_true", help="show the resulting configuration and exit"
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for path in leaf_keys():
-        section, meaning = section_of(path)
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section, meaning)
-        names = ["--" + "-".join(path).replace("_", "-")]
-        if path in SHORT_NAMES:
-            names.append(SHORT_NAMES[path])
-        groups[section].add_argument(*names, dest="_".join(path), metavar="VALUE", help=describe(path))
+    parser.add_version()
+    parser.set_defaults(config=None)
+    _add_configuration(parser, shows_all=shows_all)
     commands = parser.add_subparsers(
         title="commands", prog="mooncake-serve", dest="command", metavar="COMMAND"
     )
-    _add_commands(commands)
-    return parser
-
-
-def _add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     for name, help_text in (
         ("keygen", "make the key that all nodes of a cluster share, in a new FILE (- for stdout), and exit"),
         ("profile", "measure the configured model on this device, for --conductor-profile FILE, and exit"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("file", metavar="FILE")
+        if name == "profile":
+            _add_configuration(command, shows_all=shows_all)
     help_text = "make a client's API key, add its hash to FILE (http.api_keys_file), print the key, and exit"
     apikey = commands.add_parser("apikey", help=help_text, description=help_text)
     apikey.add_argument("file", metavar="FILE")
     apikey.add_argument("name", metavar="NAME")
     for name, (kind, limit_help) in LIMITS.items():
-        flag = "--" + name.replace("_", "-")
-        apikey.add_argument(flag, type=kind, metavar="N", help=limit_help)
+        option = "--" + name.replace("_", "-")
+        apikey.add_argument(option, type=kind, metavar="N", help=limit_help)
+    return parser
+
+
+def _add_configuration(parser: Parser, *, shows_all: bool) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file with configuration keys",
+    )
+    parser.add_argument("--help-all", action="help", help="show all flags, not only those needed first")
+    add_flags(parser, shows_all=shows_all)

@@ -4,7 +4,6 @@ Owns: the keys of a node, sources and their order, errors that name keys. Does n
 (`mooncake.sections`), who uses a value.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from mooncake.sections import (
     SecurityConfig,
     WorkerConfig,
 )
+from mooncake.spelling import did_you_mean
 
 ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
@@ -128,12 +128,18 @@ def section_of(path: tuple[str, ...]) -> tuple[str, str]:
     return path[0], section.__doc__
 
 
-def describe(path: tuple[str, ...]) -> str:
-    """What a key means, its choices and its default."""
+def field_of(path: tuple[str, ...]) -> FieldInfo:
+    """What is declared of a key."""
     model: Any = Config
     for name in path[:-1]:
         model = model.model_fields[name].annotation
-    field = model.model_fields[path[-1]]
+    field: FieldInfo = model.model_fields[path[-1]]
+    return field
+
+
+def describe(path: tuple[str, ...]) -> str:
+    """What a key means, its choices and its default."""
+    field = field_of(path)
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     text = f"{field.description}; one of {', '.join(choices)}" if choices else str(field.description)
     default = default_of(field)
@@ -161,6 +167,11 @@ def env_name(path: tuple[str, ...]) -> str:
     return ENV_PREFIX + "_".join(path).upper()
 
 
+def flag_name(path: tuple[str, ...]) -> str:
+    """The flag of a key: `--http-port`."""
+    return "--" + "-".join(path).replace("_", "-")
+
+
 def load_config(
     file: Path | None, environ: Mapping[str, str], flags: Mapping[tuple[str, ...], str]
 ) -> Config:
@@ -174,15 +185,13 @@ def load_config(
         if variable not in by_variable:
             if KUBERNETES_SERVICE.search(f"{variable}={value}"):
                 continue
-            near = difflib.get_close_matches(variable, by_variable, n=3, cutoff=0.0)
-            raise ConfigError(
-                f"{variable}: unknown variable; near ones are {', '.join(near)} (--help lists all keys)"
-            )
+            meant = did_you_mean(variable, by_variable)
+            raise ConfigError(f"{variable}: unknown variable{meant} (--help-all lists all keys)")
         _put(merged, by_variable[variable], value)
         origins[by_variable[variable]] = variable
     for path, value in flags.items():
         _put(merged, path, value)
-        origins[path] = "--" + "-".join(path).replace("_", "-")
+        origins[path] = flag_name(path)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -255,9 +264,11 @@ def _expected(problem: ErrorDetails) -> str:
 
 
 def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
-    """Nothing for what is unknown within the value of `key`."""
+    """The nearest key, and all beside it. Nothing for what is unknown within the value of `key`."""
     if key is not None:
         return ""
     section = path[:-1]
     known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
-    return f"; known keys here are {', '.join(known)}"
+    beside = [".".join((*section, name)) for name in known]
+    meant = did_you_mean(".".join(path), beside) or did_you_mean(path[-1], map(".".join, leaf_keys()))
+    return f"{meant + ' Known' if meant else '; known'} keys here are {', '.join(known)}"

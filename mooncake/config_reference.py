@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from the configuration's models: `python -m mooncake.config_reference FILE`.
+"""docs/configuration.md, made from the configuration's models by `make generate`.
 
 Owns: that page. Does not know: any key.
 """
@@ -22,9 +22,10 @@ HEAD = """# Configuration
 
 A key such as `http.port` can stand in a YAML file (`--config FILE`), in the environment
 (`MOONCAKE_HTTP_PORT`) and on the command line (`--http-port`); the later of these wins. An unknown key or a
-bad value is an error that names it, so is a key that says which instances run here if the role has none
-of them.
-`mooncake-serve --print-config` shows the result of all sources.
+bad value is an error that names it and the nearest key that exists, so is a key that says which instances
+run here if the role has none of them. Flags have no abbreviations.
+`.venv/bin/mooncake-serve --help` shows the flags that are needed first, `--help-all` all of them, and
+`--print-config` the result of all sources.
 
 Sizes take units (`512MiB`, `2GiB`), durations are in seconds, lists are YAML lists, or separated by commas
 elsewhere.

@@ -16,9 +16,26 @@ The first three end a process for good (`mooncake.process`): a restart would onl
 A message says what was expected, what came, and what to do about it.
 """
 
+import reprlib
+
+_MAX_REASON_CHARS = 300
+_MAX_VALUE_CHARS = 80
+
 
 class MooncakeError(Exception):
     """Base of all errors that are not programming mistakes."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in one line that is not long; its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(": ")[:_MAX_REASON_CHARS] if lines else type(error).__name__
+
+
+def shown(value: object) -> str:
+    """A value that somebody else has written, in one line that is not long."""
+    text = " ".join(reprlib.repr(value).split())
+    return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
 
 
 class ConfigError(MooncakeError):

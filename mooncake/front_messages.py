@@ -7,7 +7,7 @@ import msgspec
 
 from mooncake.blocks import BlockKey
 from mooncake.costs import Costs
-from mooncake.messages import InstanceState, RegisterRefused
+from mooncake.messages import InstanceState, RegisterRefused, Role
 from mooncake.quantities import Count, Seconds, TokenId
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
@@ -84,7 +84,8 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
     or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
     learned so far; None without one. `known` is false in the answer to a front that the Conductor had not
-    heard of, or had given up: it has none of its requests.
+    heard of, or had given up: it has none of its requests. `num_prefill` and `num_decode` take requests,
+    `num_draining` are registered and take none.
     """
 
     epoch: int
@@ -93,6 +94,7 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     max_sequence_blocks: int
     prefill_costs: Costs | None = None
     known: bool = True
+    num_draining: dict[Role, Count] = {}
 
 
 class InstanceDrains(msgspec.Struct, tag=True, frozen=True):

@@ -7,22 +7,30 @@ touching tensor data. Does not know: what the metadata means (`gguf_model`), how
 
 import math
 import mmap
+import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from mooncake.errors import ModelError
+from mooncake.model_files import opened
 
 _MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 # GGUF's value types that have a fixed size, as struct formats.
 _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Several times what the largest vocabularies need.
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_STRINGS = 1 << 21
+_MAX_KEYS = 1 << 12
+_MAX_TENSORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +55,58 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """A read position in the file; every read past the end is a `struct.error` or a `ValueError`."""
+    """A read position in the header; every read past its end is a `struct.error` or a `ValueError`."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.position, self.size = data, 0, len(data)
+        self.data, self.position, self.num_strings = data, 0, 0
 
     def scalar(self, code: str) -> Any:
         """One little-endian value with the struct format `code`."""
         return self.scalars(code, 1)[0]
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
-        """`count` values with the struct format `code`."""
-        size = struct.calcsize(f"<{code}") * count
-        if size > self.size - self.position:
-            raise ValueError(f"{size} bytes expected at offset {self.position}, the file ends before")
-        values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
-        self.position += size
-        return values
+        """`count` values, which are few, with the struct format `code`."""
+        return struct.unpack(f"<{count}{code}", self._bytes(struct.calcsize(f"<{code}") * count))
 
     def string(self) -> str:
         """A UTF-8 string behind its 64-bit length."""
-        start = self.position + 8
-        end = start + struct.unpack_from("<Q", self.data, self.position)[0]
-        if end > self.size:
-            raise ValueError(f"a string at offset {self.position} goes past the end of the file")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """`count` strings, one behind the other."""
+        self.num_strings += count
+        if self.num_strings > _MAX_STRINGS:
+            raise ValueError(f"it has more than {_MAX_STRINGS} strings")
+        data, end, found = self.data, self.position, []
+        for _ in range(count):
+            start = end + 8
+            end = start + _LENGTH.unpack_from(data, end)[0]
+            if end > len(data):
+                raise ValueError(f"a string at offset {start - 8} goes past the end of the header")
+            found.append(data[start:end].decode("utf-8"))
         self.position = end
-        return self.data[start:end].decode("utf-8")
+        return found
 
     def value(self, kind: int) -> Any:
-        """A metadata value of GGUF type `kind`; arrays become lists."""
+        """A metadata value of GGUF type `kind`; arrays of strings become lists, of numbers numpy's arrays."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar(_SCALAR_FORMATS[kind])
         item_kind, count = self.scalar("I"), self.scalar("Q")
-        if item_kind in _SCALAR_FORMATS:
-            return list(self.scalars(_SCALAR_FORMATS[item_kind], count))
-        if count > self.size:
-            raise ValueError(f"an array of {count} items at offset {self.position} cannot fit the file")
-        read: Callable[[], Any] = self.string if item_kind == _STRING else lambda: self.value(item_kind)
-        return [read() for _ in range(count)]
+        if item_kind == _STRING:
+            return self.strings(count)
+        if item_kind == _ARRAY:
+            raise ValueError(f"an array of arrays at offset {self.position}; no model needs one")
+        dtype = np.dtype(f"<{_SCALAR_FORMATS[item_kind]}")
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
+
+    def _bytes(self, size: int) -> bytes:
+        start, end = self.position, self.position + size
+        if end > len(self.data):
+            raise ValueError(f"{size} bytes expected at offset {start}, the file or its header ends before")
+        self.position = end
+        return self.data[start:end]
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -95,10 +115,11 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     Raises ModelError where the file is no GGUF, of another version, damaged, or too short for its tensors.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _parse(path, _Cursor(data))
-    except OSError as error:
-        raise ModelError(f"cannot read GGUF file {path}: {error.strerror or error}") from error
+        with opened(path) as file:
+            actual_bytes = os.fstat(file.fileno()).st_size
+            size_bytes = min(actual_bytes, _MAX_HEADER_BYTES)
+            with mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ) as data:
+                header = _parse(path, _Cursor(data))
     except KeyError as error:
         raise ModelError(
             f"{path} is a damaged GGUF file: unknown value type {error}; download it again"
@@ -106,7 +127,6 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     except (struct.error, ValueError, OverflowError) as error:
         raise ModelError(f"{path} is a damaged GGUF file: {error}; download it again") from error
     needed_bytes = max((tensor.offset + tensor.size_bytes for tensor in header.tensors.values()), default=0)
-    actual_bytes = path.stat().st_size
     if needed_bytes > actual_bytes:
         raise ModelError(
             f"{path} is truncated: its tensors need {needed_bytes} bytes, it has {actual_bytes}; "
@@ -124,6 +144,8 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
     if version not in _SUPPORTED_VERSIONS:
         raise ModelError(f"{path} is GGUF version {version}; supported: {_SUPPORTED_VERSIONS}, little-endian")
     num_tensors, num_keys = cursor.scalars("Q", 2)
+    if num_keys > _MAX_KEYS or num_tensors > _MAX_TENSORS:
+        raise ValueError(f"it claims {num_keys} keys and {num_tensors} tensors")
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
@@ -137,6 +159,8 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
         name: GGUFTensor(name, shape, encoding, data_start + offset, _size_bytes(name, shape, encoding))
         for name, shape, encoding, offset in raw
     }
+    if len(metadata) < num_keys or len(tensors) < num_tensors:
+        raise ValueError("a key or a tensor stands in it twice")
     return GGUFHeader(path, metadata, tensors, cursor.position)
 
 

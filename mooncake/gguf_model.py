@@ -15,9 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
+from pydantic import Field
 
-from mooncake.errors import ModelError
+from mooncake.errors import ModelError, shown
 from mooncake.gguf_file import GGUFHeader
+from mooncake.model_config import (
+    Fields,
+    HeadDim,
+    NumHeads,
+    NumLayers,
+    NumPositions,
+    Positive,
+    TokenId,
+    Width,
+    read_fields,
+)
+from mooncake.model_files import opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,66 +115,82 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
     family = _FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
         raise ModelError(
-            f"{path}: GGUF architecture {architecture!r} is not supported; use {', '.join(_FAMILIES)}"
+            f"{path}: GGUF architecture {shown(architecture)} is not supported; use {', '.join(_FAMILIES)}"
         )
-    if metadata.get("split.count", 1) > 1:
+    keys = _keys_of(header, f"{architecture}.")
+    if keys.num_parts > 1:
         raise ModelError(
             f"{path} is one part of a split GGUF; join the parts with `llama-gguf-split --merge`"
         )
-    if metadata.get(f"{architecture}.expert_count", 0) > 0:
+    if keys.num_experts > 0:
         raise ModelError(f"{path}: mixture-of-experts models are not supported in GGUF")
-
-    def required(key: str, kind: type[int | float] = int) -> Any:
-        value = metadata.get(f"{architecture}.{key}")
-        if not isinstance(value, kind) or value <= 0:
-            raise ModelError(
-                f"{path}: {architecture}.{key} is {value!r}, expected a positive {kind.__name__}"
-            )
-        return value
-
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path} has no tensor token_embd.weight; it is not a whole language model")
-    num_heads = required("attention.head_count")
-    num_kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", num_heads)
-    hidden_size = required("embedding_length")
-    head_dim = metadata.get(f"{architecture}.attention.key_length", hidden_size // num_heads)
-    value_dim = metadata.get(f"{architecture}.attention.value_length", head_dim)
-    rotated_dim = metadata.get(f"{architecture}.rope.dimension_count", head_dim)
-    if not isinstance(num_kv_heads, int) or num_kv_heads <= 0:
-        raise ModelError(
-            f"{path}: head_count_kv is {num_kv_heads!r}; only one positive number for all layers works"
-        )
+    head_dim = keys.key_dim or keys.hidden_size // keys.num_heads
+    value_dim, rotated_dim = keys.value_dim or head_dim, keys.rotated_dim or head_dim
     if value_dim != head_dim or rotated_dim != head_dim:
         raise ModelError(
             f"{path}: a head has {head_dim} key, {value_dim} value and {rotated_dim} rotated dimensions; "
             "expected equal numbers"
         )
     # Every token that ends an answer: end of sequence, of turn, of message.
-    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    rope_theta = float(metadata.get(f"{architecture}.rope.freq_base", 10000.0))
+    ends = (keys.eos_token_id, keys.eot_token_id, keys.eom_token_id)
     return {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
         "hidden_act": "silu",
-        "hidden_size": hidden_size,
-        "intermediate_size": required("feed_forward_length"),
-        "num_hidden_layers": required("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "hidden_size": keys.hidden_size,
+        "intermediate_size": keys.intermediate_size,
+        "num_hidden_layers": keys.num_layers,
+        "num_attention_heads": keys.num_heads,
+        "num_key_value_heads": keys.num_kv_heads or keys.num_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": required("context_length"),
-        "rms_norm_eps": _shortest_float32(required("attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": _shortest_float32(rope_theta),
-        "rope_scaling": _rope_scaling(header, rope_theta, head_dim),
+        "max_position_embeddings": keys.context_len,
+        "rms_norm_eps": _shortest_float32(keys.rms_norm_eps),
+        "rope_theta": _shortest_float32(keys.rope_theta),
+        "rope_scaling": _rope_scaling(header, keys, head_dim),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "dtype": "bfloat16",
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": keys.bos_token_id,
         "eos_token_id": list(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": keys.pad_token_id,
     }
+
+
+class _Keys(Fields):
+    """The metadata, without the architecture before the keys that are its own."""
+
+    num_layers: NumLayers = Field(alias="block_count")
+    context_len: NumPositions = Field(alias="context_length")
+    hidden_size: Width = Field(alias="embedding_length")
+    intermediate_size: Width = Field(alias="feed_forward_length")
+    num_heads: NumHeads = Field(alias="attention.head_count")
+    num_kv_heads: NumHeads | None = Field(None, alias="attention.head_count_kv")
+    key_dim: HeadDim | None = Field(None, alias="attention.key_length")
+    value_dim: HeadDim | None = Field(None, alias="attention.value_length")
+    rms_norm_eps: Positive = Field(alias="attention.layer_norm_rms_epsilon")
+    num_experts: int = Field(0, alias="expert_count")
+    rotated_dim: HeadDim | None = Field(None, alias="rope.dimension_count")
+    rope_theta: Positive = Field(10_000.0, alias="rope.freq_base")
+    scaling: str = Field("none", alias="rope.scaling.type")
+    scaling_factor: float | None = Field(None, alias="rope.scaling.factor")
+    num_parts: int = Field(1, alias="split.count")
+    bos_token_id: TokenId | None = Field(None, alias="tokenizer.ggml.bos_token_id")
+    eos_token_id: TokenId | None = Field(None, alias="tokenizer.ggml.eos_token_id")
+    eot_token_id: TokenId | None = Field(None, alias="tokenizer.ggml.eot_token_id")
+    eom_token_id: TokenId | None = Field(None, alias="tokenizer.ggml.eom_token_id")
+    pad_token_id: TokenId | None = Field(None, alias="tokenizer.ggml.padding_token_id")
+
+
+def _keys_of(header: GGUFHeader, prefix: str) -> _Keys:
+    own = {key.removeprefix(prefix): value for key, value in header.metadata.items()}
+    try:
+        return read_fields(_Keys, own)
+    except ModelError as error:
+        raise ModelError(f"{header.path}: {error}") from None
 
 
 def _shortest_float32(value: float) -> float:
@@ -169,23 +198,26 @@ def _shortest_float32(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dict[str, Any] | None:
-    prefix = f"{header.metadata['general.architecture']}.rope.scaling"
-    kind = header.metadata.get(f"{prefix}.type", "none")
+def _rope_scaling(header: GGUFHeader, keys: _Keys, head_dim: int) -> dict[str, Any] | None:
+    prefix, kind, factor = (
+        f"{header.metadata['general.architecture']}.rope.scaling",
+        keys.scaling,
+        keys.scaling_factor,
+    )
     if _ROPE_FACTORS in header.tensors:
-        return _llama3_scaling(header, rope_theta, head_dim)
+        return _llama3_scaling(header, keys.rope_theta, head_dim)
     if kind == "none":
         return None
-    factor = header.metadata.get(f"{prefix}.factor")
-    original_len = header.metadata.get(f"{prefix}.original_context_length")
     if kind == "linear" and factor:
         return {"rope_type": "linear", "factor": factor}
+    prefix = f"{header.metadata['general.architecture']}.rope.scaling"
+    original_len = header.metadata.get(f"{prefix}.original_context_length")
     # With any other yarn key present the file wants something that these two numbers do not say.
     yarn_keys = {key for key in header.metadata if key.startswith(prefix)}
     if kind == "yarn" and factor and original_len and len(yarn_keys) == 3:
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original_len}
     raise ModelError(
-        f"{header.path}: rope scaling {kind!r} with {sorted(yarn_keys)} is not supported; "
+        f"{header.path}: rope scaling {shown(kind)} with {shown(sorted(yarn_keys))} is not supported; "
         "use the model's Hugging Face directory"
     )
 
@@ -202,11 +234,13 @@ def _llama3_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dic
             f"{header.path}: {_ROPE_FACTORS} is {tensor.encoding.name} {tensor.shape}, "
             f"expected F32 ({head_dim // 2},)"
         )
-    with header.path.open("rb") as file:
+    with opened(header.path) as file:
         file.seek(tensor.offset)
         stored = np.frombuffer(file.read(tensor.size_bytes), np.float32).astype(np.float64)
     if np.all(stored == 1.0):
         return None
+    if not (np.isfinite(stored).all() and (stored > 0.0).all()):
+        raise ModelError(f"{header.path}: {_ROPE_FACTORS} holds what is no positive number")
     factor = float(stored.max())
     scaling = {
         "rope_type": "llama3",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from mooncake.errors import ModelError
+from mooncake.errors import ModelError, first_line, shown
 from mooncake.gguf_file import GGUFHeader
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that never come out of a merge
@@ -56,21 +56,27 @@ _PRE_TOKENIZERS = {
 }
 
 
-def build_tokenizer(header: GGUFHeader) -> Tokenizer:
-    """The file's tokenizer. Raises ModelError for kinds that cannot be rebuilt exactly."""
+def pre_tokenizer_of(header: GGUFHeader) -> _PreTokenizer:
+    """How the file's tokenizer splits a text. Raises ModelError for kinds that cannot be rebuilt exactly."""
     path, metadata = header.path, header.metadata
     model, pre_name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model != "gpt2":
         raise ModelError(
-            f"{path}: tokenizer model {model!r} is not supported in GGUF, only 'gpt2' (byte-level BPE) is; "
-            "use the model's Hugging Face directory"
+            f"{path}: tokenizer model {shown(model)} is not supported in GGUF, only 'gpt2' (byte-level BPE)"
+            " is; use the model's Hugging Face directory"
         )
     pre = _PRE_TOKENIZERS.get(pre_name) if isinstance(pre_name, str) else None
     if pre is None:
         raise ModelError(
-            f"{path}: pre-tokenizer {pre_name!r} is not supported, only {', '.join(_PRE_TOKENIZERS)} are; "
-            "use the model's Hugging Face directory"
+            f"{path}: pre-tokenizer {shown(pre_name)} is not supported, only"
+            f" {', '.join(_PRE_TOKENIZERS)} are; use the model's Hugging Face directory"
         )
+    return pre
+
+
+def build_tokenizer(header: GGUFHeader) -> Tokenizer:
+    """The file's tokenizer. Raises ModelError for kinds that cannot be rebuilt exactly."""
+    path, metadata, pre = header.path, header.metadata, pre_tokenizer_of(header)
     try:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         merges = [_split_merge(merge) for merge in metadata["tokenizer.ggml.merges"]]
@@ -91,8 +97,8 @@ def build_tokenizer(header: GGUFHeader) -> Tokenizer:
             ]
         )
         tokenizer.post_processor = _post_processor(header, tokens, pre.adds_bos)
-    except Exception as error:  # `tokenizers` raises bare Exception for what it refuses
-        raise ModelError(f"{path}: its tokenizer is damaged: {type(error).__name__}: {error}") from error
+    except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare Exception for what it refuses
+        raise ModelError(f"{path}: its tokenizer is damaged: {first_line(error)}") from None
     return tokenizer
 
 

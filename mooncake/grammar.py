@@ -7,6 +7,7 @@ Owns: llguidance, its limits, what is kept. Does not know: what grammars are for
 """
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ _MAX_KEPT = 32
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 # llguidance's defaults for the rest: a mask takes at most some 20 ms, and usually 0.1 ms.
 _MAX_REASON_CHARS = 300
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_SOURCE = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+_UNSERVED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class GrammarState:
@@ -122,7 +126,7 @@ class Grammars:
             return kept
         self.num_waiting += 1
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, text)
+            grammar = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, text)
         finally:
             self.num_waiting -= 1
         self._kept[text] = grammar
@@ -130,7 +134,8 @@ class Grammars:
             self._kept.popitem(last=False)
         return grammar
 
-    def _compile(self, text: str) -> Grammar:
+    def compile(self, text: str) -> Grammar:
+        """Compile in the caller's thread, and keep nothing. Raises GrammarError with what is wrong."""
         if len(text) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"it has {len(text)} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
         if self._vocabulary is None:
@@ -152,5 +157,12 @@ def _first_error(grammar: Grammar) -> str | None:
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    reason = matcher.get_error().replace("<non-verbose/>", "").strip() or "a token does not fit"
+    """llguidance's, without the grammar's source: clients have written a schema."""
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    reason = " ".join(_PLACE.sub("", _SOURCE.sub("", text)).split())
+    if reason == "NoExtensionBias":
+        reason = "a reference ($ref) leads back to itself, with nothing in between to write"
+    elif (unserved := _UNSERVED.fullmatch(reason)) is not None:
+        reason = f"the schema has keywords that cannot be held to: {unserved[1]}"
+    reason = reason or "a token does not fit"
     return reason if len(reason) <= _MAX_REASON_CHARS else reason[:_MAX_REASON_CHARS] + "..."

@@ -17,7 +17,7 @@ from mooncake.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.quantities import Count, Seconds, Span, TokenId
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 class Role(StrEnum):
@@ -97,6 +97,15 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     """predicted for all of them in one batch; None while too little is known"""
 
 
+class Joining(msgspec.Struct, frozen=True):
+    """How far a request has come on its way into the batch: its KVCache has arrived (`arrival_s`), and it has
+    joined (`joining_s`). Both as in `Finished`, None until then."""
+
+    ref: Ref
+    arrival_s: Span | None
+    joining_s: Span | None
+
+
 TO_POOL, TO_HOST = "pool", "host"
 PREEMPTED_TO = (TO_POOL, TO_HOST)
 
@@ -113,6 +122,21 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
     decode: DecodeStats = DecodeStats()
     decode_load: DecodeLoad = DecodeLoad()
+    joining: list[Joining] = []
+    """what has changed since the last heartbeat, each time in order"""
+
+
+class Returning(msgspec.Struct, tag=True, frozen=True):
+    """First word of a process of an instance whose life before this one has ended, before it loads its model.
+    Answered by `ReturnNoted`; `Register` follows when the instance serves again.
+
+    `incarnation`: of this life. `failed_in`: the work in whose pass the one before failed; empty if it was
+    killed, or failed beside its passes; None if it was in a pass, and it is not known whose.
+    """
+
+    instance: str
+    incarnation: int
+    failed_in: list[Ref] | None
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
@@ -186,6 +210,10 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
     """The instance is part of the cluster."""
 
 
+class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
+    """Answers `Returning`."""
+
+
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
     """The instance or front does not fit this cluster; it ends with this message, unless it may try again."""
 
@@ -208,7 +236,8 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
     `tbt_slo_s`: how long a token may take. `may_refuse`: if it would take longer when prefill has ended; not
     when its answer has begun.
-    `shares_cores`: its prompt is prefilled on cores that this instance uses too.
+    `shares_cores`: its prompt is prefilled on cores that this instance uses too. `alone`: its first pass is
+    to be shared with no other request, for it may be what ends instances.
     """
 
     ref: Ref
@@ -216,6 +245,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     tbt_slo_s: float | None = None
     may_refuse: bool = True
     shares_cores: bool = False
+    alone: bool = False
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
@@ -231,6 +261,8 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
     `time_left_s`: until the first token is due (TTFT SLO), None if it may take its time. `prefix_source`:
     where blocks may be fetched from that your pool lacks. What it turns out not to have is computed.
+    `num_reusable_blocks`: so many are believed to need no computation. `alone`: its passes are to be shared
+    with no other request.
     """
 
     ref: Ref
@@ -238,6 +270,8 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
     grant: Grant
     time_left_s: float | None = None
     prefix_source: PrefixSource | None = None
+    num_reusable_blocks: Count = 0
+    alone: bool = False
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
@@ -296,7 +330,18 @@ BlockOrder = Pin | Unpin | Replicate | DropCopies
 """what is to become of blocks in an instance's pool"""
 
 
-FromWorker = Register | Heartbeat | Leave | Retire | Reserved | Prefilled | Finished | Refused | WorkFailed
+FromWorker = (
+    Register | Returning | Heartbeat | Leave | Retire | Reserved | Prefilled | Finished | Refused | WorkFailed
+)
 ToWorker = (
-    Registered | RegisterRefused | HeartbeatAck | Retired | Reserve | Prefill | Decode | Abort | BlockOrder
+    Registered
+    | RegisterRefused
+    | ReturnNoted
+    | HeartbeatAck
+    | Retired
+    | Reserve
+    | Prefill
+    | Decode
+    | Abort
+    | BlockOrder
 )

@@ -21,6 +21,8 @@ from pathlib import Path
 from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
+compiling = logging.getLogger(f"{__name__}.compiling")
+"""says at INFO what is compiled, which may take a minute"""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 THIS_PROCESSOR = ("-march=native",)
@@ -95,6 +97,7 @@ def _processor() -> bytes:
 
 def _compile(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:
     """Under another name first: whoever compiles at the same time gets the same, and nobody a half."""
+    compiling.info("compiling %s for this machine, once", source.name)
     descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(descriptor)
     try:

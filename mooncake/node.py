@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from mooncake.config import Config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
+from mooncake.lives import Life
 from mooncake.messages import Role
 from mooncake.process_config import (
+    PASS_RECORD_BYTES,
     ConductorProcess,
     FrontProcess,
     MessengerProcess,
@@ -27,18 +29,18 @@ from mooncake.process_config import (
     StageProcess,
     WorkerProcess,
 )
-from mooncake.rundir import RunDirectory
+from mooncake.rundir import Run, RunDirectory
 from mooncake.sections import KVCacheConfig, MessengerConfig, WorkerConfig
 from mooncake.segments import check_memory, create_segment
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to supervise. `config` makes its JSON from the incarnation of the life that starts."""
+    """A process to supervise. `config` makes the JSON that a life of it is started with."""
 
     name: str
     module: str
-    config: Callable[[int], str]
+    config: Callable[[Life], str]
     pass_fds: tuple[int, ...] = ()
     drains: bool = False
     """SIGTERM lets it finish what it runs; SIGINT does not"""
@@ -75,6 +77,9 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
             update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
         )
         config = config.model_copy(update={"conductor": conductor})
+    has_api = config.role in ("all", "conductor", "front")
+    http_port = config.http.port or None if has_api else None
+    run_dir.describe(Run(config.role, config.conductor.endpoint, http_port))
     key = _cluster_key(config)
     parts = _parts(config, run_dir)
     check_memory([part.name for part in parts], config.kvcache)
@@ -165,9 +170,9 @@ def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
 
 
 def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:
-    def process(incarnation: int) -> str:
+    def process(life: Life) -> str:
         return FrontProcess(
-            cluster_key=key, config=config, name=name, incarnation=incarnation
+            cluster_key=key, config=config, name=name, incarnation=life.incarnation
         ).model_dump_json()
 
     return ChildSpec("front", "conductor.front.service", process)
@@ -182,42 +187,52 @@ def _part(
     num_local_workers: int,
 ) -> list[ChildSpec]:
     segment_fd = create_segment(part.name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
+    record_fd = _pass_record(part.name)
     if config.role == "all":
         event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
     else:
         event_endpoints = (f"tcp://{config.messenger.hosts[0]}:*",) * 2
 
-    def messenger(incarnation: int) -> str:
+    def messenger(life: Life) -> str:
         return MessengerProcess(
             cluster_key=key,
             settings=_messenger_of_part(config.messenger, index),
             security=config.security,
             kvcache=_of_part(config.kvcache, index),
             instance=part.name,
-            incarnation=incarnation,
+            incarnation=life.incarnation,
             worker_socket=sockets["worker"],
             peer_socket=sockets["peers"],
             event_endpoints=event_endpoints,
             segment_fd=segment_fd,
         ).model_dump_json()
 
-    def worker(incarnation: int) -> str:
+    def worker(life: Life) -> str:
         return WorkerProcess(
             cluster_key=key,
             config=config.model_copy(update={"worker": _worker_of_part(config.worker, index)}),
             role=part.role,
             instance=part.instance,
-            incarnation=incarnation,
+            incarnation=life.incarnation,
             messenger_socket=sockets["worker"],
             num_local_workers=num_local_workers,
             stage=part.stage,
             rank=part.rank,
+            previous_end=life.previous_end,
+            pass_record_fd=record_fd,
         ).model_dump_json()
 
     return [
         ChildSpec(f"{part.name}/messenger", "kvstore.service", messenger, pass_fds=(segment_fd,)),
-        ChildSpec(part.name, "workers.service", worker, drains=part.leads),
+        ChildSpec(part.name, "workers.service", worker, pass_fds=(record_fd,), drains=part.leads),
     ]
+
+
+def _pass_record(name: str) -> int:
+    """Memory in which a worker says whose pass it computes, for its next life (`workers.pass_record`)."""
+    descriptor = os.memfd_create(f"mooncake-{name}-pass")
+    os.ftruncate(descriptor, PASS_RECORD_BYTES)
+    return descriptor
 
 
 def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:

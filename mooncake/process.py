@@ -24,7 +24,9 @@ from typing import Literal, TypeVar
 import msgspec
 from pydantic import BaseModel
 
+from mooncake import native
 from mooncake.errors import ConfigError, MismatchError, ModelError
+from mooncake.log_writer import LogWriter
 
 STATUS_FD_VARIABLE = "MOONCAKE_STATUS_FD"
 LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
@@ -98,7 +100,10 @@ def child_main(
     with a traceback, and it is restarted.
     """
     level = os.environ.get(LOG_LEVEL_VARIABLE, "warning").upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    log_writer = LogWriter(sys.stderr)
+    logging.root.addHandler(log_writer)
+    logging.root.setLevel(level)
+    _report_compiling()
     _raise_descriptor_limit()
     config = config_type.model_validate_json(sys.stdin.readline())
     gc.freeze()  # the modules: to look through them would stop a worker for 100 ms every now and then
@@ -108,8 +113,23 @@ def child_main(
     except* (ConfigError, ModelError, MismatchError) as errors:
         message = _first_message(errors)
         report(Fatal(message))
+        log_writer.finish()
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(FATAL_EXIT_CODE)
+    finally:
+        log_writer.finish()
+
+
+class _Reporting(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        report(Progress(record.getMessage(), 0, 0))
+
+
+def _report_compiling() -> None:
+    """Whatever is logged: it is a reason to wait."""
+    native.compiling.addHandler(_Reporting())
+    native.compiling.setLevel(logging.INFO)
+    native.compiling.propagate = False
 
 
 def _raise_descriptor_limit() -> None:

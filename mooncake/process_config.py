@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator
 
 from mooncake.config import Config
 from mooncake.keys import ClusterKey
+from mooncake.lives import ProcessEnd
 from mooncake.messages import Role
 from mooncake.sections import KVCacheConfig, MessengerConfig, Section, SecurityConfig
 
@@ -91,10 +92,15 @@ class RankProcess(Section):
         return instance if self.size == 1 else f"{instance}.{self.number}"
 
 
+PASS_RECORD_BYTES = 1 << 16
+
+
 class WorkerProcess(_Process):
     """What a worker process is started with. `incarnation` grows with every start.
 
-    `instance` names all stages or ranks together, `messenger_socket` is this one's own.
+    `instance` names all stages or ranks together, `messenger_socket` is this one's own. `previous_end`: how
+    the life before ended, None for the first one. `pass_record_fd` is inherited: `PASS_RECORD_BYTES` of
+    memory that stays from life to life.
     """
 
     config: Config
@@ -105,6 +111,8 @@ class WorkerProcess(_Process):
     num_local_workers: int
     stage: StageProcess = StageProcess()
     rank: RankProcess = RankProcess()
+    previous_end: ProcessEnd | None = None
+    pass_record_fd: int | None = None
 
     @property
     def part(self) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import rich.console
-import rich.progress
 import rich.table
 
 from mooncake.checkpoint import open_checkpoint
@@ -26,6 +25,7 @@ from mooncake.node import ChildSpec
 from mooncake.process import Fatal, Measured, Progress
 from mooncake.process_config import WorkerProcess
 from mooncake.profile import DecodeCosts, PrefillCosts, Profile
+from mooncake.steps import Steps
 from mooncake.supervisor import Child
 
 STOP_S = 4.0
@@ -70,16 +70,15 @@ def _child(config: Config) -> Child:
 
 
 async def measure(child: Child) -> list[Measured]:
-    """All that the child measures; shows a progress bar. The child has ended when this returns or raises."""
+    """All that the child measures; shows how far it is. The child has ended when this returns or raises."""
     measured: list[Measured] = []
     fatal: str | None = None
-    with _progress() as progress:
-        task = progress.add_task("starting", total=None)
+    with Steps() as steps:
         try:
             async for item in child.start():
                 match item:
                     case Progress(phase, done, total):
-                        progress.update(task, description=phase, completed=done, total=total or None)
+                        steps.show(phase, done, total or None)
                     case Measured():
                         measured.append(item)
                     case Fatal(message):
@@ -93,17 +92,6 @@ async def measure(child: Child) -> list[Measured]:
         lines = "\n".join(child.last_lines)
         raise ProfileError(f"measuring ended with exit code {child.process.returncode}:\n{lines}")
     return measured
-
-
-def _progress() -> rich.progress.Progress:
-    return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-        console=rich.console.Console(stderr=True),
-        transient=True,
-    )
 
 
 async def _stop(child: Child) -> None:
@@ -200,12 +188,15 @@ def draw(made: Profile, path: Path) -> bool:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     for cached in sorted({point.second for point in made.prefill_points}):
         points = [point for point in made.prefill_points if point.second == cached]
-        fitted = [prefill.seconds(*prefill_quantities(point.first, cached)) for point in points]
+        fitted = [1000 * prefill.seconds(*prefill_quantities(point.first, cached)) for point in points]
         line = left.loglog([point.first for point in points], fitted, label=f"{cached:,.0f} cached")
         left.plot(
-            [point.first for point in points], [point.seconds for point in points], "o", c=line[0].get_color()
+            [point.first for point in points],
+            [1000 * point.seconds for point in points],
+            "o",
+            c=line[0].get_color(),
         )
-    left.set(xlabel="new tokens", ylabel="seconds", title="prefill: measured, and the fit")
+    left.set(xlabel="new tokens", ylabel="milliseconds", title="prefill: measured, and the fit")
     for batch_size in sorted({point.first for point in made.decode_points}):
         points = [point for point in made.decode_points if point.first == batch_size]
         fitted = [1000 * decode.seconds(batch_size, point.second) for point in points]
@@ -218,6 +209,8 @@ def draw(made: Profile, path: Path) -> bool:
         )
     right.set(xlabel="KV tokens", ylabel="milliseconds", title="one step of decoding")
     for axes in (left, right):
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(f"{made.model}, {made.dtype}, {made.engine}")

@@ -4,6 +4,7 @@ Owns: requests, their attempts, why an answer ends. Does not know: who serves th
 """
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -64,6 +65,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class Flow(NamedTuple):
+    """What gets an equal part where requests compete: a tenant, and in it an answer with all its choices."""
+
+    tenant: str
+    answer_id: str
+
+
 class Request(msgspec.Struct, frozen=True):
     """A prompt on its way through the cluster.
 
@@ -84,13 +92,20 @@ class Request(msgspec.Struct, frozen=True):
     slo_class: str = ""
     """whose SLOs it is promised; empty: those of all"""
     tenant: str = ""
-    """on whose behalf: tenants share an overloaded cluster fairly"""
+    """on whose behalf: tenants share the cluster fairly"""
+    answer_id: str = ""
+    """of the answer that it is one choice of; empty: it has no other"""
     num_output_tokens: Count = 0
     """the last so many of `token_ids` were drawn in earlier attempts: this one goes on behind them"""
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids) - self.num_output_tokens
+
+    @property
+    def flow(self) -> Flow:
+        """With which requests it shares its part of the cluster."""
+        return Flow(self.tenant, self.answer_id or self.request_id)
 
     @property
     def output(self) -> list[int]:

@@ -1,30 +1,47 @@
-"""The run directory: where a node's sockets live while it runs.
+"""The run directory: where a node's sockets live while it runs, and what the run is.
 
 It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a
 supervisor that was killed, and is removed by the next one. (One killed in its first instant leaves an empty
 `.mooncake-serve-starting-*`.)
+
+Owns: the directory, and how other programs of this user find it. Does not know: what the sockets are for.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+
+import msgspec
 
 from mooncake.errors import ConfigError
 
 PREFIX = "mooncake-serve-"
 STARTING_PREFIX = ".mooncake-serve-starting-"
 LOCK = "lock"
+FACTS = "run.json"
 LONGEST_SOCKET_PATH_BYTES = 107  # of `sockaddr_un`, its final zero not counted
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One running `mooncake-serve`."""
+
+    role: str
+    cluster: str
+    """the conductor's endpoint, which all runs of a cluster have in common and no other has on this host"""
+    http_port: int | None = None
+    """of the API, if the run has one and it was chosen by whoever started it"""
 
 
 class RunDirectory:
     """Context manager: creates the directory, removes it and everything in it at the end."""
 
     def __init__(self) -> None:
-        base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        base = _base()
         _remove_abandoned(base)
         # It gets the name by which others find it only once it is locked.
         try:
@@ -53,6 +70,12 @@ class RunDirectory:
             )
         return path
 
+    def describe(self, run: Run) -> None:
+        """Say what runs here, for `running`."""
+        unfinished = self.path / f"{FACTS}.unfinished"
+        unfinished.write_bytes(msgspec.json.encode(run))
+        unfinished.rename(self.path / FACTS)
+
     def remove(self) -> None:
         """It, and everything in it. What the context manager does at its end."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -65,6 +88,27 @@ class RunDirectory:
     ) -> None:
         self.remove()
         os.close(self._lock)
+
+
+def running() -> Iterator[tuple[Path, Run]]:
+    """The run directories of this user whose supervisors live and have described their runs."""
+    for path in sorted(_base().glob(f"{PREFIX}*/{FACTS}")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # just ended, or of another release
+            if path.stat().st_uid == os.getuid() and _is_locked(path.parent / LOCK):
+                yield path.parent, msgspec.json.decode(path.read_bytes(), type=Run)
+
+
+def _base() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _remove_abandoned(base: Path) -> None:

@@ -69,7 +69,9 @@ class HttpConfig(Section):
         description="host:port or [IPv6]:port of /metrics, /dashboard and /admin; default: beside the API",
     )
     admin_keys_file: Path | None = Field(
-        None, description="/dashboard and /admin at admin_listen need a key of this file; default: none"
+        None,
+        description="/dashboard and /admin need a key of this file; with api_keys_file and without this they"
+        " answer nobody",
     )
     context_cache_tokens: int = Field(
         1 << 17,
@@ -87,8 +89,6 @@ class HttpConfig(Section):
         _check_port("http.admin_listen", self.admin_listen)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("http.tls_cert and tls_key go together: name both or none")
-        if self.admin_keys_file is not None and self.admin_listen is None:
-            raise ValueError("http.admin_keys_file is for http.admin_listen: name that too")
         return self
 
 
@@ -185,7 +185,11 @@ class ConductorConfig(Section):
         pattern=ENDPOINT,
         description="where workers send tokens to (ZeroMQ); each front has its own",
     )
-    max_running_requests: int = Field(256, ge=1, description="requests beyond it get HTTP 429")
+    max_running_requests: int = Field(
+        256,
+        ge=1,
+        description="requests beyond it get HTTP 429, unless their API key has less than an equal part",
+    )
     ttft_slo_s: PositiveSeconds | None = Field(
         None, description="when a first token is due: prefill takes prompts in this order; default: arrival"
     )

@@ -27,7 +27,7 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
     kept_in = kvcache.segment_dir
     new = [name for name in names if kept_in is None or not _segment_path(kept_in, name).exists()]
     wanted = len(new) * int(kvcache.pool_bytes)
-    available = _available_bytes()
+    available = available_bytes()
     if available is not None and wanted > available:
         raise ConfigError(
             f"kvcache.pool_bytes: {len(new)} pools on this node take {wanted / GIB:.1f} GiB, "
@@ -35,7 +35,7 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
         )
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that this process may still take: the machine's, or its control group's if that is less."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

@@ -19,6 +19,7 @@ import msgspec
 
 from mooncake.config import Config
 from mooncake.console import Console
+from mooncake.lives import Life, ProcessEnd, end_of, num_oom_kills
 from mooncake.node import ChildSpec, plan_node
 from mooncake.process import (
     BEAT_S,
@@ -36,7 +37,6 @@ from mooncake.rundir import RunDirectory
 STOP_GRACE_S = 4.0
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-STEADY_AFTER_S = 60.0
 KILL_GRACE_S = 2.0
 NUM_LAST_LINES = 20
 LONGEST_LINE_BYTES = 1 << 14
@@ -96,14 +96,20 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.num_missed_beats: int | None = None
         """since it last gave a sign of life; None before its first one"""
+        self.end: ProcessEnd | None = None
+        """of the latest life that has ended"""
+        self.num_failed_starts = 0
+        """in a row: lives that ended by their own fault before they were ready"""
         self._log_level = log_level
         self._incarnation = 0
+        self._hung = False
         self._signal: signal.Signals | None = None
 
     async def start(self) -> AsyncIterator[Status | str]:
         """Start one life; yields its status messages and its output lines until it has ended."""
-        self.is_ready, self.num_missed_beats = False, None
+        self.is_ready, self.num_missed_beats, self._hung = False, None, False
         self.last_lines.clear()
+        num_oom_kills_before = num_oom_kills()
         status_read, status_write = os.pipe()
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -124,7 +130,8 @@ class Child:
         # stdin stays open: its end tells the child that the supervisor is gone.
         # Grows even when the clock is set back.
         self._incarnation = max(self._incarnation + 1, time.time_ns())
-        self.process.stdin.write(self.spec.config(self._incarnation).encode() + b"\n")
+        life = Life(self._incarnation, self.end)
+        self.process.stdin.write(self.spec.config(life).encode() + b"\n")
         queue: asyncio.Queue[Status | str | None] = asyncio.Queue()
         status_reader = await _pipe_reader(status_read)
         async with asyncio.TaskGroup() as readers:
@@ -140,8 +147,19 @@ class Child:
                     elif isinstance(item, str):
                         self.last_lines.append(item)
                     yield item
-        await self.process.wait()
+        returncode = await self.process.wait()
+        num_killed = num_oom_kills() - num_oom_kills_before
+        self.end = end_of(returncode, hung=self._hung, num_oom_kills=num_killed)
+        if self.is_ready:
+            self.num_failed_starts = 0
+        elif self.end is ProcessEnd.FAILED:
+            self.num_failed_starts += 1
         self.is_ready, self.num_missed_beats = False, None
+
+    @property
+    def backoff_s(self) -> float:
+        """The pause before the next life: it grows with every start that fails, and with nothing else."""
+        return min(FIRST_BACKOFF_S * 2.0 ** max(0, self.num_failed_starts - 1), LONGEST_BACKOFF_S)
 
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to the current life, and to one that is just being started."""
@@ -150,9 +168,10 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signum)
 
-    def kill(self) -> str:
-        """End the current life, whatever it does. Returns what that was, in the kernel's words."""
+    def end_hung(self) -> str:
+        """End the current life, which hangs. Returns what the process does, in the kernel's words."""
         assert self.process is not None
+        self._hung = True
         doing = _state(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
@@ -217,9 +236,7 @@ class Supervisor:
             waiting.cancel()
 
     async def _keep(self, child: Child) -> None:
-        backoff_s = FIRST_BACKOFF_S
         while not self._stop.is_set():
-            started_at_s = time.monotonic()
             async for item in child.start():
                 self._on_output(child, item)
             if self._stop.is_set():
@@ -229,12 +246,10 @@ class Supervisor:
                 self._fatal = self._fatal or f"{child.spec.name} cannot serve"
                 self._stop.set()
                 return
-            if time.monotonic() - started_at_s > STEADY_AFTER_S:
-                backoff_s = FIRST_BACKOFF_S
+            backoff_s = child.backoff_s
             self._console.died(child.spec.name, child.process.returncode, child.last_lines, backoff_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), backoff_s)
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
     async def _watch(self) -> None:
         """End children that hang or are stopped, once they serve: before that a large pool or model may well
@@ -251,7 +266,7 @@ class Supervisor:
                 child.num_missed_beats += 1
                 if child.num_missed_beats * BEAT_S > self._hang_timeout_s:
                     silence = f"no sign of life for {self._hang_timeout_s:g} s"
-                    self._console.line(child.spec.name, f"{silence} ({child.kill()}), ending it")
+                    self._console.line(child.spec.name, f"{silence} ({child.end_hung()}), ending it")
                     child.num_missed_beats = 0
 
     def _on_output(self, child: Child, item: Status | str) -> None:

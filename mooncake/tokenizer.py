@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from mooncake.byte_level import ByteLevelDetokenizer, pieces_of
 from mooncake.checkpoint import Checkpoint
 from mooncake.encoder import Encoder
-from mooncake.errors import ModelError, RequestError
+from mooncake.errors import ModelError, RequestError, first_line
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import build_tokenizer
 from mooncake.grammar import Vocabulary
@@ -26,6 +26,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character is at most four bytes, so the one in flight shows as at most three replacement characters.
 _MAX_CHARS_IN_FLIGHT = 3
 _CONTEXT_TOKENS = 8
+# Several times what the longest tokens have; the encoder is tried on every beginning of every added token.
+_MAX_TOKEN_CHARS = 1024
+_MAX_ADDED_CHARS_SQUARED = 1 << 26
 _MAX_WINDOW_TOKENS = 16  # while text flows
 _MAX_BROKEN_TOKENS = 32  # when so many tokens end in replacement characters, the bytes are not UTF-8 at all
 
@@ -226,23 +229,62 @@ class IncrementalDetokenizer:
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer that comes with `checkpoint`. Raises ModelError if there is none or it is damaged."""
-    if checkpoint.path.suffix == ".gguf" and checkpoint.path.is_file():
-        wrapped = _from_gguf(checkpoint)
-    else:
-        wrapped = _from_directory(checkpoint)
-    eos_token_ids = checkpoint.eos_token_ids
-    if not eos_token_ids and wrapped.eos_token_id is not None:
-        eos_token_ids = (wrapped.eos_token_id,)
-    return Tokenizer(wrapped, eos_token_ids)
+    is_gguf = checkpoint.path.suffix == ".gguf" and checkpoint.path.is_file()
+    try:
+        wrapped = _from_gguf(checkpoint) if is_gguf else _from_directory(checkpoint)
+        _check(checkpoint, wrapped)
+        eos_token_ids = checkpoint.eos_token_ids
+        if not eos_token_ids and wrapped.eos_token_id is not None:
+            eos_token_ids = (wrapped.eos_token_id,)
+        return Tokenizer(wrapped, eos_token_ids)
+    except ModelError:
+        raise
+    except BaseException as error:  # `tokenizers` raises bare Exception for a damaged file, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(
+            f"{checkpoint.path} has no tokenizer that can be loaded ({first_line(error)}); put tokenizer.json"
+            " beside config.json"
+        ) from None
 
 
 def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
     """The tokens that grammars choose from, without transformers where it is not needed."""
-    vocab_size = int(checkpoint.config["vocab_size"])
+    vocab_size = checkpoint.model.vocab_size
     file = checkpoint.path / "tokenizer.json"
     if checkpoint.eos_token_ids and file.is_file():
         return Vocabulary(Backend.from_file(str(file)), checkpoint.eos_token_ids, vocab_size)
     return load_tokenizer(checkpoint).vocabulary(vocab_size)
+
+
+def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
+    """Refuse a tokenizer that writes texts with tokens that the model has no weights for, or that would take
+    more than it is worth.
+
+    Added tokens may lie beyond: some publishers add a padding token. A request that has one is refused.
+    """
+    path, backend = checkpoint.path, wrapped.backend_tokenizer
+    plain: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    largest = max(plain.values(), default=-1)
+    if largest >= checkpoint.model.vocab_size:
+        raise ModelError(
+            f"{path}: the tokenizer has tokens up to id {largest}, but vocab_size is"
+            f" {checkpoint.model.vocab_size}: they do not belong to one model"
+        )
+    if not plain:
+        raise ModelError(f"{path}: the tokenizer has no tokens")
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
+    if longest > _MAX_TOKEN_CHARS:
+        raise ModelError(
+            f"{path}: a token of the tokenizer has {longest} characters, expected at most {_MAX_TOKEN_CHARS}"
+        )
+    added = backend.get_added_tokens_decoder().values()
+    if sum(len(token.content) ** 2 for token in added) > _MAX_ADDED_CHARS_SQUARED:
+        raise ModelError(f"{path}: the tokenizer's {len(added)} added tokens are too many of that length")
+    template = wrapped.chat_template
+    templates = template.values() if isinstance(template, dict) else [template]
+    if not all(isinstance(each, str | None) for each in templates):
+        raise ModelError(f"{path}: its chat template is {type(template).__name__}, expected text")
 
 
 def _from_gguf(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":
@@ -268,16 +310,10 @@ def _from_directory(checkpoint: Checkpoint) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = checkpoint.path
-    try:
-        if (path / "tokenizer.json").is_file():
-            # The published file as it is; AutoTokenizer rebuilds some families' from its own idea of them.
-            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        wrapped = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # `tokenizers` raises bare Exception for a damaged file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
-        raise ModelError(
-            f"{path} has no tokenizer that can be loaded ({reason}); put tokenizer.json beside config.json"
-        ) from error
+    if (path / "tokenizer.json").is_file():
+        # The published file as it is; AutoTokenizer rebuilds some families' from its own idea of them.
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    wrapped = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not isinstance(wrapped, PreTrainedTokenizerFast):
         raise ModelError(
             f"{path}: its tokenizer has no tokenizer.json form; convert it with transformers first"

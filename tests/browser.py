@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.debian import environment
+from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 
 PROGRAM = "usr/lib/chromium/chromium"
-DEADLINE_S = 60.0
 FLAGS = [
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-sync"),

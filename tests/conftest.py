@@ -1,6 +1,13 @@
-"""Where there is no GPU, its kernels run in Triton's interpreter, which must be said before their import."""
+"""What must be said before the first import of what it concerns.
+
+Tests share the machine with one another: each process computes on one core, as those do that it starts. Where
+there is no GPU, its kernels run in Triton's interpreter.
+"""
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

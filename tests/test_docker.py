@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from mooncake.config import load_config
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
@@ -29,7 +30,10 @@ def instructions(path: Path) -> list[list[str]]:
 def test_dockerfiles_keep_the_rules(path: Path) -> None:
     linter = Path(sys.executable).parent / "hadolint"
     done = subprocess.run(
-        [linter, "--config", DOCKER / "hadolint.yaml", path], capture_output=True, text=True, timeout=60
+        [linter, "--config", DOCKER / "hadolint.yaml", path],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

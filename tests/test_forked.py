@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).parent.parent
 LEAVES_ONE = """
 import time
@@ -19,7 +21,7 @@ def test_what_a_process_has_left_is_ended_with_it() -> None:
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=True,
     )
     assert not Path(f"/proc/{int(ended.stdout)}").exists()

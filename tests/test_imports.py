@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"mooncake", "conductor", "workers", "messenger", "kvstore", "kernels", "benchmarks", "tests"}
 ALLOWED = {
@@ -92,7 +94,12 @@ def test_transformers_does_not_take_our_kernels_for_another() -> None:
         "import transformers, kernels; print(kernels.__version__, transformers.utils.is_kernels_available())"
     )
     result = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", probe],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
     )
     assert result.stdout.split() == ["0.0.0", "False"]
 
@@ -100,7 +107,12 @@ def test_transformers_does_not_take_our_kernels_for_another() -> None:
 def test_a_worker_on_a_cpu_needs_no_triton() -> None:
     probe = "import sys; sys.modules['triton'] = None; import workers.service; print('fine')"
     result = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", probe],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert result.stdout.split() == ["fine"], result.stderr
 
@@ -115,6 +127,11 @@ def test_the_engine_and_the_kernels_need_only_torch_numpy_and_triton() -> None:
         "print('fine')"
     )
     result = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", probe],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert result.stdout.split() == ["fine"], result.stderr

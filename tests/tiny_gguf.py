@@ -34,9 +34,16 @@ def tiny_tensors(num_layers: int = 2) -> Tensors:
 
 
 def write_tiny_gguf(
-    path: Path, architecture: str = "llama", tensors: Tensors | None = None, **metadata: Any
+    path: Path,
+    architecture: str = "llama",
+    tensors: Tensors | None = None,
+    encoding: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **metadata: Any,
 ) -> Path:
-    """A model file of 2 layers. `metadata` adds or replaces keys (None: removes), `__` stands for `.`."""
+    """A model file of 2 layers. `metadata` adds or replaces keys (None: removes), `__` stands for `.`.
+
+    Matrices are written in `encoding`, for which the writer must have a quantiser.
+    """
     fields: dict[str, Any] = {
         f"{architecture}.block_count": 2,
         f"{architecture}.context_length": 256,
@@ -64,7 +71,10 @@ def write_tiny_gguf(
             case list():
                 writer.add_array(key, value)
     for name, values in (tiny_tensors() if tensors is None else tensors).items():
-        writer.add_tensor(name, values)
+        if values.ndim == 2 and encoding is not gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, gguf.quantize(values, encoding), raw_dtype=encoding)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

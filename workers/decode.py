@@ -28,6 +28,7 @@ from mooncake.messages import (
     Decode,
     DecodeLoad,
     Finished,
+    Joining,
     Refused,
     Reserve,
     Reserved,
@@ -48,6 +49,7 @@ from workers.iterations import Iterations
 from workers.jobs import Jobs, see_out, together
 from workers.rank_messages import AwaitArrival, Held, Hold, Keep, LetGo, Load, Restore, Save, Work
 from workers.reserving import reserve_prompt
+from workers.reserving_turns import ReservingTurns
 from workers.sealing import Sealer
 from workers.sequence import Sequence
 
@@ -93,9 +95,13 @@ class DecodeRunner:
         """of a batch that gives way"""
         self._numbers = itertools.count()
         self._now_s = asyncio.get_running_loop().time
-        self._reserving = asyncio.Lock()  # first come, first served
+        self._reserving = ReservingTurns(
+            pool.num_pages,
+            lambda: ((held.request.flow, held.num_reserved_pages) for held in self._sequences.values()),
+        )
         self._orders: dict[Ref, asyncio.Future[Decode]] = {}
         self._sequences: dict[Ref, Sequence] = {}
+        self._joining: list[Joining] = []
 
     @property
     def num_waiting(self) -> int:
@@ -111,6 +117,14 @@ class DecodeRunner:
     def load(self) -> DecodeLoad:
         """With what is reserved, and what waits."""
         return self._double_check.load(self._sequences.values())
+
+    def take_joining(self) -> list[Joining]:
+        """How requests have come along on their way into the batch since this was last asked."""
+        joining, self._joining = self._joining, []
+        return joining
+
+    def _note_joining(self, sequence: Sequence) -> None:
+        self._joining.append(Joining(sequence.ref, sequence.arrival_s, sequence.joining_s))
 
     def reserve(self, order: Reserve) -> None:
         """Take on a request: first its pages. `Jobs.cancel` stops it and gives everything back."""
@@ -165,7 +179,7 @@ class DecodeRunner:
         grammar = await self._executor.follow(request.sampling.grammar)
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, came_s=now_s)
-        sequence.tbt_slo_s = order.tbt_slo_s
+        sequence.tbt_slo_s, sequence.must_be_alone = order.tbt_slo_s, order.alone
         self._sequences[ref] = sequence
         self._orders[ref] = asyncio.get_running_loop().create_future()
         try:
@@ -195,7 +209,8 @@ class DecodeRunner:
         The TBT is checked before the first token leaves (section 3): with what is decoded then, which the
         Conductor could only predict.
         """
-        async with self._reserving:
+        num_pages = -(-len(order.request.token_ids) // self._executor.kv.page_size)
+        async with self._reserving.turn(order.request.flow, num_pages):
             grant, held = await self._with_others(
                 self._reserve(sequence), lambda: Hold(sequence.number, order.request)
             )
@@ -222,6 +237,7 @@ class DecodeRunner:
         await self._emit([sequence.newest_output])
         await self._wait_arrived(sequence)
         sequence.arrived_s = self._now_s()
+        self._note_joining(sequence)
         if sequence.finish_reason is None:
             self._batch.enter(sequence)
 
@@ -269,7 +285,9 @@ class DecodeRunner:
             if sequence.error is None:
                 await self._load(sequence)
                 self._batch.join(sequence)
-                sequence.joined_s = sequence.joined_s or self._now_s()
+                if sequence.joined_s is None:
+                    sequence.joined_s = self._now_s()
+                    self._note_joining(sequence)
                 self._changed.set()
                 await self._release(sequence)
             await sequence.left.wait()
@@ -357,6 +375,7 @@ class DecodeRunner:
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
             await self._pool.release(reservation.reservation_id)
+            self._reserving.look_again()
         if self._followers is not None:
             await self._followers.call(LetGo(sequence.number))
 
@@ -372,6 +391,7 @@ class DecodeRunner:
                 if sequence.finish_reason is not None:
                     continue  # it had been planned before its last token was known
                 sequence.tokens.append(token)
+                sequence.must_be_alone = False
                 sequence.newest_logprobs = iteration.logprobs.get(row)
                 if sequence.grammar is not None and sequence.grammar.error is not None:
                     sequence.error = GrammarError(f"the grammar failed: {sequence.grammar.error}")
@@ -385,7 +405,7 @@ class DecodeRunner:
     def _plan(self) -> None:
         if self._resumption is not None:
             self._resumption.cancel()
-        ready = self._batch.plan()
+        ready = _sharing(self._batch.plan())
         if not ready:
             self.meter.idle()
             return
@@ -396,3 +416,11 @@ class DecodeRunner:
         elif not is_running:
             self.meter.gives_way()
             self._resumption = asyncio.get_running_loop().call_later(left_s, self._changed.set)
+
+
+def _sharing(ready: list[Sequence]) -> list[Sequence]:
+    """Who shares the next iteration: one that must be alone, or all others."""
+    for sequence in ready:
+        if sequence.must_be_alone and not sequence.is_in_flight:
+            return [sequence]
+    return [sequence for sequence in ready if not sequence.must_be_alone]

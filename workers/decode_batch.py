@@ -1,8 +1,10 @@
 """Who is decoded next: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
 First come, first served, but a step of the priority number is worth a minute: whoever came first by that is
-admitted first and preempted last, so nobody starves. A sequence that gets no page sits an iteration out
-while others' pages are about to come free.
+admitted first and preempted last, so nobody starves. Among sequences of one priority tenants have equal parts
+of the batch, and so have a tenant's answers (`workers.batch_shares`): who has less is admitted first, and if
+the batch is full, who has more is preempted for it. A sequence that gets no page sits an iteration out while
+others' pages are about to come free.
 
 Owns: the batch and who has which pages of the device. Does not know: tokens, time, how anything is copied
 or computed.
@@ -11,6 +13,7 @@ or computed.
 from bisect import insort
 from operator import attrgetter
 
+from workers.batch_shares import BatchShares
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 from workers.sequence import Sequence, SequenceState
 
@@ -88,8 +91,7 @@ class DecodeBatch:
 
     def _grow(self) -> list[Sequence]:
         ready = []
-        num_coming = sum(len(sequence.pages) for sequence in self._leaving)
-        num_coming += sum(len(sequence.pages) for sequence in self._running if sequence.ends_in_flight)
+        num_coming = self._num_coming_pages
         for sequence in list(self._running):
             if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
                 continue
@@ -103,36 +105,96 @@ class DecodeBatch:
             num_coming -= num_missing
         return ready
 
+    @property
+    def _num_coming_pages(self) -> int:
+        """Pages of sequences that are about to end, or have left."""
+        ending = (sequence for sequence in self._running if sequence.ends_in_flight)
+        return sum(len(sequence.pages) for sequence in (*self._leaving, *ending))
+
+    @property
+    def _newest_first(self) -> list[Sequence]:
+        """Those that can be preempted."""
+        return [sequence for sequence in reversed(self._running) if not sequence.ends_in_flight]
+
     def _make_room(self, sequence: Sequence) -> int:
-        """The last in rank gives way; it may be `sequence` itself. How many pages come free by that."""
-        newest = next(other for other in reversed(self._running) if not other.ends_in_flight)
-        if newest is sequence and self._loading:
+        """Preempt one, so that `sequence` can grow; it may be `sequence` itself. How many pages come free.
+
+        The newest of those that have more; else of all but those that have less.
+        """
+        shares = self._shares()
+        others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
+        if not others:
+            others = [other for other in self._newest_first if not shares.yields(sequence, other, 0, 0)]
+        last = others[0]
+        if last is sequence and self._loading:
             return 0  # these are about to run
         if len(self._running) == 1:
             self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
             return 0
-        self.leave(newest)
-        return len(newest.pages)
+        self.leave(last)
+        return len(last.pages)
 
     def _fail(self, sequence: Sequence, num_pages: int) -> None:
         sequence.error = OutOfPages(num_pages, self._kv.num_free_pages, self._kv.num_pages)
         self.leave(sequence)
         sequence.admitted.set()
 
+    # -- admission ----------------------------------------------------------------------------------
+
     def _admit(self) -> None:
         """In order, while batch and pages allow it. One page is left to grow."""
         kv = self._kv
-        while self._waiting and len(self._running) + len(self._loading) < self._max_batch:
-            sequence = self._waiting[0]
-            num_pages = sequence.num_pages_needed(kv.page_size)
-            num_others = len(self._running) + len(self._loading) + len(self._leaving)
-            if kv.num_free_pages < num_pages + (num_others > 0):
-                if not num_others:
-                    self._fail(sequence, num_pages)
-                    continue
+        while self._waiting:
+            sequence = self._first_waiting()
+            is_first = not (self._running or self._loading or self._leaving)
+            num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
+            if is_first and kv.num_free_pages < num_pages:
+                self._fail(sequence, num_pages)
+                continue
+            if self._lacks_slot or kv.num_free_pages < num_pages:
+                for other in self._preempted_for(sequence, num_pages):
+                    self.leave(other)
+            if self._lacks_slot or kv.num_free_pages < num_pages:
                 return
             self._waiting.remove(sequence)
-            sequence.pages = kv.allocate(num_pages)
+            sequence.pages = kv.allocate(num_pages - (not is_first))
             sequence.state = SequenceState.LOADING
             self._loading.append(sequence)
             sequence.admitted.set()
+
+    @property
+    def _lacks_slot(self) -> bool:
+        return len(self._running) + len(self._loading) >= self._max_batch
+
+    def _first_waiting(self) -> Sequence:
+        """Of those with the priority of the first in rank, the first whose tenant, and answer, has least."""
+        if len(self._waiting) == 1:
+            return self._waiting[0]
+        priority, shares = self._waiting[0].request.priority, self._shares()
+        equals = (sequence for sequence in self._waiting if sequence.request.priority == priority)
+        return min(equals, key=shares.parts)
+
+    def _preempted_for(self, claim: Sequence, num_pages: int) -> list[Sequence]:
+        """So many that `claim` gets a slot and so many pages when these have left; none if that cannot be.
+
+        Each time the newest of those that have most.
+        """
+        shares, chosen = self._shares(), list[Sequence]()
+        num_slots = len(self._running) + len(self._loading)
+        num_slots -= sum(sequence.ends_in_flight for sequence in self._running)
+        num_free = self._kv.num_free_pages + self._num_coming_pages
+        left = self._newest_first
+        while num_slots >= self._max_batch or num_free < num_pages:
+            yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]
+            if not yielding:
+                return []
+            other = max(yielding, key=shares.parts)
+            left.remove(other)
+            shares.remove(other)
+            chosen.append(other)
+            num_slots -= 1
+            num_free += len(other.pages)
+        return chosen
+
+    def _shares(self) -> BatchShares:
+        return BatchShares([*self._running, *self._loading], self._max_batch, self._kv.num_pages)

@@ -19,6 +19,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.jobs import see_out
 from workers.layerwise import LayerTransfers, PassPart
+from workers.pass_record import PassRecord
 
 T = TypeVar("T")
 
@@ -30,10 +31,17 @@ class CancelledOnDevice(Exception):
 class Executor:
     """Runs a model on its device, one call after the other."""
 
-    def __init__(self, model: DecoderModel, kv: DeviceKVCache, grammars: Grammars | None = None) -> None:
-        """Without `grammars` no request may have one."""
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: DeviceKVCache,
+        grammars: Grammars | None = None,
+        record: PassRecord | None = None,
+    ) -> None:
+        """Without `grammars` no request may have one. `record`: where it stands whose pass is computed."""
         self.model = model
         self.kv = kv
+        self.record = record or PassRecord()
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
 

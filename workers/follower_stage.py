@@ -29,8 +29,13 @@ class FollowerStage(Stage):
             for chunk, job in zip(chunks, jobs, strict=True)
         ]
         are_computed = [False] * len(parts)
+
+        def follow_recorded() -> list[bool]:
+            with self.recorded(jobs):
+                return self._follow_on_device(parts, announced.are_last)
+
         try:
-            are_computed = await self._executor.run(lambda: self._follow_on_device(parts, announced.are_last))
+            are_computed = await self._executor.run(follow_recorded)
         except CancelledOnDevice:
             pass
         finally:

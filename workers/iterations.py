@@ -19,6 +19,7 @@ import numpy as np
 from mooncake.requests import TokenLogprobs
 from workers.draws import Draws, Row
 from workers.engine.batch import Batch, Chunk
+from workers.engine.tensor_parallel import RankLost
 from workers.executor import Executor
 from workers.followers import Followers
 from workers.jobs import see_out
@@ -68,9 +69,11 @@ class Iteration:
 
     def run(self) -> None:
         """On the device thread, then. The other ranks begin it when they hear of it."""
-        if self._followers is not None:
-            self._followers.announce(_announced(self._batch))
-        self.tokens, self.logprobs = self._executor.decode(self._batch, self._draws)
+        refs = [sequence.ref for sequence in self.sequences]
+        with self._executor.record.computing(refs, expected=RankLost):
+            if self._followers is not None:
+                self._followers.announce(_announced(self._batch))
+            self.tokens, self.logprobs = self._executor.decode(self._batch, self._draws)
         self.ended_s = time.perf_counter()
 
 

@@ -5,17 +5,21 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from mooncake.errors import MooncakeError
 from mooncake.requests import Ref
+from workers.engine.tensor_parallel import RankLost
+from workers.pass_record import PassRecord
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Jobs:
-    """Runs coroutines in a `TaskGroup`, one a `Ref`; an unexpected error in one ends the group."""
+    """Runs coroutines in a `TaskGroup`, one a `Ref`; an unexpected error in one ends the group, and `record`
+    says whose work it was."""
 
-    def __init__(self, group: asyncio.TaskGroup) -> None:
-        self._group = group
+    def __init__(self, group: asyncio.TaskGroup, record: PassRecord | None = None) -> None:
+        self._group, self._record = group, record or PassRecord()
         self._tasks: dict[Ref, asyncio.Task[None]] = {}
 
     @property
@@ -25,9 +29,18 @@ class Jobs:
 
     def start(self, ref: Ref, work: Coroutine[Any, Any, None]) -> None:
         """Start the work named `ref`; a name is used once."""
-        task = self._group.create_task(work, name=f"{ref.request_id}/{ref.attempt}")
+        task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")
         self._tasks[ref] = task
         task.add_done_callback(lambda _: self._tasks.pop(ref, None))
+
+    async def _do(self, ref: Ref, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (MooncakeError, RankLost):
+            raise
+        except Exception:
+            self._record.blame([ref])
+            raise
 
     def cancel(self, ref: Ref) -> None:
         """Cancel the work, once; unknown work has just ended."""

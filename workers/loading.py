@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from mooncake.blocks import KVLayout
+from mooncake.blocks import DTYPE_BYTES, KVDtype, KVLayout
 from mooncake.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
 from mooncake.errors import ConfigError, ModelError
 from mooncake.grammar import Grammars
@@ -19,6 +19,7 @@ from mooncake.process_config import (
     WorkerProcess,
 )
 from mooncake.sections import KVCacheConfig
+from mooncake.segments import GIB, available_bytes
 from mooncake.tokenizer import load_vocabulary
 from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache
@@ -28,6 +29,8 @@ from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.tensor_parallel import kv_heads_of
 from workers.engine.weights import WeightsError
 from workers.executor import Executor
+from workers.model_spec import spec_of
+from workers.pass_record import PassRecord
 from workers.weights import iter_weights
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,9 +57,11 @@ def heads_of(spec: ModelSpec, rank: RankProcess) -> list[range]:
     return [kv_heads_of(spec, number, rank.size) for number in range(rank.size)]
 
 
-def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess) -> Executor:
+def load_executor(
+    checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess, record: PassRecord | None = None
+) -> Executor:
     """Load the layers of this stage, this rank's part of them, and allocate the device's KVCache. `layout` is
-    the whole model's.
+    the whole model's. `record`: where the executor says whose pass it computes.
 
     Blocks for seconds to minutes, reports progress.
     """
@@ -64,13 +69,13 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
     device = pick_device(config.worker.device, rank)
     dtype = TORCH_DTYPES[layout.dtype]
     try:
-        spec = ModelSpec.from_hf_config(checkpoint.config)
-        _check_layout(spec, layout)
+        spec = spec_of(checkpoint.model)
         layers = layers_of_stage(spec.num_layers, process.stage)
         window = layer_window(process, layers, device)
         num_pages = _num_device_pages(
             config.kvcache, layout.of_layers(layers).of_heads(heads_of(spec, rank)[0]), window
         )
+        _check_memory(checkpoint, len(layers) / spec.num_layers / rank.size, layout.dtype, device)
         shard = shard_of(rank.number, rank.size, device) if rank.size > 1 else None
         model = DecoderModel(spec, layers, dtype, device, shard=shard)
         _set_num_threads(model, config.worker.num_threads, process.num_local_workers)
@@ -85,15 +90,21 @@ def load_executor(checkpoint: Checkpoint, layout: KVLayout, process: WorkerProce
     )
     if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
         warm_up(model, kv)
-    return Executor(model, kv, Grammars(lambda: load_vocabulary(checkpoint)))
+    return Executor(model, kv, Grammars(lambda: load_vocabulary(checkpoint)), record)
 
 
-def _check_layout(spec: ModelSpec, layout: KVLayout) -> None:
-    """The cluster's idea of a block, which comes from the configuration alone, must be the engine's."""
-    engine = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    cluster = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
-    if engine != cluster:
-        raise ModelError(f"config.json is ambiguous: layers, KV heads and head_dim are {cluster} or {engine}")
+def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
+    """Refuse weights, of which this is some `share`, that the device has no memory for.
+
+    The kernel would end some process instead.
+    """
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    needed = checkpoint.model.num_parameters * share * DTYPE_BYTES[dtype]
+    if available is not None and needed > available:
+        raise ModelError(
+            f"{checkpoint.name}: its weights take {needed / GIB:.1f} GiB in {dtype},"
+            f" {available / GIB:.1f} GiB of memory are available ({device.type})"
+        )
 
 
 def layer_window(process: WorkerProcess, layers: range, device: torch.device) -> int | None:

@@ -4,12 +4,14 @@ Owns: the HTTP listener, in a thread of its own. Does not know: what is measured
 """
 
 import errno
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,9 +22,11 @@ from prometheus_client import (
 )
 
 from mooncake.config import host_and_port
+from mooncake.crowd import Crowd
 from mooncake.errors import ConfigError
 from mooncake.instance_metrics import InstanceReport, instance_text
 
+MOST_CONNECTIONS = 8
 _CLIENT_TIMEOUT_S = 5.0
 
 
@@ -42,13 +46,12 @@ def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     try:
-        server = ThreadingHTTPServer(
+        server = _Server(
             host_and_port(address), partial(_Handler, registry, model_name, status), bind_and_activate=True
         )
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise ConfigError(f"worker.metrics_listen: {address} {reason}; choose another") from None
-    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
@@ -57,6 +60,32 @@ def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Has few connections, and a thread for each; one more ends the oldest."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._lock = threading.Lock()
+        self._crowd = Crowd[socket.socket](MOST_CONNECTIONS, _end)
+        super().__init__(*arguments, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._crowd.enter(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._crowd.leave(request)
+        super().shutdown_request(request)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has gone already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -97,8 +97,17 @@ class PrefillRunner:
     async def _prefill(self, order: Prefill) -> None:
         now_s = asyncio.get_running_loop().time()
         request = order.request
-        queued = self._queue.add(len(request.token_ids), order.time_left_s, now_s, request.priority)
-        stage = self._stage
+        stage, num_tokens = self._stage, len(request.token_ids)
+        num_reusable = min(order.num_reusable_blocks * stage.page_size, num_tokens - 1)
+        queued = self._queue.add(
+            num_tokens,
+            order.time_left_s,
+            now_s,
+            request.priority,
+            request.flow,
+            num_reusable,
+            is_alone=order.alone,
+        )
         job = stage.job(next(self._job_ids), order, queued)
         self._job_of[queued] = job
         try:

@@ -9,17 +9,24 @@ Prompts pass through three states; only READY ones are computed:
 A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a rank of its own that does
 not move, and sooner or later all prompts that arrive have later ones, of whatever priority: none starves.
 
+Where it is the turn of a prompt without a deadline, one of the same priority without one may have the turn
+instead: these share them fairly between tenants and answers (`workers.fair_order`).
+
 Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
 """
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
 from mooncake.aging import due_s, standing_s
+from mooncake.requests import Flow
+from workers.fair_order import FairOrder
 
+_UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
 """so many passes' worth of prompts are admitted: one that is computed, one that is being prepared"""
 
@@ -52,6 +59,14 @@ class QueuedPrompt(Progress):
     priority: int = 0
     deadline_s: float
     arrival: int
+    flow: Flow = _UNNAMED
+    shares_turns: bool = False
+    """it has no deadline of its own"""
+    num_reusable: int = 0
+    """tokens that are expected to need no computation, while it is not known"""
+    start: float = 0.0
+    """in virtual time"""
+    is_alone: bool = False
     state: PromptState = PromptState.WAITING
     chunk_ends: Sequence[int] = field(default=())
     """in tokens of the prompt; the last one is its end"""
@@ -60,6 +75,11 @@ class QueuedPrompt(Progress):
     def num_left_of_chunk(self) -> int:
         """Tokens up to the next of `chunk_ends`."""
         return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that are still to be computed, as far as known."""
+        return self.num_left if self.state is PromptState.READY else self.num_tokens - self.num_reusable
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -87,8 +107,8 @@ class PrefillQueue:
     """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens, rounded down to a
     multiple of `multiple`.
 
-    No further prompt comes to a pass of `saturating_tokens` (default: `prefill_chunk`) or more: where a
-    larger one is no faster, prompts that share it only wait for one another.
+    Further prompts come to a pass up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger
+    one is no faster, prompts that share it only wait for one another.
 
     A share that begins at a multiple of `multiple` tokens, and does not end its prompt, ends at one.
     """
@@ -105,22 +125,40 @@ class PrefillQueue:
         self._cut, self._multiple = cut, multiple
         self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
         self._prompts: list[QueuedPrompt] = []
+        self._fair_order = FairOrder()
         self._num_arrived = 0
 
     def add(
-        self, num_tokens: int, time_left_s: float | None, now_s: float, priority: int = 0
+        self,
+        num_tokens: int,
+        time_left_s: float | None,
+        now_s: float,
+        priority: int = 0,
+        flow: Flow = _UNNAMED,
+        num_reusable: int = 0,
+        *,
+        is_alone: bool = False,
     ) -> QueuedPrompt:
-        """A prompt whose first token is due in `time_left_s`; what is overdue is due now."""
+        """A prompt whose first token is due in `time_left_s`; what is overdue is due now. One that `is_alone`
+        shares no pass."""
         self._num_arrived += 1
-        deadline_s = due_s(time_left_s, now_s)
-        prompt = QueuedPrompt(num_tokens, priority=priority, deadline_s=deadline_s, arrival=self._num_arrived)
+        prompt = QueuedPrompt(
+            num_tokens,
+            priority=priority,
+            deadline_s=due_s(time_left_s, now_s),
+            arrival=self._num_arrived,
+            flow=flow,
+            shares_turns=time_left_s is None,
+            num_reusable=num_reusable,
+            is_alone=is_alone,
+        )
         self._insert(prompt)
         return prompt
 
     def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
         """It can be computed, from token `num_done` on; also one that had been removed."""
-        self.remove(prompt)
-        self._insert(prompt)
+        if prompt not in self._prompts:
+            self._insert(prompt)
         prompt.num_done, prompt.state = num_done, PromptState.READY
         prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
 
@@ -128,14 +166,24 @@ class PrefillQueue:
         """Idempotent."""
         if prompt in self._prompts:
             self._prompts.remove(prompt)
+            self._fair_order.leave(prompt)
 
     def _insert(self, prompt: QueuedPrompt) -> None:
         bisect.insort(self._prompts, prompt, key=lambda queued: queued.rank)
+        self._fair_order.enter(prompt)
+
+    def _in_order(self) -> list[QueuedPrompt]:
+        sharing: defaultdict[int, list[QueuedPrompt]] = defaultdict(list)
+        for prompt in self._prompts:
+            if prompt.shares_turns:
+                sharing[prompt.priority].append(prompt)
+        turns = {priority: iter(self._fair_order.ordered(prompts)) for priority, prompts in sharing.items()}
+        return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
 
     def next_to_admit(self) -> QueuedPrompt | None:
         """The first prompt that waits, unless those before it are work enough for the next passes."""
         num_ahead = 0
-        for prompt in self._prompts:
+        for prompt in self._in_order():
             if num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
                 return None
             if prompt.state is PromptState.WAITING:
@@ -144,14 +192,22 @@ class PrefillQueue:
         return None
 
     def plan(self) -> list[Share]:
-        """The next pass: as many tokens of each prompt in turn as there is room for. May be empty."""
-        shares, num_taken = [], 0
-        for prompt in self._prompts:
+        """The next pass, which is to be computed: as many tokens of each prompt in turn as there is room for.
+
+        May be empty.
+        """
+        shares, num_taken = list[Share](), 0
+        for prompt in self._in_order():
+            if shares and (prompt.is_alone or shares[0].prompt.is_alone):
+                continue
             if prompt.state is PromptState.READY and num_taken < self._saturating_tokens:
-                num_tokens = self._num_next(prompt, self._prefill_chunk - num_taken)
+                most = self._saturating_tokens if shares else self._prefill_chunk
+                num_tokens = self._num_next(prompt, most - num_taken)
                 if num_tokens:
                     shares.append(Share(prompt, num_tokens))
                     num_taken += num_tokens
+        for share in shares:
+            self._fair_order.computed(*share)
         return shares
 
     def _num_next(self, prompt: QueuedPrompt, room: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from workers.engine.batch import Chunk
+from workers.engine.tensor_parallel import RankLost
 from workers.executor import Executor
 from workers.follower_stage import FollowerStage
 from workers.held_sequences import HeldSequences
@@ -97,4 +98,5 @@ class RankRunner(StageRunner):
 
     def _decode(self, announced: DecodePass) -> None:
         chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
-        self._executor.model.forward(self._executor.prepare(chunks), self._executor.kv)
+        with self._executor.record.computing(None, expected=RankLost):  # only the leader knows whose it is
+            self._executor.model.forward(self._executor.prepare(chunks), self._executor.kv)

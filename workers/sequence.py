@@ -61,6 +61,8 @@ class Sequence:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """it has left the batch, its tokens have left for the front, and nothing computes with its pages"""
     error: Exception | None = None
+    must_be_alone: bool = False
+    """its next iteration is shared with no other: it may be what ends instances"""
     tbt_slo_s: float | None = None
     """None: a token may take any time"""
     came_s: float = 0.0
@@ -86,6 +88,11 @@ class Sequence:
     def rank(self) -> tuple[float, int]:
         """Lower ones go first, and are preempted last. It does not change."""
         return standing_s(self.request.priority, self.came_s), self.number
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages of the pool that its reservation added to what the pool held."""
+        return 0 if self.reservation is None else sum(not block.sealed for block in self.reservation.blocks)
 
     @property
     def num_output_tokens(self) -> int:

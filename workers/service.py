@@ -19,8 +19,10 @@ from workers.errors import SessionLostError
 from workers.executor import Executor
 from workers.loading import load_executor
 from workers.metrics_listener import InstanceStatus, listening
+from workers.pass_record import PassRecord
 from workers.rank_session import RankSession
 from workers.retirement import Retirement, end
+from workers.returning import say_returning
 from workers.session import Session
 from workers.stage_session import StageSession
 
@@ -31,11 +33,13 @@ log = logging.getLogger(__name__)
 
 async def serve(process: WorkerProcess) -> None:
     """Load the model, then serve sessions until cancelled. Each session is an incarnation of its own."""
-    config = process.config
+    config, record = process.config, PassRecord(process.pass_record_fd)
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
-    executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(say_returning(process, record.take()))
+        executor = await asyncio.to_thread(load_executor, checkpoint, layout, process, record)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = InstanceStatus(), Retirement()
     with contextlib.ExitStack() as stack:
@@ -59,6 +63,7 @@ async def _serve_sessions(
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
         session: Session | StageSession
+        executor.record.clear()
         if process.rank.number:
             session = RankSession(process, incarnation, executor, layout, fingerprint)
         elif process.stage.number:

@@ -170,7 +170,8 @@ class Session:
     def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
         config = self._process.config
         prefill_chunk = pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device)
-        self._prefill_jobs, self._decode_jobs = Jobs(group), Jobs(group)
+        record = self._executor.record
+        self._prefill_jobs, self._decode_jobs = Jobs(group, record), Jobs(group, record)
         self._block_orders = BlockOrders(pool, self._behind, group)
         self._prefill = PrefillRunner(
             stage_of(self._executor, pool, config.worker, self._next, self._followers),
@@ -315,6 +316,7 @@ class Session:
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
             decode=self._decode.meter.stats,
             decode_load=self._decode.load,
+            joining=self._decode.take_joining(),
         )
         self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
         return heartbeat

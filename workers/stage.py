@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 
 from kvstore.worker_client import WorkerClient
-from mooncake.errors import PoolError
+from mooncake.errors import MooncakeError, PoolError
 from mooncake.messages import Prefill
 from mooncake.sections import WorkerConfig
 from workers.copies import copies_for
 from workers.draws import Draws, FirstToken, Row, rules_of
+from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
 from workers.executor import CancelledOnDevice, Executor
 from workers.followers import Followers
@@ -277,11 +278,12 @@ class Stage:
             for job in jobs:
                 job.drop()
 
+        def compute_recorded() -> Computed:
+            with self.recorded(jobs):
+                return self._pass_on_device(jobs, parts, told, are_last, hidden, announced)
+
         try:
-            done = await self._executor.run(
-                lambda: self._pass_on_device(jobs, parts, told, are_last, hidden, announced),
-                on_cancel=drop_all,
-            )
+            done = await self._executor.run(compute_recorded, on_cancel=drop_all)
         except CancelledOnDevice:
             pass
         finally:
@@ -290,6 +292,11 @@ class Stage:
                 if outcome.first_token is not None and self._behind is None:
                     job.stored_behind.set()
         return done
+
+    def recorded(self, jobs: Sequence[PrefillJob | None]) -> contextlib.AbstractContextManager[None]:
+        """The time of a pass of `jobs`, on the device thread."""
+        refs = [job.order.ref for job in jobs if job is not None]
+        return self._executor.record.computing(refs, expected=(CancelledOnDevice, RankLost, MooncakeError))
 
     def hidden_of(self, data: bytearray) -> torch.Tensor:
         """The states `[T, hidden_size]` that the stage before has sent."""

@@ -54,8 +54,8 @@ def _iter_safetensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     wanted: dict[Path, dict[str, int]] = {}
     for path in checkpoint.weight_files:
-        sizes = read_safetensors_header(path).size_bytes
-        wanted[path] = {name: size_bytes for name, size_bytes in sizes.items() if _wanted(name, layers)}
+        tensors = read_safetensors_header(path).tensors
+        wanted[path] = {name: entry.size_bytes for name, entry in tensors.items() if _wanted(name, layers)}
     total_bytes = sum(sum(sizes.values()) for sizes in wanted.values())
     done_bytes = 0
     for path, sizes in wanted.items():

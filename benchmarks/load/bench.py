@@ -11,7 +11,6 @@ from typing import NamedTuple
 from urllib.error import URLError
 
 import rich.console
-import rich.progress
 
 from benchmarks.load.client import api_key_header
 from benchmarks.load.clients import ClientError, Clients
@@ -19,6 +18,7 @@ from benchmarks.load.measures import Slo, summarize
 from benchmarks.load.outcomes import Kind, Outcome, RunResult
 from benchmarks.load.report import Measured
 from benchmarks.load.sources import Load, Run
+from mooncake.steps import Steps
 
 MODELS_TIMEOUT_S = 10.0
 NUM_WARM_UP = 2
@@ -54,7 +54,7 @@ class Bench:
     def __init__(self, servers: Sequence[Server], loads: Sequence[Load], run: Run, num_rounds: int) -> None:
         self._servers, self._loads, self._run, self._num_rounds = servers, loads, run, num_rounds
         self._results: dict[tuple[Load, Server], RunResult] = {}
-        self._console = rich.console.Console(stderr=True, highlight=False)
+        self._console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
         self.was_interrupted = False
 
     def measure(self, clients: Clients) -> None:
@@ -108,8 +108,7 @@ class Bench:
     def _one(self, clients: Clients, title: str, run: Run) -> RunResult:
         if not self._console.is_terminal:
             self._console.print(title, markup=False)
-        with _bar(self._console) as bar:
-            task = bar.add_task(title, total=run.num_requests, state="")
+        with Steps(self._console) as steps:
 
             def show(result: RunResult) -> None:
                 num_ended = len(result.outcomes)
@@ -118,18 +117,6 @@ class Bench:
                 state = (
                     f"{result.num_sent} sent, {num_ended} ended, {num_rejected} rejected, {num_failed} failed"
                 )
-                bar.update(task, completed=num_ended, state=state)
+                steps.show(title, num_ended, run.num_requests, count=state)
 
             return clients.run(run, show)
-
-
-def _bar(console: rich.console.Console) -> rich.progress.Progress:
-    return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}", markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.fields[state]}"),
-        rich.progress.TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -8,10 +8,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.arguments import INTERRUPTED, count, exit_code, lengths, not_negative, positive
+from benchmarks.arguments import count, lengths, not_negative, positive
 from benchmarks.load.measures import Slo
 from benchmarks.load.pictures import draw
 from benchmarks.load.report import Report, print_report, save_report
@@ -20,10 +19,23 @@ from benchmarks.traces.fitting import fit
 from benchmarks.traces.mixes import MIXES, Mix, RequestClass
 from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.synthetic import SyntheticLoad
+from mooncake.command_line import INTERRUPTED, Parser, exit_code
 from mooncake.errors import ConfigError
+from mooncake.spelling import did_you_mean
 
 TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
 LONG_FROM = 1024
+
+
+EXAMPLES = """examples:
+  mooncake-bench run http://127.0.0.1:8000 --lengths 512/64 --concurrency 8 --num-requests 100
+  mooncake-bench run http://127.0.0.1:8000 --mix chat-and-documents --rates 1,2,4 --duration 60 --out FOLDER
+  mooncake-bench fit trace.jsonl --out load.json
+  mooncake-bench run http://127.0.0.1:8000 --synthetic load.json --num-requests 500
+
+docs/benchmarking.md has the method.
+Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.
+"""
 
 
 def main() -> None:
@@ -145,16 +157,16 @@ def _slo(options: argparse.Namespace) -> Slo:
     return Slo(options.ttft_slo or ttft_s, options.tbt_slo or tbt_s, options.long_from)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mooncake-bench",
         description="Load OpenAI-compatible servers and measure what their users see.",
-        epilog="Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.",
+        epilog=EXAMPLES,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    parser.add_version()
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     text = "send a load to a server, or to several in turn"
-    run_parser = commands.add_parser("run", help=text, description=text.capitalize() + ".")
+    run_parser = commands.add_parser("run", help=text, description=text.capitalize() + ".", epilog=EXAMPLES)
     run_parser.set_defaults(command=_run)
     _add_load_options(run_parser)
     _add_run_options(run_parser)
@@ -213,59 +225,63 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=0,
+        metavar="N",
         help="another one sends other prompts, which no cache holds yet; default: 0",
     )
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
-    parser.add_argument(
+    servers = parser.add_argument_group("the servers")
+    servers.add_argument(
         "--against",
         action="append",
         default=[],
         metavar="URL",
         help="another server, loaded in turn with the first",
     )
-    parser.add_argument("--rounds", type=count, default=1, metavar="N", help="runs of each load; default: 1")
-    parser.add_argument("--model", help="default: the first that the server names")
-    parser.add_argument(
+    servers.add_argument("--rounds", type=count, default=1, metavar="N", help="runs of each load; default: 1")
+    servers.add_argument("--model", metavar="NAME", help="default: the first that the server names")
+    servers.add_argument(
         "--context-len",
         type=count,
         metavar="TOKENS",
         help="longer requests are left out; default: what the server says of its model",
     )
-    parser.add_argument("--text", action="store_true", help="send prompts as text, not as token ids")
-    parser.add_argument(
+    sending = parser.add_argument_group("how requests are sent")
+    sending.add_argument("--text", action="store_true", help="send prompts as text, not as token ids")
+    sending.add_argument(
         "--token-ids",
         type=_id_range,
         default=(1000, 30_000),
         metavar="A:B",
         help="prompts are drawn from ids A to B-1; default: 1000:30000",
     )
-    parser.add_argument(
+    sending.add_argument(
         "--no-ignore-eos", action="store_true", help="let answers end early, for servers without `ignore_eos`"
     )
-    parser.add_argument(
+    sending.add_argument(
         "--timeout", type=positive, default=600.0, metavar="SECONDS", help="of a request; default: 600"
     )
-    parser.add_argument(
+    sending.add_argument(
         "--processes", type=count, default=1, metavar="N", help="that send requests; default: 1"
     )
+    results = parser.add_argument_group("the results")
     mix_or = "the mix's, or"
-    parser.add_argument(
+    results.add_argument(
         "--ttft-slo", type=positive, metavar="SECONDS", help=f"default: {mix_or} {TTFT_SLO_S:g}"
     )
-    parser.add_argument(
+    results.add_argument(
         "--tbt-slo", type=positive, metavar="SECONDS", help=f"default: {mix_or} {TBT_SLO_S:g}"
     )
-    parser.add_argument(
+    results.add_argument(
         "--long-from",
         type=count,
         default=LONG_FROM,
         metavar="TOKENS",
         help=f"input tokens that make a request a long one; default: {LONG_FROM}",
     )
-    parser.add_argument(
+    results.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write report.json, every request, and pictures there"
     )
 
@@ -279,10 +295,10 @@ def _ints(text: str) -> list[int]:
 
 
 def _id_range(text: str) -> tuple[int, int]:
-    start, end = map(int, text.split(":"))
-    if not 0 <= start < end:
+    start, colon, end = text.partition(":")
+    if not (colon and start.isdecimal() and end.isdecimal() and int(start) < int(end)):
         raise argparse.ArgumentTypeError(f"expected A:B with 0 <= A < B, got {text}")
-    return start, end
+    return int(start), int(end)
 
 
 def _lengths(text: str) -> Mix:
@@ -292,5 +308,6 @@ def _lengths(text: str) -> Mix:
 
 def _mix(text: str) -> Mix:
     if text not in MIXES:
-        raise argparse.ArgumentTypeError(f"there is no mix {text}, only {', '.join(MIXES)}")
+        meant = did_you_mean(text, MIXES)
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(MIXES)}, got {text}{meant}")
     return MIXES[text]

@@ -1,15 +1,15 @@
-"""Pictures of a benchmark: how TTFT and TBT are distributed, and goodput against the rate.
+"""Pictures of a benchmark: how TTFT and TBT are distributed, and goodput against the rate of arrivals.
 
-Owns: matplotlib. Does not know: how figures are computed.
+Owns: which pictures there are, and their files. Does not know: how figures are computed and drawn.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.load.measures import Slo
 from benchmarks.load.outcomes import Kind, Outcome
 from benchmarks.load.report import Measured
+from benchmarks.pictures import Latencies, goodput_figure, latencies_figure
 
 CDF_FILE, GOODPUT_FILE = "latencies.svg", "goodput.svg"
 
@@ -21,51 +21,33 @@ def draw(
     import matplotlib as mpl
 
     mpl.use("svg")
-    drawn = [_latencies(runs, outcomes, slo, folder / CDF_FILE)]
+    latencies = [_latencies(run, of_run) for run, of_run in zip(runs, outcomes, strict=True)]
+    latencies_figure(latencies, slo.ttft_s, slo.tbt_s).savefig(folder / CDF_FILE)
+    drawn = [folder / CDF_FILE]
     if len({run.rate_per_s for run in runs if run.rate_per_s is not None}) > 1:
-        drawn.append(_goodput(runs, folder / GOODPUT_FILE))
+        goodput_figure(goodput_curves(runs)).savefig(folder / GOODPUT_FILE)
+        drawn.append(folder / GOODPUT_FILE)
     return drawn
 
 
-def _latencies(runs: Sequence[Measured], outcomes: Sequence[Sequence[Outcome]], slo: Slo, path: Path) -> Path:
-    """Shares are of all requests that ended: what was rejected or failed never gets there."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, name, slo_s in ((panels[0], "ttft_s", slo.ttft_s), (panels[1], "tbt_s", slo.tbt_s)):
-        for run, of_run in zip(runs, outcomes, strict=True):
-            ended = [outcome for outcome in of_run if outcome.kind is not Kind.UNFINISHED]
-            values = [getattr(o, name) for o in ended if o.kind is Kind.FINISHED]
-            ordered = sorted(math.inf if value is None else value for value in values)
-            shares = [(index + 1) / len(ended) for index in range(len(ordered))]
-            known = sum(math.isfinite(value) for value in ordered)
-            panel.step(ordered[:known], shares[:known], where="post", label=f"{run.server}, {run.load}")
-        panel.axvline(slo_s, color="grey", linestyle=":", label="SLO")
-        panel.set(xlabel=f"{name.removesuffix('_s').upper()}, s", xscale="log", ylim=(0, 1))
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("share of requests")
-    panels[1].legend(fontsize="small")
-    figure.savefig(path)
-    return path
+def goodput_curves(runs: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
+    """Rate at which requests arrived (not the one asked for) and goodput, by server."""
+    of_rates = [run for run in runs if run.rate_per_s is not None]
+    return {
+        server: [
+            (run.summary.offered_per_s, run.summary.goodput_per_s) for run in of_rates if run.server == server
+        ]
+        for server in dict.fromkeys(run.server for run in of_rates)
+    }
 
 
-def _goodput(runs: Sequence[Measured], path: Path) -> Path:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for server in dict.fromkeys(run.server for run in runs):
-        points = sorted(
-            (run.rate_per_s, run.summary.goodput_per_s)
-            for run in runs
-            if run.server == server and run.rate_per_s is not None
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=server)
-    rates = [run.rate_per_s for run in runs if run.rate_per_s is not None]
-    axes.plot([0, max(rates)], [0, max(rates)], color="grey", linestyle=":", label="all of them")
-    axes.set(xlabel="offered, req/s", ylabel="goodput, req/s", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
-    return path
+def _latencies(run: Measured, outcomes: Sequence[Outcome]) -> Latencies:
+    """Requests that the end of the run cut off do not count."""
+    ended = [outcome for outcome in outcomes if outcome.kind is not Kind.UNFINISHED]
+    finished = [outcome for outcome in ended if outcome.kind is Kind.FINISHED]
+    return Latencies(
+        f"{run.server}, {run.load}",
+        [outcome.ttft_s for outcome in finished if outcome.ttft_s is not None],
+        [outcome.tbt_s for outcome in finished if outcome.tbt_s is not None],
+        len(ended),
+    )

@@ -30,7 +30,7 @@ def hf_directory(checkpoint: Checkpoint, folder: Path) -> Path:
 
 def _write(checkpoint: Checkpoint, directory: Path) -> None:
     directory.mkdir()
-    layers = range(checkpoint.config["num_hidden_layers"])
+    layers = range(checkpoint.model.num_hidden_layers)
     weights = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in iter_weights(checkpoint, layers, lambda _done, _total: None)

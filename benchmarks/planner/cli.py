@@ -4,18 +4,17 @@ Owns: the command line. Does not know: how anything is searched.
 """
 
 import argparse
+import itertools
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.arguments import count, exit_code, lengths, positive, share
+from benchmarks.arguments import count, lengths, positive, share
 from benchmarks.planner import workload as workloads
 from benchmarks.planner.advice import advice
 from benchmarks.planner.goodput import Goodputs
@@ -30,7 +29,17 @@ from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import jittered
 from benchmarks.traces.request import BLOCK_TOKENS
 from benchmarks.traces.synthetic import SyntheticLoad
+from mooncake.command_line import Parser, exit_code
 from mooncake.errors import ConfigError
+from mooncake.steps import Steps
+
+EXAMPLES = """examples:
+  mooncake-plan --devices 16 --lengths 2048/128 --ttft-slo 1 --tbt-slo 0.1
+  mooncake-plan --devices 64 --trace trace.jsonl --ttft-slo 30 --tbt-slo 0.1 --rate 20 --out plan.json
+
+docs/planner.md has the method, docs/simulator.md what is simulated.
+Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.
+"""
 
 
 def main() -> None:
@@ -69,18 +78,13 @@ def _plan(options: argparse.Namespace, command: str) -> int:
 def _search(
     base: Setup, workload: Workload, num_devices: int, sizes: Sequence[int], options: argparse.Namespace
 ) -> Plan:
-    """With a bar of the simulations, how many of which there will be nobody knows."""
-    columns = (
-        TextColumn("{task.completed} simulations"),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
+    """Shows the simulations; how many there will be nobody knows."""
+    numbers = itertools.count(1)
+    with Steps() as steps:
 
         def show(setup: Setup, rate_per_s: float) -> None:
-            progress.update(task, advance=1, description=f"{label(setup)}, {rate_per_s:.3g} req/s")
+            what = f"{label(setup)}, {rate_per_s:.3g} req/s"
+            steps.show(f"simulation {next(numbers)}", count=what)
 
         goodputs = Goodputs(
             lambda rate_per_s: workload.at(rate_per_s, base.slos, options.num_requests),
@@ -100,7 +104,7 @@ def _workload(options: argparse.Namespace) -> Workload:
     """Raises TraceError."""
     if options.trace is not None:
         trace = TraceFile(options.trace)
-        requests = list(islice(jittered(trace, options.jitter, options.seed), options.num_requests))
+        requests = list(itertools.islice(jittered(trace, options.jitter, options.seed), options.num_requests))
         if trace.repairs:
             print(f"{options.trace}: {trace.repairs}", file=sys.stderr)
         return workloads.of_trace(requests)
@@ -115,13 +119,14 @@ def _workload(options: argparse.Namespace) -> Workload:
     return workloads.of_synthetic(load, options.seed, options.num_requests)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mooncake-plan",
         description="Say which cluster serves most of a workload within its SLOs, by simulating those that"
         " could be built.",
-        epilog="docs/planner.md has the method. What is simulated: docs/simulator.md.",
+        epilog=EXAMPLES,
     )
+    parser.add_version()
     _add_workload(parser.add_argument_group("workload"))
     _add_hardware(parser.add_argument_group("devices"))
     _add_slos(parser.add_argument_group("SLOs"))
@@ -135,22 +140,29 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     shared_help = "share of a prompt of --lengths that all have in common, in whole blocks of 512 tokens"
     group.add_argument("--shared-prefix", type=share, default=0.0, metavar="SHARE", help=shared_help)
     rate_help = "requests/s that the cluster is to serve; the advice says whether it does"
-    group.add_argument("--rate", type=positive, help=rate_help)
+    group.add_argument("--rate", type=positive, metavar="X", help=rate_help)
     requests_help = "no simulation has more requests (default: %(default)s)"
-    group.add_argument("--num-requests", type=count, default=2000, help=requests_help)
+    group.add_argument("--num-requests", type=count, default=2000, metavar="N", help=requests_help)
 
 
 def _add_hardware(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--devices", type=count, required=True, help="how many there are, in whole nodes")
+    group.add_argument(
+        "--devices", type=count, required=True, metavar="N", help="how many there are, in whole nodes"
+    )
     add_instances(group)
     gpus_help = "of an instance (default: the best number)"
-    group.add_argument("--gpus", type=count, dest="num_gpus", help=gpus_help)
+    group.add_argument("--gpus", type=count, dest="num_gpus", metavar="N", help=gpus_help)
 
 
 def _add_slos(group: argparse._ArgumentGroup) -> None:
-    for slo in ("ttft", "tbt"):
+    for slo, meaning in (("ttft", "of a first token"), ("tbt", "between two tokens")):
         group.add_argument(
-            f"--{slo}-slo", type=positive, dest=f"{slo}_slo_s", required=True, metavar="SECONDS"
+            f"--{slo}-slo",
+            type=positive,
+            dest=f"{slo}_slo_s",
+            required=True,
+            metavar="SECONDS",
+            help=f"longest time {meaning}",
         )
     attainment_help = "share of the requests that must be within both (default: %(default)s)"
     group.add_argument("--attainment", type=share, default=0.9, metavar="SHARE", help=attainment_help)

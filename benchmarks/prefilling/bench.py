@@ -29,10 +29,10 @@ from mooncake.sections import KVCacheConfig, MessengerConfig
 from workers.copies import BlockCopy, Copies, Loaded, Mark, copies_for
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers, PassPart
+from workers.model_spec import model_spec
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.stage import Stage
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 32
 PREFILL_CHUNK = 512
 FINGERPRINT = "b" * 32
-SPEC = ModelSpec.from_hf_config(SMOLLM2)
+SPEC = model_spec(SMOLLM2)
 LAYOUT = KVLayout(SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK_SIZE, "bfloat16")
 NUM_PAGES = 300
 _CATCH_UP_S = 0.005

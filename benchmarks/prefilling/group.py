@@ -20,6 +20,7 @@ from mooncake.blocks import block_keys, root_key
 from mooncake.bus import Router
 from mooncake.config import Config, load_config
 from mooncake.keys import ClusterKey
+from mooncake.lives import Life
 from mooncake.messages import Heartbeat, HeartbeatAck, Prefill, Prefilled, Register, Registered, WorkFailed
 from mooncake.node import ChildSpec, plan_node
 from mooncake.pools import Grant
@@ -108,7 +109,7 @@ def start(spec: ChildSpec, rig: Rig, core: int) -> subprocess.Popen[bytes]:
     )
     os.sched_setaffinity(process.pid, {core})
     assert process.stdin is not None
-    process.stdin.write(spec.config(1).encode() + b"\n")
+    process.stdin.write(spec.config(Life(1)).encode() + b"\n")
     process.stdin.flush()
     return process
 

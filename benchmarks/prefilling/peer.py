@@ -22,7 +22,7 @@ from mooncake.checkpoint import open_checkpoint
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
+from workers.model_spec import model_spec
 from workers.weights import iter_weights
 
 SIZES = (512, 1024, 2048)
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, most_tokens: int) -> None:
         checkpoint = open_checkpoint(None)
-        spec = ModelSpec.from_hf_config(checkpoint.config)
+        spec = model_spec(checkpoint.config)
         layers = range(spec.num_layers)
         self._model = DecoderModel(spec, layers, torch.bfloat16)
         self._model.load_weights(iter_weights(checkpoint, layers, lambda _done, _total: None))

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.arguments import FAILED, WRONG_USE, count
+from benchmarks.arguments import count
 from benchmarks.reproduction import (
     banaserve,
     coupled,
@@ -35,6 +35,7 @@ from benchmarks.reproduction import (
 )
 from benchmarks.reproduction.experiment import Experiment, Trace
 from benchmarks.reproduction.page import Found, Run, section, write_page
+from mooncake.command_line import FAILED, WRONG_USE
 
 EXPERIMENTS = (
     hit_rate.EXPERIMENT,

@@ -17,9 +17,14 @@ PICTURES = "reproduction"
 _HEAD = """\
 # Published results, reproduced
 
-`make reproduce TRACE=conversation_trace.jsonl.gz` runs these experiments and writes this page. The trace is
-`FAST25-release/traces/conversation_trace.jsonl` of the
-[Mooncake repository](https://github.com/kvcache-ai/Mooncake): one hour, 12,031 requests.
+These commands fetch the trace, run the experiments and write this page:
+
+```sh needs=internet
+curl -LO https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces/conversation_trace.jsonl
+make reproduce TRACE=conversation_trace.jsonl
+```
+
+The trace is of the [Mooncake repository](https://github.com/kvcache-ai/Mooncake): one hour, 12,031 requests.
 
 All clusters are simulated ([simulator.md](simulator.md)): the server's own Conductor, queue and eviction run
 on a virtual clock, and devices take as long as a roofline says, with one set of efficiencies for all

@@ -22,19 +22,23 @@ def add_source(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGro
     source.add_argument("--synthetic", type=Path, metavar="FILE", help=synthetic_help)
     jitter_help = "requests of one tick of a trace's clock arrive spread over so long (default: %(default)s)"
     group.add_argument("--jitter", type=not_negative, default=TICK_S, metavar="SECONDS", help=jitter_help)
-    group.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
     return source
 
 
 def add_instances(group: argparse._ArgumentGroup) -> None:
     """What each instance is."""
     default = Setup()
-    group.add_argument("--model", help=f"{', '.join(MODELS)} (default: {default.model})")
-    group.add_argument("--hardware", help=f"a node: {', '.join(HARDWARE)} (default: {default.hardware})")
+    group.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default: {default.model})")
+    group.add_argument(
+        "--hardware", metavar="NAME", help=f"a node: {', '.join(HARDWARE)} (default: {default.hardware})"
+    )
     group.add_argument("--profile", metavar="FILE", help="costs of a real worker instead of the cards'")
-    group.add_argument("--nic-gbps", type=positive, help="of an instance (default: the hardware's)")
+    group.add_argument(
+        "--nic-gbps", type=positive, metavar="GBPS", help="of an instance (default: the hardware's)"
+    )
     pool_help = "of an instance's part of the pool (default: its DRAM)"
-    group.add_argument("--pool-tokens", type=count, help=pool_help)
+    group.add_argument("--pool-tokens", type=count, metavar="TOKENS", help=pool_help)
 
 
 def setup_of(options: argparse.Namespace, **more: Any) -> Setup:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
-from benchmarks.arguments import count, exit_code, one_of, positive
+from benchmarks.arguments import count, one_of, positive
 from benchmarks.simulator.arguments import add_instances, add_source, setup_of
 from benchmarks.simulator.pictures import Drawn, draw
 from benchmarks.simulator.report import Report, print_report
@@ -25,8 +24,19 @@ from benchmarks.traces.reading import TraceFile
 from benchmarks.traces.replay import at_speed, jittered, until
 from benchmarks.traces.request import TraceRequest
 from benchmarks.traces.synthetic import SyntheticLoad, synthesize
+from mooncake.command_line import Parser, exit_code
 from mooncake.errors import ConfigError
 from mooncake.policies import EvictionPolicy, Overload, Scheduling
+from mooncake.steps import Steps
+
+EXAMPLES = """examples:
+  mooncake-sim --trace trace.jsonl --prefill 4 --decode 4 --ttft-slo 30 --tbt-slo 0.1
+  mooncake-sim --trace trace.jsonl --prefill 4 --decode 4 --speed 1 2 4 --out FOLDER
+  mooncake-sim --synthetic load.json --num-requests 2000 --coupled 8
+
+docs/simulator.md says what is modelled. Times are simulated: they say how policies compare, not what your
+machines will do. Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.
+"""
 
 
 def main() -> None:
@@ -45,11 +55,11 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     setup.shape()  # told before the trace is read
     loads, num_requests = _loads(options)
     drawn = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as steps:
         for name, load in loads:
-            task = progress.add_task(f"{setup.name}, {name}", total=num_requests)
+            show = partial(steps.show, f"{setup.name}, {name}", total=num_requests)
             series = LoadSeries(setup.slos) if setup.num_prefill else None
-            watched = _watched(load(), partial(_show, progress, task))
+            watched = _watched(load(), show)
             simulated, results = simulate(setup, watched, name, series)
             drawn.append(Drawn(simulated, results, series))
     report = Report(shlex.join(command), msgspec.to_builtins(setup), [d.run for d in drawn])
@@ -65,13 +75,9 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     return 0
 
 
-def _show(progress: Progress, task: TaskID, number: int) -> None:
-    progress.update(task, completed=number)
-
-
 def _watched(load: Iterable[TraceRequest], show: Callable[[int], None]) -> Iterator[TraceRequest]:
     for number, request in enumerate(load, 1):
-        if number % 100 == 0:
+        if number % 100 == 1:
             show(number)
         yield request
 
@@ -122,13 +128,13 @@ def _cut(options: argparse.Namespace, requests: Iterator[TraceRequest]) -> Itera
     return itertools.islice(requests, options.num_requests)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mooncake-sim",
         description="Simulate a cluster: the server's own Conductor and eviction on a virtual clock.",
-        epilog="docs/simulator.md says what is modelled. Times are simulated: they say how policies"
-        " compare, not what your machines will do.",
+        epilog=EXAMPLES,
     )
+    parser.add_version()
     _add_load(parser.add_argument_group("load"))
     _add_cluster(parser.add_argument_group("cluster"))
     _add_policies(parser.add_argument_group("policies and SLOs"))
@@ -139,27 +145,27 @@ def _parser() -> argparse.ArgumentParser:
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add_source(group)
     speed_help = "2 replays two hours in one; several: a run each"
-    group.add_argument("--speed", type=positive, nargs="+", default=[1.0], help=speed_help)
+    group.add_argument("--speed", type=positive, nargs="+", default=[1.0], metavar="X", help=speed_help)
     rate_help = "requests/s of a synthetic load; several: a run each"
-    group.add_argument("--rate", type=positive, nargs="+", help=rate_help)
-    group.add_argument("--num-requests", type=count, help="no more than these")
+    group.add_argument("--rate", type=positive, nargs="+", metavar="X", help=rate_help)
+    group.add_argument("--num-requests", type=count, metavar="N", help="no more than these")
     group.add_argument("--duration", type=positive, metavar="SECONDS", help="what arrives in this time")
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--prefill", type=count, dest="num_prefill", help="prefill instances")
-    group.add_argument("--decode", type=count, dest="num_decode", help="decode instances")
+    group.add_argument("--prefill", type=count, dest="num_prefill", metavar="N", help="prefill instances")
+    group.add_argument("--decode", type=count, dest="num_decode", metavar="N", help="decode instances")
     coupled_help = "instances that do both, without Conductor"
-    group.add_argument("--coupled", type=count, dest="num_coupled", help=coupled_help)
+    group.add_argument("--coupled", type=count, dest="num_coupled", metavar="N", help=coupled_help)
     chunk_help = "tokens of an iteration of coupled ones (default: whole prompts)"
-    group.add_argument("--chunk", type=count, dest="chunk_tokens", help=chunk_help)
+    group.add_argument("--chunk", type=count, dest="chunk_tokens", metavar="TOKENS", help=chunk_help)
     add_instances(group)
     gpus_help = "of an instance (default: the whole node)"
-    group.add_argument("--gpus", type=count, dest="num_gpus", help=gpus_help)
-    group.add_argument("--prefill-chunk", type=count, help="tokens of a prefill pass")
+    group.add_argument("--gpus", type=count, dest="num_gpus", metavar="N", help=gpus_help)
+    group.add_argument("--prefill-chunk", type=count, metavar="TOKENS", help="tokens of a prefill pass")
     window_help = "prefill with device memory for some layers at a time"
     group.add_argument("--prefill-layer-window", action="store_true", help=window_help)
-    group.add_argument("--max-batch", type=count, help="requests that are decoded together")
+    group.add_argument("--max-batch", type=count, metavar="N", help="requests that are decoded together")
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:

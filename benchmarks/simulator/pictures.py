@@ -1,7 +1,7 @@
 """Pictures of simulations: how times are distributed, the load and the hit rate over time, goodput against
 the rate.
 
-Owns: matplotlib. Does not know: how figures are computed.
+Owns: which pictures there are, their files, the load over time. Does not know: how figures are computed.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.pictures import Latencies, goodput_figure, latencies_figure
 from benchmarks.simulator.report import SimulatedRun
 from benchmarks.simulator.requests import Results
 from benchmarks.simulator.series import LoadSeries
@@ -17,7 +18,6 @@ from benchmarks.simulator.summary import SLOs
 
 LATENCIES_FILE, LOAD_FILE, GOODPUT_FILE = "latencies.svg", "load.svg", "goodput.svg"
 _WINDOW_S = 60.0
-_MOST_POINTS = 1000
 
 
 class Drawn(NamedTuple):
@@ -36,29 +36,23 @@ def draw(drawn: Sequence[Drawn], slos: SLOs, folder: Path) -> None:
     draw_latencies(drawn, slos, folder / LATENCIES_FILE)
     draw_load(drawn, folder / LOAD_FILE)
     if len({d.run.rate_per_s for d in drawn}) > 1:
-        draw_goodput(drawn, folder / GOODPUT_FILE)
+        goodput_figure(goodput_curves(drawn)).savefig(folder / GOODPUT_FILE)
 
 
 def draw_latencies(drawn: Sequence[Drawn], slos: SLOs, path: Path) -> None:
-    """CDFs; shares are of all requests: what was rejected never gets there."""
-    from matplotlib.figure import Figure
+    """CDFs; shares are of all requests."""
+    latencies_figure([_latencies(of_run) for of_run in drawn], slos.ttft_s, slos.tbt_s).savefig(path)
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, name, slo_s in ((panels[0], "ttft_s", slos.ttft_s), (panels[1], "tbt_s", slos.tbt_s)):
-        for run, results, _ in drawn:
-            values = results[name]
-            ordered = np.sort(values[~np.isnan(values)])
-            shown = np.linspace(0, max(0, len(ordered) - 1), min(len(ordered), _MOST_POINTS)).astype(int)
-            shares = (shown + 1) / len(results)
-            panel.plot(ordered[shown], shares, label=f"{run.cluster}, {run.load}")
-        if slo_s is not None:
-            panel.axvline(slo_s, color="grey", linestyle=":", label="SLO")
-        panel.set(xlabel=f"{name.removesuffix('_s').upper()}, s", xscale="log", ylim=(0, 1.02))
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("share of requests")
-    panels[1].legend(fontsize="small")
-    figure.savefig(path)
+
+def _latencies(drawn: Drawn) -> Latencies:
+    """Latencies of the finished requests of a run."""
+    ttft_s, tbt_s = (drawn.results[name] for name in ("ttft_s", "tbt_s"))
+    return Latencies(
+        f"{drawn.run.cluster}, {drawn.run.load}",
+        ttft_s[~np.isnan(ttft_s)],
+        tbt_s[~np.isnan(tbt_s)],
+        len(drawn.results),
+    )
 
 
 def draw_load(drawn: Sequence[Drawn], path: Path) -> None:
@@ -92,20 +86,9 @@ def hit_rate_over_time(results: Results) -> tuple[np.ndarray, np.ndarray]:
     return _WINDOW_S * (seen + 1), num_cached[seen] / num_input[seen]
 
 
-def draw_goodput(drawn: Sequence[Drawn], path: Path) -> None:
-    """Effective requests a second against those that were offered."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for cluster in dict.fromkeys(d.run.cluster for d in drawn):
-        points = sorted(
-            (d.run.rate_per_s, d.run.summary.goodput_per_s) for d in drawn if d.run.cluster == cluster
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=cluster)
-    most = max(d.run.rate_per_s for d in drawn)
-    axes.plot([0, most], [0, most], color="grey", linestyle=":", label="all of them")
-    axes.set(xlabel="offered, req/s", ylabel="goodput, req/s", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+def goodput_curves(drawn: Sequence[Drawn]) -> dict[str, list[tuple[float, float]]]:
+    """Rate at which requests arrived and goodput, by cluster."""
+    return {
+        cluster: [(d.run.rate_per_s, d.run.summary.goodput_per_s) for d in drawn if d.run.cluster == cluster]
+        for cluster in dict.fromkeys(d.run.cluster for d in drawn)
+    }

@@ -105,8 +105,9 @@ class PrefillInstance:
             return
         request = self._find_request(message.ref.request_id)
         now_s = self.node.clock.now_s
-        priority = message.request.priority
-        queued = self._queue.add(request.num_input_tokens, message.time_left_s, now_s, priority)
+        num_tokens, of = request.num_input_tokens, message.request
+        num_reusable = min(message.num_reusable_blocks * self.node.layout.block_size, num_tokens - 1)
+        queued = self._queue.add(num_tokens, message.time_left_s, now_s, of.priority, of.flow, num_reusable)
         job = Job(message, request, queued)
         self._jobs[message.ref] = self._job_of[queued] = job
         self._admit_next()

@@ -51,6 +51,7 @@ DISK_DEPTHS = (1, 4, 8)
 DISK_OPS: tuple[DiskOp, ...] = ("write", "read")
 SMALLEST = min(LAYOUTS)
 BATCH = 1000
+OFFSETS = (0, 16, 63)
 OURS, PEER, PEER_CHECKED = "ours", "Mooncake Store", "Mooncake Store, checksums on"
 
 
@@ -117,6 +118,26 @@ def memory(effort: Effort, python: Path | None) -> None:
             sides[PEER_CHECKED] = stack.enter_context(peer.same_process(python, peer.CHECKSUMS))[1]
         sides["limit: memcpy"] = Workload(Memcpy(), blocks)
         _put_and_get("Memory: one host", effort, sides, has_leases=True)
+
+
+def buffers(effort: Effort) -> None:
+    """Get through shared memory into buffers that begin anywhere in a cache's line; numpy's are at 16."""
+    rows = []
+    with contextlib.ExitStack() as stack:
+        sides = {
+            f"at {offset}": Workload(
+                stack.enter_context(contextlib.closing(OurStore("unix"))), Memory(offset=offset)
+            )
+            for offset in OFFSETS
+        }
+        for block_bytes in LAYOUTS:
+            progress(f"buffers: {size_name(block_bytes)}")
+            for side in sides.values():
+                side.open(block_bytes)
+            figures = time_sides(sides, "get", 1, effort.budget_s, effort.num_rounds)
+            cells = [gib_and_us(figures[name], block_bytes) for name in sides]
+            rows.append((f"get 1 x {size_name(block_bytes)}", *cells))
+    print_table("Buffers: bytes behind the start of a line of the cache", ("block", *sides), rows)
 
 
 def tcp(effort: Effort, python: Path | None) -> None:
@@ -256,7 +277,7 @@ def index_bytes(effort: Effort, python: Path | None) -> None:
     )
 
 
-SECTIONS = ("metadata", "memory", "tcp", "ssd", "bytes")
+SECTIONS = ("metadata", "memory", "buffers", "tcp", "ssd", "bytes")
 
 
 def main() -> None:
@@ -271,7 +292,7 @@ def main() -> None:
     effort = FULL if flags.full else QUICK if flags.quick else NORMAL
     wanted = [flags.only] if flags.only else SECTIONS
     python = None
-    if wanted != ["ssd"]:
+    if wanted not in (["ssd"], ["buffers"]):
         try:
             python = peer.install()
         except peer.PeerError as error:
@@ -282,6 +303,8 @@ def main() -> None:
                 metadata(effort, python)
             case "memory":
                 memory(effort, python)
+            case "buffers":
+                buffers(effort)
             case "tcp":
                 tcp(effort, python)
             case "ssd":

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 WORKING_SET_BYTES = 128 << 20
 """of the sources, of the destinations, and of what a store holds: each is several times an L3 cache"""
+LINE_BYTES = 64
+"""of a cache"""
 _FILL_BYTES = 2 << 20  # in one call; a system call takes up to 1024 pieces
 
 Op = Literal["put", "get", "exists", "lease"]
@@ -98,10 +100,13 @@ class Memory:
 
     SIZE_BYTES = 2 * WORKING_SET_BYTES
 
-    def __init__(self, buffer: Bytes | None = None) -> None:
-        """In `buffer` of SIZE_BYTES, the sources first, or in new memory."""
+    def __init__(self, buffer: Bytes | None = None, offset: int | None = None) -> None:
+        """In `buffer` of SIZE_BYTES, the sources first, or in new memory, where destinations begin `offset`
+        bytes behind the start of a cache's line (default: as it comes)."""
         if buffer is None:
-            buffer = np.empty(self.SIZE_BYTES, np.uint8)
+            buffer = np.empty(self.SIZE_BYTES + 2 * LINE_BYTES, np.uint8)
+            start = 0 if offset is None else -buffer.ctypes.data % LINE_BYTES + offset
+            buffer = buffer[start : start + self.SIZE_BYTES]
         self.sources, self.destinations = buffer[:WORKING_SET_BYTES], buffer[WORKING_SET_BYTES:]
         self.sources[:] = np.random.default_rng(0).integers(0, 256, WORKING_SET_BYTES, np.uint8)
         self.destinations[:] = 0

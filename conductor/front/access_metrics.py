@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from conductor.front.access import KeyLimits, KeyRing
+from conductor.front.access import KeyLimits
+from conductor.front.key_ring import KeyRing
 
 _LIMITS = ("requests_per_minute", "max_concurrent", "max_context_cache_tokens")
 
@@ -27,7 +28,7 @@ class AccessMetrics(Collector):
             "mooncake_api_key_limit", "Limits that a key's entry sets", labels=["key", "limit"]
         )
         running = GaugeMetricFamily(
-            "mooncake_api_key_running", "HTTP requests of a key that run now", labels=["key"]
+            "mooncake_api_key_running", "Choices of a key's HTTP requests that run now", labels=["key"]
         )
         requests = CounterMetricFamily(
             "mooncake_api_key_requests",

@@ -5,7 +5,7 @@ Owns: the JSON of answers. Does not know: where text comes from, how it is sent.
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ from conductor.front.generation import Delta, Usage
 from conductor.front.model import ServedModel
 from conductor.front.tool_answer import ToolAnswer
 from conductor.front.validation import Endpoint, Job, UsageShown
+from conductor.front.whole_answer import WholeChoice
+from mooncake.requests import FinishReason
 
 STREAM_END = b"data: [DONE]\n\n"
 
@@ -52,6 +54,7 @@ class AnswerFormat:
         "_tool_answers",
         "_unstarted",
         "_usage_shown",
+        "_whole",
     )
 
     def __init__(self, job: Job, served_model_name: str, model: ServedModel) -> None:
@@ -68,6 +71,8 @@ class AnswerFormat:
             "system_fingerprint": model.fingerprint[:12],
         }
         self._chunk_base = {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
+        self._whole: dict[int, WholeChoice] = {}
+        """choices of an answer that is not streamed"""
         self._token_bytes = model.tokenizer.token_bytes
         self._is_text_alone = (
             not self._tool_answers
@@ -79,10 +84,43 @@ class AnswerFormat:
         """of choices that have begun, if text is all that comes of them: what their events have before and
         behind it"""
 
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        """The answer that is not streamed; `choices` are complete and in order."""
-        bodies = [self._choice(choice, self._content(choice)) for choice in choices]
-        return _encode({**self._base, "object": self._object, "choices": bodies, "usage": _usage(usage)})
+    def seen(self, delta: Delta) -> Delta:
+        """Look at what has come, before it is gathered or sent: the choice may end here, by its calls."""
+        with_tools = self._tool_answers.get(delta.choice_index)
+        if with_tools is None:
+            return delta
+        with_tools.see(delta.text, delta.finish_reason)
+        if with_tools.is_over and delta.finish_reason is None:
+            return replace(delta, finish_reason=FinishReason.STOP)
+        return delta
+
+    def gather(self, delta: Delta) -> None:
+        """Keep what has come for the answer that is not streamed."""
+        choice = self._whole.get(delta.choice_index)
+        if choice is None:
+            tools = self._tool_answers.get(delta.choice_index)
+            choice = self._whole[delta.choice_index] = WholeChoice(tools, self._logprobs)
+        choice.add(delta)
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """The answer that is not streamed, choice by choice; all have been gathered."""
+        around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
+        head, tail = _encode(around).split(_encode(_PLACE))
+        yield head
+        for index in range(len(self._whole)):
+            choice = self._whole.pop(index)
+            content = {"message": choice.message} if self._chat else {"text": choice.text}
+            separator = b"," if index else b""
+            yield separator + _encode(
+                {
+                    "index": index,
+                    **content,
+                    **({"token_ids": choice.token_ids} if self._return_token_ids else {}),
+                    "logprobs": choice.logprobs,
+                    "finish_reason": self._finish_reason(index, choice.finish_reason),
+                }
+            )
+        yield tail
 
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
         """The events of `delta`; none if it shows nothing new. `usage`: with it, if the client wants that."""
@@ -101,7 +139,8 @@ class AnswerFormat:
         if delta.choice_index in self._unstarted:
             self._unstarted.remove(delta.choice_index)
             start = replace(_without_tokens(delta), finish_reason=None)
-            events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}}, counts)
+            before = self._counts(usage, num_uncounted=len(delta.token_ids))
+            events += self._chunk(start, {"delta": {"role": "assistant", "content": ""}}, before)
         shown = replace(delta, finish_reason=None)
         for message in self._message_deltas(delta, is_new):
             events += self._chunk(shown, {"delta": message}, counts)
@@ -122,28 +161,26 @@ class AnswerFormat:
             return STREAM_END
         return event({**self._chunk_base, "choices": [], "usage": _usage(usage)}) + STREAM_END
 
-    def _content(self, choice: Delta) -> dict[str, Any]:
-        if not self._chat:
-            return {"text": choice.text}
-        if (with_tools := self._tool_answers.get(choice.choice_index)) is not None:
-            return {"message": with_tools.message(choice.text)}
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-
     def _message_deltas(self, delta: Delta, is_new: bool) -> list[dict[str, Any]]:
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
             return [{"content": delta.text}] if is_new else []
-        deltas = with_tools.deltas(delta.text, is_last=delta.finish_reason is not None)
+        deltas = with_tools.deltas()
         # Tokens with a logprob are shown even if their text is held back.
         return deltas or ([{"content": ""}] if self._has_shown_tokens(delta) else [])
 
     def _has_shown_tokens(self, delta: Delta) -> bool:
         return bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
 
-    def _counts(self, usage: Callable[[], Usage]) -> dict[str, Any]:
+    def _counts(self, usage: Callable[[], Usage], num_uncounted: int = 0) -> dict[str, Any]:
+        """`num_uncounted`: tokens that have come and are not in this chunk or one before."""
         if self._usage_shown is UsageShown.NOWHERE:
             return {}
-        return {"usage": _usage(usage()) if self._usage_shown is UsageShown.IN_EACH_CHUNK else None}
+        if self._usage_shown is UsageShown.AT_END:
+            return {"usage": None}
+        so_far = usage()
+        num_shown = so_far.num_completion_tokens - num_uncounted
+        return {"usage": _usage(so_far._replace(num_completion_tokens=num_shown))}
 
     def _chunk(self, delta: Delta, content: dict[str, Any], counts: dict[str, Any]) -> bytes:
         return event({**self._chunk_base, "choices": [self._choice(delta, content)], **counts})
@@ -155,12 +192,12 @@ class AnswerFormat:
             **content,
             **token_ids,
             "logprobs": self._logprobs(delta),
-            "finish_reason": self._finish_reason(delta),
+            "finish_reason": self._finish_reason(delta.choice_index, delta.finish_reason),
         }
 
-    def _finish_reason(self, delta: Delta) -> str | None:
-        with_tools = self._tool_answers.get(delta.choice_index)
-        return delta.finish_reason if with_tools is None else with_tools.finish_reason(delta.finish_reason)
+    def _finish_reason(self, choice_index: int, reason: FinishReason | None) -> str | None:
+        with_tools = self._tool_answers.get(choice_index)
+        return reason if with_tools is None else with_tools.finish_reason(reason)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         """None where there are none: not asked for, or in a chunk without tokens."""

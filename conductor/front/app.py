@@ -16,21 +16,25 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from conductor.front.access import AccessControl, KeyLimits, KeyRing
+from conductor.front.access import AccessControl, KeyLimits
 from conductor.front.access_metrics import AccessMetrics
 from conductor.front.admin import admin
+from conductor.front.admin_access import AdminAccess
 from conductor.front.answer import AnswerFormat
 from conductor.front.boundary import Boundary, answer_errors, response_to
 from conductor.front.context_api import context_caches
-from conductor.front.front import Front, key_of
+from conductor.front.errors import RateLimitedError
+from conductor.front.front import Front, key_of, take_choices
 from conductor.front.generation import Generation
-from conductor.front.metrics import Outcome
+from conductor.front.key_ring import KeyRing
+from conductor.front.metrics import Denial, Outcome
 from conductor.front.monitoring import monitoring
 from conductor.front.openapi import describe, described
+from conductor.front.pages import add_pages
 from conductor.front.response import GenerationResponse, outcome_of
 from conductor.front.schema import ChatCompletionRequest, CompletionRequest, check_model
 from conductor.front.slo_classes import SLO_CLASS_HEADER, in_class
-from conductor.front.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from conductor.front.tokenization import AboutTokens, DetokenizeRequest, TokenizeRequest
 from conductor.front.validation import Endpoint
 from mooncake.errors import RequestError
 
@@ -71,8 +75,9 @@ class _ShortWay:
         await response(scope, receive, send)
 
 
-def create_app(front: Front) -> FastAPI:
-    """The HTTP API of `front`, whose link someone else runs. Raises ConfigError for unusable API keys."""
+def create_app(front: Front, access: AdminAccess) -> FastAPI:
+    """The HTTP API of `front`, whose link someone else runs. `access`: who may use the routes of admins, if
+    they are here. Raises ConfigError for unusable API keys."""
     app = FastAPI(
         title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )
@@ -84,6 +89,10 @@ def create_app(front: Front) -> FastAPI:
             job = await front.read_job(endpoint, body, key)
             slo_class = request.headers.get(SLO_CLASS_HEADER)
             job = in_class(job, slo_class, front.config.slo_classes, key)
+            take_choices(request, len(job.sampling))
+        except RateLimitedError:
+            front.metrics.request_denied(Denial.LIMIT)
+            raise
         except RequestError as error:
             front.metrics.request_ended(outcome_of(error))
             raise
@@ -94,7 +103,7 @@ def create_app(front: Front) -> FastAPI:
             request.scope["state"]["request_id"] = job.client_request_id
         log.debug("request %s is %s", request.scope["state"]["request_id"], job.id)
         return GenerationResponse(
-            Generation(job, front.model, front.link, front.metrics, arrived_s),
+            Generation(job, front.model, front.link, front.metrics, front.request_log, arrived_s),
             AnswerFormat(job, front.config.served_model_name, front.model),
             job.stream,
             front.metrics,
@@ -130,11 +139,11 @@ def create_app(front: Front) -> FastAPI:
 
     @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenized(request: Request) -> Response:
-        return JSONResponse(await front.about_tokens(tokenize, request))
+        return await front.about_tokens(AboutTokens.TOKENIZE, request)
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenized(request: Request) -> Response:
-        return JSONResponse(await front.about_tokens(detokenize, request))
+        return await front.about_tokens(AboutTokens.DETOKENIZE, request)
 
     served = {
         "id": front.config.served_model_name,
@@ -174,8 +183,9 @@ def create_app(front: Front) -> FastAPI:
 
     app.include_router(context_caches(front))
     if front.config.admin_listen is None:
-        app.include_router(admin(front.link, is_only_local=True))
-        app.include_router(monitoring(front.registry, front.display, front.link))
+        app.include_router(admin(front.link, access))
+        app.include_router(monitoring(front.registry, front.display, front.link, access))
+    add_pages(app, front.config.served_model_name)
     answer_errors(app, UNSERVED_ENDPOINTS)
     describe(app, needs_key=front.config.api_keys_file is not None)
     return app

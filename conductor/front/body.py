@@ -30,7 +30,6 @@ _EXPECTED = {
     "string_too_long": "a shorter string",
     "string_too_short": "at least one character",
     "string_type": "a string",
-    "too_long": "fewer items",
     "too_short": "at least one item",
 }
 
@@ -58,7 +57,8 @@ def parse(
         with refusing_depth():
             value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+        reason = _invalid_utf8(body) or str(error)
+        raise RequestError(f"the request body is not valid JSON: {reason}", code="invalid_json") from None
     finally:
         gc.enable()
     if not isinstance(value, dict):
@@ -71,12 +71,29 @@ def parse(
         raise _first_error(error) from None
 
 
+def _invalid_utf8(body: bytes) -> str | None:
+    """Name the first byte of the body that is no UTF-8: the parser counts within one string only."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"byte 0x{body[error.start]:02x} at position {error.start} is no UTF-8"
+    return None
+
+
 def _first_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
     path = shortened(path)
     if first["type"] == "missing":
         return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    if first["type"] == "too_long":
+        most, given = first["ctx"]["max_length"], first["input"]
+        num = len(given) if isinstance(given, list | dict) else "more"
+        return RequestError(
+            f"{path or 'the request body'}: at most {most} are allowed, got {num}",
+            param=path or None,
+            code="array_above_max_length" if isinstance(given, list) else "invalid_value",
+        )
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
     return RequestError(
         f"{path or 'the request body'}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",

@@ -2,8 +2,9 @@
 take their answers.
 
 Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
-request by then; how long a head may be; for how long a client may take nothing of what waits for it; that the
-request being answered hears of the connection's end; the short way for events. Does not know: requests.
+request by then; how much all requests that have not arrived whole may hold, and the 503 of who makes room;
+how long a head may be; for how long a client may take nothing of what waits for it; that the request being
+answered hears of the connection's end; the short way for events. Does not know: requests.
 Without it a client that sends a byte now and then, or headers without end, or reads nothing, would keep a
 connection, and what it has sent or is to get, forever.
 """
@@ -17,6 +18,7 @@ from uvicorn._types import ASGI3Application, HTTPResponseBodyEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from conductor.front.errors import error_body
+from conductor.front.intake import Intake
 from conductor.front.outbox import Outbox, Writer
 from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
@@ -36,19 +38,17 @@ class Body(Protocol):
         """Send a part, which is not empty."""
 
 
-def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox) -> type[HttpToolsProtocol]:
+def connections(
+    request_timeout_s: float, send_timeout_s: float, most_pending_bytes: int, outbox: Outbox
+) -> type[HttpToolsProtocol]:
     """What uvicorn calls for each connection. `send_timeout_s`: in which a client has to take something.
 
-    Answers leave through `outbox`.
+    `most_pending_bytes`: of all requests that have not arrived whole. Answers leave through `outbox`.
     """
-    late = RequestError(
-        f"the request did not arrive within {request_timeout_s:g} s", status=408, code="request_timeout"
-    )
-    body = msgspec.json.encode(error_body(late))
-    answer = (
-        b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        b"content-length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    late = f"the request did not arrive within {request_timeout_s:g} s"
+    late_answer = _last_answer(b"408 Request Timeout", late, "request_timeout")
+    crowded = "too many requests arrive at once, and this one took longer than others; try again"
+    crowded_answer = _last_answer(b"503 Service Unavailable", crowded, "server_busy")
 
     class Connection(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +56,7 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
             self._deadline: asyncio.TimerHandle | None = None
             self._has_begun = False
             """a request, at any time"""
+            self._is_put_out = False
             self._is_in_head = False
             """of the latest one; `cycle` is the one before until the head is whole"""
             self._num_unread_bytes = 0
@@ -71,11 +72,14 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
 
         def data_received(self, data: bytes) -> None:
             self._num_unread_bytes += len(data)
+            if not self._is_put_out:
+                intake.came(self, len(data))
             super().data_received(data)
             if self._num_unread_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("The request's head is too long.")
 
         def connection_lost(self, exc: Exception | None) -> None:
+            intake.left(self)
             self._unset_deadline()
             self._unset_send_deadline()
             super().connection_lost(exc)
@@ -156,6 +160,7 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
 
         def on_message_complete(self) -> None:
             self._num_unread_bytes = 0
+            intake.left(self)
             self._unset_deadline()
             super().on_message_complete()
 
@@ -169,12 +174,19 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
                 self._deadline = None
                 self._set_deadline()
                 return
-            is_being_answered = (
-                not self._is_in_head and self.cycle is not None and self.cycle.response_started
-            )
-            if self._has_begun and not is_being_answered:
-                self.transport.write(answer)
+            if self._has_begun and not self._is_being_answered():
+                self.transport.write(late_answer)
             self.transport.close()
+
+        def put_out(self) -> None:
+            """Close the connection, with a 503 if it awaits an answer: others need the room."""
+            self._is_put_out = True
+            if not self._one_before_is_being_answered() and not self._is_being_answered():
+                self.transport.write(crowded_answer)
+            self.transport.close()
+
+        def _is_being_answered(self) -> bool:
+            return not self._is_in_head and self.cycle is not None and self.cycle.response_started
 
         def _one_before_is_being_answered(self) -> bool:
             if self._is_in_head:
@@ -186,4 +198,14 @@ def connections(request_timeout_s: float, send_timeout_s: float, outbox: Outbox)
                 self._deadline.cancel()
                 self._deadline = None
 
+    intake = Intake[Connection](most_pending_bytes, Connection.put_out)
     return Connection
+
+
+def _last_answer(status: bytes, message: str, code: str) -> bytes:
+    """Before the connection is closed."""
+    body = msgspec.json.encode(error_body(RequestError(message, status=int(status[:3]), code=code)))
+    return (
+        b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%s" % (status, len(body), body)
+    )

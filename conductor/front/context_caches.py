@@ -6,9 +6,11 @@ counted where prompts are: of those that begin with its tokens, as much as the p
 Owns: the caches, their names, ends and quotas, what they have saved. Does not know: where blocks are, HTTP.
 """
 
+import pickle
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from conductor.front.prompt import ChatPrefix
 from conductor.front.tools import ToolFields
@@ -18,6 +20,8 @@ from mooncake.costs import Costs, prefill_quantities
 from mooncake.errors import RequestError
 from mooncake.front_messages import KeepContext
 
+MAX_CACHES = 256
+"""of one API key: each request looks through them"""
 NO_KEY = "(none)"
 """stands for the name of the key where there are none; no key can have it"""
 
@@ -39,24 +43,14 @@ class Savings:
             self.prefill_s += num_new * costs.first_s + num_pairs * costs.second_s
 
 
-@dataclass(slots=True, eq=False)
-class ContextCache:
-    """One cache. `keys` name the full blocks of `token_ids`, behind the root of `cache_salt`."""
+class Beginning(NamedTuple):
+    """What a context cache gives to prompts that go on behind it. Goes to processes that read requests: its
+    messages are pickled once, by the one that has read them."""
 
-    id: str
-    name: str | None
-    owner: str
-    """the digest of its API key"""
-    prefix: ChatPrefix | None
-    """the messages and tools that were given; None: they were tokens or a text"""
     token_ids: list[int]
-    keys: list[BlockKey]
+    chat_prefix_data: bytes | None
+    """the `ChatPrefix` that was given, pickled; None: it was tokens or a text"""
     cache_salt: str | None
-    created_s: float
-    expires_s: float | None = None
-    """None: it is being made"""
-    saved: Savings = field(default_factory=Savings)
-    saved_by_key: Savings = field(default_factory=Savings)
 
     def check_salt(self, cache_salt: str | None) -> None:
         """Raises RequestError if a request wants another one."""
@@ -69,7 +63,7 @@ class ContextCache:
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
         """What a conversation that also brings `tools` goes on behind. Raises RequestError."""
-        if self.prefix is None:
+        if self.chat_prefix_data is None:
             raise RequestError(
                 "this context cache was made from a prompt, and no conversation begins with that; use it in"
                 " /v1/completions, or make one from messages",
@@ -82,15 +76,41 @@ class ContextCache:
                 param="tools",
                 code="invalid_value",
             )
-        return self.prefix
+        prefix: ChatPrefix = pickle.loads(self.chat_prefix_data)
+        return prefix
+
+    def num_shared(self, prompt: Sequence[int]) -> int:
+        """How many of the prompt's tokens are the first ones of the cache."""
+        return _num_common(self.token_ids, prompt)
+
+
+@dataclass(slots=True, eq=False)
+class ContextCache:
+    """One cache. `keys` name the full blocks of its tokens, behind the root of its salt."""
+
+    id: str
+    name: str | None
+    owner: str
+    """the digest of its API key"""
+    beginning: Beginning
+    keys: list[BlockKey]
+    created_s: float
+    expires_s: float | None = None
+    """None: it is being made"""
+    saved: Savings = field(default_factory=Savings)
+    saved_by_key: Savings = field(default_factory=Savings)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that its key pays for."""
+        return len(self.beginning.token_ids)
 
 
 class CacheUse:
-    """A prompt that begins with a cache's tokens, as far as `num_shared_tokens`."""
+    """Prompts that begin with a cache's tokens, each as far as `num_shared` says."""
 
-    def __init__(self, cache: ContextCache, prompts: Sequence[Sequence[int]]) -> None:
-        self._cache = cache
-        self._num_shared = [_num_common(cache.token_ids, prompt) for prompt in prompts]
+    def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:
+        self._cache, self._num_shared = cache, num_shared
 
     def count(self, prompt_index: int, num_cached_tokens: int, costs: Costs | None) -> None:
         """The pool held so many tokens of a prompt."""
@@ -113,34 +133,40 @@ class ContextCaches:
     def __init__(self, default_quota: int) -> None:
         """`default_quota`: tokens that a key may have in caches if its entry says nothing."""
         self._default_quota = default_quota
-        self._caches: dict[str, ContextCache] = {}
+        self._caches: dict[str, dict[str, ContextCache]] = {}
+        """by owner and id"""
         self._by_key: dict[str, Savings] = {}
 
     def add(
         self,
         key: ApiKey | None,
         name: str | None,
-        prefix: ChatPrefix | None,
-        token_ids: list[int],
+        beginning: Beginning,
         keys: list[BlockKey],
-        cache_salt: str | None,
         now_s: float,
     ) -> ContextCache:
         """A new cache, which is being made.
 
         Raises RequestError for a name that is taken, or above the quota.
         """
-        if name is not None and any(cache.name == name for cache in self.of(key, now_s)):
+        own = self.of(key, now_s)
+        if len(own) >= MAX_CACHES:
+            raise RequestError(
+                f"this API key has {len(own)} context caches, and may have no more; delete others",
+                status=403,
+                code="context_cache_quota_exceeded",
+            )
+        if name is not None and any(cache.name == name for cache in own):
             raise RequestError(
                 f"there is a context cache {name!r} already; delete it, or choose another name",
                 status=409,
                 param="name",
                 code="context_cache_exists",
             )
-        quota, num_used = self.quota_of(key), sum(len(cache.token_ids) for cache in self.of(key, now_s))
-        if num_used + len(token_ids) > quota:
+        quota, num_used = self.quota_of(key), sum(cache.num_tokens for cache in own)
+        if (num_wanted := num_used + len(beginning.token_ids)) > quota:
             raise RequestError(
-                f"the context caches of this API key would have {num_used + len(token_ids)} tokens, and they"
+                f"the context caches of this API key would have {num_wanted} tokens, and they"
                 f" may have {quota}; delete others, or let them expire",
                 status=403,
                 code="context_cache_quota_exceeded",
@@ -149,14 +175,12 @@ class ContextCaches:
             id=f"cache-{secrets.token_hex(16)}",
             name=name,
             owner=_owner(key),
-            prefix=prefix,
-            token_ids=token_ids,
+            beginning=beginning,
             keys=keys,
-            cache_salt=cache_salt,
             created_s=now_s,
             saved_by_key=self._by_key.setdefault(NO_KEY if key is None else key.name, Savings()),
         )
-        self._caches[cache.id] = cache
+        self._caches.setdefault(cache.owner, {})[cache.id] = cache
         return cache
 
     def find(self, key: ApiKey | None, name: str, now_s: float, param: str | None = None) -> ContextCache:
@@ -172,21 +196,21 @@ class ContextCaches:
         )
 
     def of(self, key: ApiKey | None, now_s: float) -> list[ContextCache]:
-        """All caches of this key, oldest first. On any thread."""
-        owner = _owner(key)
-        return [cache for cache in self._living(now_s) if cache.owner == owner]
+        """All caches of this key, oldest first."""
+        return self._living(_owner(key), now_s)
 
     def kept(self, now_s: float) -> list[KeepContext]:
         """All that have been made, as the Conductor is told of them."""
         return [
             KeepContext(cache.id, cache.keys, cache.expires_s - now_s)
-            for cache in self._living(now_s)
+            for owner in list(self._caches)
+            for cache in self._living(owner, now_s)
             if cache.expires_s is not None
         ]
 
     def remove(self, cache: ContextCache) -> None:
         """Nobody finds it any more. Idempotent."""
-        self._caches.pop(cache.id, None)
+        self._caches.get(cache.owner, {}).pop(cache.id, None)
 
     def quota_of(self, key: ApiKey | None) -> int:
         """In tokens."""
@@ -195,12 +219,15 @@ class ContextCaches:
 
     def by_key(self, now_s: float) -> Iterator[tuple[str, list[ContextCache], Savings]]:
         """Of every key that has made a cache: its name, its caches, what they and earlier ones have saved."""
-        living = self._living(now_s)
+        living: dict[int, list[ContextCache]] = {}
+        for owner in list(self._caches):
+            for cache in self._living(owner, now_s):
+                living.setdefault(id(cache.saved_by_key), []).append(cache)
         for name, saved in self._by_key.items():
-            yield name, [cache for cache in living if cache.saved_by_key is saved], saved
+            yield name, living.get(id(saved), []), saved
 
-    def _living(self, now_s: float) -> list[ContextCache]:
-        caches = list(self._caches.values())  # at once: other threads add and remove
+    def _living(self, owner: str, now_s: float) -> list[ContextCache]:
+        caches = list(self._caches.get(owner, {}).values())
         for cache in caches:
             if cache.expires_s is not None and cache.expires_s <= now_s:
                 self.remove(cache)

@@ -38,7 +38,7 @@ class ContextMetrics(Collector):
         )
         for name, caches, savings in self._caches.by_key(self._now()):
             num_caches.add_metric([name], len(caches))
-            held.add_metric([name], sum(len(cache.token_ids) for cache in caches))
+            held.add_metric([name], sum(cache.num_tokens for cache in caches))
             prompts.add_metric([name], savings.num_prompts)
             saved.add_metric([name], savings.num_tokens)
             seconds.add_metric([name], savings.prefill_s)

@@ -30,6 +30,14 @@ class RateLimitedError(OverloadedError):
         self.code = "rate_limit_exceeded"
 
 
+class UnauthorizedError(RequestError):
+    """No valid key came. `challenge` says how to send one (`WWW-Authenticate`)."""
+
+    def __init__(self, message: str, code: str, challenge: str = "Bearer") -> None:
+        super().__init__(message, status=401, code=code)
+        self.challenge = challenge
+
+
 class GenerationFailedError(RequestError):
     """An accepted request could not be finished. Not the client's fault."""
 
@@ -54,4 +62,6 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
     if isinstance(error, OverloadedError | UnavailableError):
         # Whole seconds, rounded up: the header knows no fractions, and early clients are refused again.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = error.challenge
     return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")

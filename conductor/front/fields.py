@@ -33,7 +33,7 @@ class KnownFields(BaseModel):
     @classmethod
     def _check_number(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise PydanticCustomError("too_long", "fewer fields")
+            raise PydanticCustomError("too_long", "fewer fields", {"max_length": MAX_FIELDS})
         return value
 
 
@@ -42,7 +42,7 @@ def at_most(num_entries: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > num_entries:
-            raise PydanticCustomError("too_long", "fewer entries")
+            raise PydanticCustomError("too_long", "fewer entries", {"max_length": num_entries})
         return value
 
     return BeforeValidator(check)

@@ -1,39 +1,34 @@
-"""What the routes share: the link to the cluster, the model, the metrics, the context caches.
+"""What the routes share: the link to the cluster, the model, how bodies are read, metrics, context caches.
 
-Owns: when a body is read beside the streams, what the cluster must be to serve. Does not know: paths,
-answers.
+Owns: whose context caches a request finds, what the cluster must be to serve. Does not know: paths, answers.
 """
 
 import asyncio
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request
 from prometheus_client import CollectorRegistry
+from starlette.responses import Response
 
 from conductor.display import Display
+from conductor.front.access import KeyUse
 from conductor.front.boundary import read_body
 from conductor.front.config import FrontConfig
-from conductor.front.context_caches import ContextCaches
+from conductor.front.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
 from conductor.front.context_metrics import ContextMetrics
-from conductor.front.errors import RETRY_AFTER_S, UnavailableError
-from conductor.front.grammars import WantedGrammar
+from conductor.front.errors import UnavailableError
 from conductor.front.link import ConductorPeer, Link
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.outbox import Outbox
-from conductor.front.validation import Endpoint, Job, fit_into_pool, read_job
+from conductor.front.reading import Reading
+from conductor.front.request_log import RequestLog
+from conductor.front.tokenization import AboutTokens
+from conductor.front.validation import Endpoint, Job, fit_into_pool
 from mooncake.api_keys import ApiKey
-from mooncake.errors import GrammarError, OverloadedError, RequestError
+from mooncake.errors import RequestError
 from mooncake.front_messages import ClusterState
-
-# Tokenizing more than this takes long enough (milliseconds) to be felt in the streams on the same loop.
-# Below it a thread is felt more: it and the loop wait for each other's lock.
-_MAX_INLINE_BYTES = 8192
-_MAX_WAITING_GRAMMARS = 16
-
-T = TypeVar("T")
+from mooncake.messages import Role
 
 
 class Front:
@@ -47,11 +42,12 @@ class Front:
         registry: CollectorRegistry,
         display: Display | None = None,
     ) -> None:
-        """Raises ConfigError for an endpoint that cannot be used."""
+        """Raises ConfigError for an endpoint that cannot be used. Forks (`reading`)."""
         self.config, self.model = config, model
         self.registry, self.display = registry, display
         self.outbox = Outbox()
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
+        self.request_log = RequestLog(None if display is None else display.pair)
         quota, now = config.context_cache_tokens, asyncio.get_running_loop().time
         self._caches = None if quota is None else ContextCaches(quota)
         if self._caches is not None:
@@ -66,6 +62,7 @@ class Front:
             lambda: [] if self._caches is None else self._caches.kept(now()),
             self.outbox,
         )
+        self.reading = Reading(model, config.served_model_name, config.max_choices)
 
     @property
     def caches(self) -> ContextCaches:
@@ -89,12 +86,14 @@ class Front:
         """The cluster's state. Raises UnavailableError that says what is missing, if it cannot serve."""
         cluster = self.cluster()
         missing = [
-            f"no {role} instance"
-            for role, num in (("prefill", cluster.num_prefill), ("decode", cluster.num_decode))
+            f"all {role.value} instances are draining"
+            if cluster.num_draining.get(role)
+            else f"no {role.value} instance has registered"
+            for role, num in ((Role.PREFILL, cluster.num_prefill), (Role.DECODE, cluster.num_decode))
             if num == 0
         ]
         if missing:
-            raise UnavailableError(f"not ready: {' and '.join(missing)} has registered")
+            raise UnavailableError(f"not ready: {' and '.join(missing)}")
         return cluster
 
     async def read_body(self, request: Request) -> bytes:
@@ -107,46 +106,33 @@ class Front:
         Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
         """
         now_s = asyncio.get_running_loop().time()
-        read = functools.partial(
-            read_job,
-            endpoint,
-            body,
-            self.model,
-            self.config.served_model_name,
-            self.config.max_choices,
-            key,
-            lambda name: self.caches.find(key, name, now_s, param="context_cache"),
-        )
-        job = fit_into_pool(await beside(body, read), self.cluster(), self.model.block_size)
-        if job.grammar is not None:
-            await self._check(job.grammar)
-        return job
+        found: list[ContextCache] = []
 
-    async def _check(self, grammar: WantedGrammar) -> None:
-        grammars = self.model.grammars
-        if grammars.num_waiting >= _MAX_WAITING_GRAMMARS:
-            raise OverloadedError(f"{grammars.num_waiting} grammars are being compiled", RETRY_AFTER_S)
-        try:
-            await grammars.get(grammar.text)
-        except GrammarError as error:
-            raise RequestError(
-                f"{grammar.field}: {error}", param=grammar.field, code="invalid_schema"
-            ) from None
+        def find_cache(name: str) -> Beginning:
+            found.append(self.caches.find(key, name, now_s, param="context_cache"))
+            return found[-1].beginning
 
-    async def about_tokens(
-        self, answer: Callable[[bytes, ServedModel, str], dict[str, Any]], request: Request
-    ) -> dict[str, Any]:
-        """What `answer` makes of a request's body. Raises RequestError."""
+        job = await self.reading.job(endpoint, body, key, find_cache)
+        if found:
+            job = msgspec.structs.replace(job, cache_use=CacheUse(found[-1], job.num_shared))
+        return fit_into_pool(job, self.cluster(), self.model.block_size)
+
+    async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
+        """The answer to a request about tokens. Raises RequestError."""
         body = await self.read_body(request)
-        return await beside(body, functools.partial(answer, body, self.model, self.config.served_model_name))
+        return Response(
+            await self.reading.about_tokens(kind, body, key_of(request)), media_type="application/json"
+        )
 
 
 def key_of(request: Request) -> ApiKey | None:
     """The client's, if clients need one."""
-    key: ApiKey | None = request.scope["state"].get("api_key")
-    return key
+    use: KeyUse | None = request.scope["state"].get("key_use")
+    return None if use is None else use.key
 
 
-async def beside(body: bytes, read: Callable[[], T]) -> T:
-    """In a thread, if `body` may take long."""
-    return read() if len(body) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
+def take_choices(request: Request, num_choices: int) -> None:
+    """Count them against the limits of the client's key, if it needs one. Raises RequestError."""
+    use: KeyUse | None = request.scope["state"].get("key_use")
+    if use is not None:
+        use.take(num_choices)

@@ -15,6 +15,7 @@ from conductor.front.link import Link
 from conductor.front.metrics import Metrics
 from conductor.front.model import ServedModel
 from conductor.front.reception import Event, Lost, Receive, Received
+from conductor.front.request_log import RequestLog
 from conductor.front.text import TextStream
 from conductor.front.validation import Job
 from mooncake.errors import OverloadedError
@@ -35,13 +36,8 @@ class Delta(msgspec.Struct, frozen=True):
     offsets: Sequence[int] = ()
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one choice as one."""
-    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-    text = "".join(delta.text for delta in deltas)
-    logprobs = [of_token for delta in deltas for of_token in delta.logprobs]
-    offsets = [offset for delta in deltas for offset in delta.offsets]
-    return Delta(deltas[-1].choice_index, text, token_ids, deltas[-1].finish_reason, logprobs, offsets)
+_MAX_TOKENS_AT_ONCE = 1 << 16
+"""of prompts, submitted in one turn of the event loop"""
 
 
 class Usage(NamedTuple):
@@ -69,14 +65,29 @@ class _Choice:
 class Generation:
     """The choices of one job. `arrived_s` is the loop's time at which its HTTP request came."""
 
-    def __init__(self, job: Job, model: ServedModel, link: Link, metrics: Metrics, arrived_s: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: ServedModel,
+        link: Link,
+        metrics: Metrics,
+        request_log: RequestLog,
+        arrived_s: float,
+    ) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
+        self._request_log = request_log
+        self._lost: Lost | None = None
         self._now = asyncio.get_running_loop().time
         self._choices = {
             request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
             for index, request in enumerate(job.requests(link.reply_to))
         }
         self._running: dict[str, _Choice] = {}
+        self._num_unsubmitted = len(self._choices)
+        self._num_prompt_tokens = job.num_prompt_tokens
+        self._num_cached: dict[int, int] = {}
+        """by prompt: the least of its choices that have begun; others may find what that one computed"""
+        self._num_completion_tokens = 0
         self._is_closed = False
 
     async def begin(self, receive: Receive) -> None:
@@ -84,15 +95,23 @@ class Generation:
 
         Must be closed (`aclosing`), also when it has raised: that cancels the choices that still run.
         """
+        num_tokens = 0
         for request_id, choice in self._choices.items():
+            num_tokens += len(choice.request.token_ids)
+            if num_tokens > _MAX_TOKENS_AT_ONCE:
+                await asyncio.sleep(0)
+                num_tokens = len(choice.request.token_ids)
+            if self._is_closed:  # an earlier choice has failed meanwhile
+                return
             await self._link.submit(choice.request, receive)
             self._running[request_id] = choice
+            self._num_unsubmitted -= 1
             self._metrics.choice_submitted()
 
     @property
     def is_over(self) -> bool:
         """Every choice has ended."""
-        return not self._running
+        return not self._running and not self._num_unsubmitted
 
     def gain(self, event: Event) -> Delta | None:
         """What a choice has gained with `event`, the next that was received. Raises RequestError.
@@ -104,6 +123,7 @@ class Generation:
         if choice is None:
             return None
         if isinstance(event, Lost):
+            self._lost = event
             if isinstance(event.error, OverloadedError):
                 self._metrics.choice_rejected(self._now() - self._arrived_s)
             raise event.error
@@ -120,6 +140,7 @@ class Generation:
         self._metrics.choice_ended(started=True)
         latency_s = self._now() - self._arrived_s
         self._metrics.choice_finished(reason, latency_s, choice.ttft_s, choice.gaps_s)
+        self._log(choice, reason.value)
 
     async def aclose(self) -> None:
         """Nobody wants more of it. Idempotent."""
@@ -129,20 +150,20 @@ class Generation:
         for request_id, choice in self._running.items():
             await self._link.cancel(request_id)
             self._metrics.choice_ended(started=choice.last_s is not None)
+            is_lost = self._lost is not None and self._lost.request_id == request_id
+            self._log(choice, str(self._lost.error) if self._lost is not None and is_lost else "aborted")
         self._running.clear()
-        for prompt_index, prompt in enumerate(self._job.prompts):
-            if any(choice.last_s is not None for choice in self._choices_of(prompt_index)):
-                num_cached = self._num_cached(prompt_index)
-                self._metrics.prompt_received(len(prompt.token_ids), num_cached)
-                if self._job.cache_use is not None:
-                    self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
+        for prompt_index, num_cached in self._num_cached.items():
+            self._metrics.prompt_received(len(self._job.prompts[prompt_index].token_ids), num_cached)
+            if self._job.cache_use is not None:
+                self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
 
     def usage(self) -> Usage:
         """Token counts so far."""
         return Usage(
-            self._job.num_prompt_tokens,
-            sum(self._num_cached(index) for index in range(len(self._job.prompts))),
-            sum(choice.num_tokens for choice in self._choices.values()),
+            self._num_prompt_tokens,
+            sum(self._num_cached.values()),
+            self._num_completion_tokens,
         )
 
     def _advance(self, choice: _Choice, event: Received) -> Delta:
@@ -173,23 +194,27 @@ class Generation:
         if choice.last_s is None:
             # A later attempt finds what the first one computed; the client is told of the first.
             choice.num_cached_tokens = num_cached_tokens
+            prompt = choice.index // self._job.num_choices_per_prompt
+            self._num_cached[prompt] = min(num_cached_tokens, self._num_cached.get(prompt, num_cached_tokens))
             choice.ttft_s = now_s - self._arrived_s
             self._metrics.choice_started(choice.ttft_s)
         else:
             gap_s = now_s - choice.last_s
             choice.gaps_s.append(gap_s)
         self._metrics.tokens_received(num_tokens, gap_s)
+        self._num_completion_tokens += num_tokens
         choice.num_tokens += num_tokens
         choice.last_s = now_s
 
-    def _choices_of(self, prompt_index: int) -> list[_Choice]:
-        num = self._job.num_choices_per_prompt
-        return list(self._choices.values())[prompt_index * num : (prompt_index + 1) * num]
-
-    def _num_cached(self, prompt_index: int) -> int:
-        """The least of the prompt's choices: the others may have found what that one computed."""
-        return min(
-            (c.num_cached_tokens for c in self._choices_of(prompt_index) if c.last_s is not None), default=0
+    def _log(self, choice: _Choice, how: str) -> None:
+        self._request_log.ended(
+            choice.request.request_id,
+            how,
+            num_prompt_tokens=len(choice.request.token_ids),
+            num_cached_tokens=choice.num_cached_tokens,
+            num_tokens=choice.num_tokens,
+            ttft_s=None if choice.last_s is None else choice.ttft_s,
+            gaps_s=choice.gaps_s,
         )
 
 

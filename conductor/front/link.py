@@ -52,6 +52,8 @@ Conductor gone, whose answers it has only not read yet"""
 MAX_BEATS_FOR_LAST_TOKENS = 3
 """heartbeats, once the Conductor has said that all tokens were sent, or that it does not have the request;
 not seconds, for the same reason"""
+_MAX_OUTPUTS_AT_ONCE = 128
+"""of workers, handled in one turn of the event loop"""
 STREAM_TIMEOUT_S = 30.0
 """without a token while the Conductor is gone, which alone could place the request again"""
 
@@ -272,8 +274,13 @@ class Link:
             )
 
     async def _receive_tokens(self) -> None:
+        num_outputs = 0
         while True:
             _, message = await self._replies.recv()
+            num_outputs += len(message.outputs)
+            if num_outputs > _MAX_OUTPUTS_AT_ONCE:
+                await asyncio.sleep(0)  # messages that have queued up must not starve the event loop
+                num_outputs = len(message.outputs)
             now_s = _now()
             with self._step:
                 for output in message.outputs:

@@ -4,6 +4,7 @@ Owns: their JSON. Does not know: where they come from.
 """
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from conductor.front.generation import Delta
@@ -30,7 +31,7 @@ def of_completion(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
     """As for chats, in columns. The drawn token is always among the likeliest, so there may be one more."""
     pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
     return {
-        "tokens": [_text(token_bytes(token_id)) for token_id, _ in pairs],
+        "tokens": [_piece(token_bytes, token_id)[0] for token_id, _ in pairs],
         "token_logprobs": [_shown(of_token.logprob) for _, of_token in pairs],
         "top_logprobs": [_by_text(token_id, of_token, token_bytes) for token_id, of_token in pairs],
         "text_offset": list(delta.offsets),
@@ -41,7 +42,7 @@ def _by_text(token_id: int, of_token: TokenLogprobs, token_bytes: TokenBytes) ->
     shown: dict[str, float] = {}
     for likely, logprob in (*_top(of_token), (token_id, of_token.logprob)):
         # Parts of characters look the same: the likeliest stays.
-        shown.setdefault(_text(token_bytes(likely)), _shown(logprob))
+        shown.setdefault(_piece(token_bytes, likely)[0], _shown(logprob))
     return shown
 
 
@@ -50,12 +51,15 @@ def _top(of_token: TokenLogprobs) -> Iterable[tuple[int, float]]:
 
 
 def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    text, data = _piece(token_bytes, token_id)
+    return {"token": text, "logprob": _shown(logprob), "bytes": data}
+
+
+@lru_cache(1 << 15)
+def _piece(token_bytes: TokenBytes, token_id: int) -> tuple[str, tuple[int, ...]]:
+    """A token's text and bytes. Each token of an answer may come with those of twenty others."""
     data = token_bytes(token_id)
-    return {"token": _text(data), "logprob": _shown(logprob), "bytes": list(data)}
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
+    return data.decode(errors="replace"), tuple(data)
 
 
 def _shown(logprob: float) -> float:

@@ -54,7 +54,7 @@ class Outcome(StrEnum):
 
 
 class Denial(StrEnum):
-    """Why a request was not even read."""
+    """Why a request was turned away before the cluster heard of it."""
 
     NO_KEY = "no_key"
     LIMIT = "limit"

@@ -84,7 +84,7 @@ def load_served_model(
     """
     tokenizer = load_tokenizer(checkpoint)
     template = tokenizer.chat_template
-    vocab_size = int(checkpoint.config["vocab_size"])
+    vocab_size = checkpoint.model.vocab_size
     return ServedModel(
         tokenizer=tokenizer,
         new_detokenizer=tokenizer.detokenizer,

@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 import xxhash
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from conductor.display import Display
+from conductor.front.admin_access import DASHBOARD, AdminAccess
 from conductor.front.link import Link
 from mooncake.errors import RequestError
 
@@ -32,7 +33,9 @@ _HEADERS = {
 }
 
 
-def monitoring(registry: CollectorRegistry, display: Display | None, link: Link) -> APIRouter:
+def monitoring(
+    registry: CollectorRegistry, display: Display | None, link: Link, access: AdminAccess
+) -> APIRouter:
     """Without a Conductor in this process (`display`) there are the front's metrics alone."""
     router = APIRouter()
 
@@ -44,7 +47,7 @@ def monitoring(registry: CollectorRegistry, display: Display | None, link: Link)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     if display is not None:
-        _add_dashboard(router, _State(display, link))
+        router.include_router(_dashboard(_State(display, link), access))
     return router
 
 
@@ -70,22 +73,25 @@ class _State:
         return None if timeline is None else msgspec.json.encode(timeline)
 
 
-def _add_dashboard(router: APIRouter, state: _State) -> None:
+def _dashboard(state: _State, access: AdminAccess) -> APIRouter:
+    router = APIRouter(prefix=DASHBOARD, dependencies=[Depends(access.check_looking)])
     for path, (name, media_type) in _PAGE.items():
         content = files("conductor.front.dashboard").joinpath(name).read_bytes()
-        _add_file(router, f"/dashboard{path}", content, media_type)
+        _add_file(router, path, content, media_type)
 
-    @router.get("/dashboard/state")
+    @router.get("/state")
     async def cluster_state(request: Request) -> Response:
         return _unless_known(request, state.body())
 
-    @router.get("/dashboard/requests/{request_id}")
+    @router.get("/requests/{request_id}")
     async def request_timeline(request: Request, request_id: str) -> Response:
         body = state.timeline(request_id)
         if body is None:
             message = "no such request: it is not running and not among the latest that have ended"
             raise RequestError(message, status=404)
         return _unless_known(request, body)
+
+    return router
 
 
 def _add_file(router: APIRouter, path: str, content: bytes, media_type: str) -> None:

@@ -41,7 +41,7 @@ class Writer:
 
     def __init__(self, transport: asyncio.Transport, outbox: Outbox) -> None:
         self._transport, self._outbox = transport, outbox
-        self._kept = b""
+        self._kept: list[bytes] = []
 
     def write(self, data: bytes) -> None:
         """Behind all that was written before."""
@@ -50,14 +50,14 @@ class Writer:
             return
         if not self._kept:
             self._outbox.add(self)
-        self._kept += data
+        self._kept.append(data)
 
     def flush(self) -> None:
         """What is kept leaves now, if anybody is there."""
         if self._kept:
-            kept, self._kept = self._kept, b""
+            kept, self._kept = self._kept, []
             if not self._transport.is_closing():
-                self._transport.write(kept)
+                self._transport.write(b"".join(kept))
 
     def close(self) -> None:
         """When all has left."""

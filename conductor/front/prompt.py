@@ -30,6 +30,9 @@ class ChatPrefix:
 
 _TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
 """variables that other fields set"""
+MAX_TOKENS_TOGETHER = 1 << 20
+"""in the prompts of one request, unless one prompt alone may have more"""
+_MAX_BRIEF_CHARS = 1 << 16
 NO_PREFIX = ChatPrefix((), ())
 
 
@@ -102,6 +105,11 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
     _check_num_chars(num_messages * len(json.dumps(variables)), model, param)
 
 
+def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
+    """Whether a short conversation stays short: a template may write variables beside each message."""
+    return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
+
+
 def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None:
     """Raises RequestError if a body has more messages than the model has room for."""
     messages = fields.get("messages")
@@ -134,7 +142,7 @@ def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -
     """
     many = _many(prompt)
     given = [prompt] if many is None else many
-    prompts = []
+    prompts, num_together = [], 0
     for index, item in enumerate(given):
         path = "prompt" if many is None else f"prompt[{index}]"
         if isinstance(item, str):
@@ -152,6 +160,14 @@ def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -
             check_token_ids(token_ids, model, path)
         token_ids = [*before, *token_ids]
         _check_room(token_ids, model.context_len, path)
+        num_together += len(token_ids)
+        if num_together > max(MAX_TOKENS_TOGETHER, model.context_len):
+            raise RequestError(
+                f"the prompts of a request may have {MAX_TOKENS_TOGETHER} tokens together, and the first"
+                f" {index + 1} have {num_together}; send several requests",
+                param="prompt",
+                code="invalid_value",
+            )
         prompts.append(token_ids)
     return prompts
 

@@ -5,6 +5,7 @@ client's connection. Does not know: what is in an answer.
 """
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Coroutine
 from contextlib import aclosing
@@ -17,13 +18,17 @@ from starlette.types import Receive, Scope, Send
 from conductor.front.answer import AnswerFormat, event
 from conductor.front.connection import BODY, Body
 from conductor.front.errors import error_body, error_response
-from conductor.front.generation import Delta, Generation, joined
+from conductor.front.generation import Delta, Generation
 from conductor.front.metrics import Metrics, Outcome
 from conductor.front.reception import Event, Received
 from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 
 T = TypeVar("T")
+_MAX_EVENTS_AT_ONCE = 64
+"""sent to a client that has not read for a while"""
+_MAX_BYTES_AT_ONCE = 1 << 17
+"""of an answer that is not streamed"""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -57,8 +62,6 @@ class GenerationResponse(Response):
         self._slow_sending: asyncio.Task[None] | None = None
         self._body: Body | None = None
         """of a stream that has started"""
-        self._parts: dict[int, list[Delta]] = {}
-        """of each choice of an answer that is not streamed"""
         self._outcome = Outcome.ABORTED
         self._bug: Exception | None = None
 
@@ -100,6 +103,7 @@ class GenerationResponse(Response):
             delta = self._generation.gain(event)
             if delta is None:
                 return
+            delta = self._answers.seen(delta)
             if delta.finish_reason is not None:
                 self._slow_sending = run_eagerly(self._send_what_has_come((delta, event.request_id)))
             elif chunks := self._answers.chunks(delta, self._generation.usage):
@@ -113,7 +117,11 @@ class GenerationResponse(Response):
         try:
             if first is not None:
                 await self._send_delta(*first)
-            while self._events and not self._has_ended:
+            for num_sent in itertools.count(1):
+                if not self._events or self._has_ended:
+                    break
+                if num_sent % _MAX_EVENTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 event = self._events.popleft()
                 try:
                     delta = self._generation.gain(event)
@@ -121,7 +129,7 @@ class GenerationResponse(Response):
                     await self._send_error(error)
                     break
                 if delta is not None:
-                    await self._send_delta(delta, event.request_id)
+                    await self._send_delta(self._answers.seen(delta), event.request_id)
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
             self._end_by(error)
         finally:
@@ -130,7 +138,7 @@ class GenerationResponse(Response):
     async def _send_delta(self, delta: Delta, request_id: str) -> None:
         chunks = b""
         if not self._is_streamed:
-            self._parts.setdefault(delta.choice_index, []).append(delta)
+            self._answers.gather(delta)
         else:
             if not self._has_started:
                 await self._start()
@@ -163,8 +171,19 @@ class GenerationResponse(Response):
         if self._is_streamed:
             await self._send({"type": "http.response.body", "body": chunks + self._answers.end(usage)})
             return
-        whole = [joined(self._parts[index]) for index in range(len(self._parts))]
-        await self._respond(Response(self._answers.whole(whole, usage), media_type="application/json"))
+        parts, num_bytes = [], 0
+        for part in self._answers.whole(usage):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > _MAX_BYTES_AT_ONCE:
+                await asyncio.sleep(0)
+                num_bytes = 0
+        size = (b"content-length", b"%d" % sum(map(len, parts)))
+        headers = [(b"content-type", b"application/json"), size]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def _send_error(self, error: RequestError) -> None:
         self._has_ended = True

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
+from conductor.front.admin_access import AdminAccess
 from conductor.front.admin_app import create_admin_app
 from conductor.front.app import create_app
 from conductor.front.boundary import RequestIds
@@ -34,6 +35,7 @@ _ACCEPTS_AT_ONCE = 64  # asyncio tries, and logs, each of them when descriptors 
 _FIRST_ANSWER_S = 1.0  # of the Conductor; without one there is no use in waiting longer
 _LAST_WORDS_S = 1  # until clients have read why their answers end
 _SEND_TIMEOUT_S = 60.0  # in which a client has to take some of an answer that waits for it
+_LEAST_PENDING_BYTES = 32 << 20  # that requests may hold together before they have arrived whole
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 
 
@@ -103,11 +105,14 @@ async def serve(
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
         front = Front(config, model, conductor, registry, display)
-        listeners = [(main, _server(create_app(front), config, certificate, front.outbox))]
+        sockets.callback(front.reading.close)
+        access = AdminAccess(config, front.metrics)
+        listeners = [(main, _server(create_app(front, access), config, certificate, front.outbox))]
         if admin is not None:
-            listeners.append((admin, _server(create_admin_app(front), config, certificate, front.outbox)))
+            admin_app = create_admin_app(front, access)
+            listeners.append((admin, _server(admin_app, config, certificate, front.outbox)))
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(front.link.run())]
+            beside = [group.create_task(front.link.run()), group.create_task(front.reading.run())]
             if certificate is not None:
                 beside.append(group.create_task(certificate.follow()))
             with contextlib.suppress(TimeoutError):  # requests are told then that it does not answer
@@ -137,7 +142,12 @@ def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None, 
     return _Server(
         uvicorn.Config(
             RequestIds(app),
-            http=connections(config.request_timeout_s, _SEND_TIMEOUT_S, outbox),
+            http=connections(
+                config.request_timeout_s,
+                _SEND_TIMEOUT_S,
+                max(_LEAST_PENDING_BYTES, 2 * config.max_request_bytes),
+                outbox,
+            ),
             ws="none",
             lifespan="off",
             backlog=_ACCEPTS_AT_ONCE,

@@ -3,7 +3,9 @@
 Owns: what is held back and where a text is cut. Does not know: requests, HTTP.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -24,6 +26,58 @@ class Decoded(msgspec.Struct, frozen=True):
     offsets: Sequence[int] = ()
 
 
+class _StopStrings:
+    """All stop strings at once, as the automaton of Aho and Corasick: a state is the longest end of a text
+    that one of them begins with. So a character costs the same, however many strings there are, and how long.
+    """
+
+    __slots__ = ("fallback", "following", "held", "longest")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops)
+        self.following: list[dict[str, int]] = [{}]
+        """by state and next character"""
+        self.held = [0]
+        """of each state: its length"""
+        self.fallback = [0]
+        """of each state: the longest shorter end of it that a stop string begins with"""
+        self.longest = [0]
+        """of each state: the length of the longest stop string that it ends with; 0: of none"""
+        for stop in stops:
+            self._add(stop)
+        states = deque(self.following[0].values())
+        while states:
+            state = states.popleft()
+            self.longest[state] = self.longest[state] or self.longest[self.fallback[state]]
+            for character, longer in self.following[state].items():
+                self.fallback[longer] = self.after(self.fallback[state], character)
+                states.append(longer)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            longer = self.following[state].get(character)
+            if longer is None:
+                longer = self.following[state][character] = len(self.following)
+                self.following.append({})
+                self.held.append(self.held[state] + 1)
+                self.fallback.append(0)
+                self.longest.append(0)
+            state = longer
+        self.longest[state] = len(stop)
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        following, fallback = self.following, self.fallback
+        while state and character not in following[state]:
+            state = fallback[state]
+        return following[state].get(character, 0)
+
+
+_stop_strings = lru_cache(maxsize=4)(_StopStrings)
+"""a request's choices have the same"""
+
+
 class StopMatcher:
     """Finds the stop string that is complete first, and lets no part of one through.
 
@@ -31,39 +85,36 @@ class StopMatcher:
     string that ends first, and of several that end together, before the one that begins first.
     """
 
-    __slots__ = ("_held", "_stops")
+    __slots__ = ("_held", "_state", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops)
-        self._stops = tuple(stops)
+        self._stops = _stop_strings(tuple(stops)) if stops else None
+        self._state = 0
         self._held = (
             ""  # always the longest end of the text so far that may be the beginning of a stop string
         )
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to show, and whether a stop string was found."""
-        if not self._stops:
+        stops = self._stops
+        if stops is None:
             return text, False
+        num_held, state = len(self._held), self._state
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], False
+        for index in range(num_held, len(text)):
+            state = stops.after(state, text[index])
+            if stops.longest[state]:
+                self._held, self._state = "", 0
+                return text[: index + 1 - stops.longest[state]], True
+        self._state = state
+        num_shown = len(text) - stops.held[state]
+        self._held = text[num_shown:]
+        return text[:num_shown], False
 
     def flush(self) -> str:
         """The text that was held back, now that no more follows."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
-
-    def _num_held(self, text: str) -> int:
-        for num in range(min(len(text), max(map(len, self._stops)) - 1), 0, -1):
-            tail = text[len(text) - num :]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return num
-        return 0
 
 
 class TextStream:

@@ -1,20 +1,35 @@
 """`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is to the model.
 
-Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may run in a thread.
+Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may run in another process.
 """
 
+from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field, SkipValidation
 
 from conductor.front.body import parse, refusing_depth
-from conductor.front.fields import KnownFields, ListOf
+from conductor.front.fields import MAX_FIELDS, KnownFields, ListOf
 from conductor.front.model import ServedModel
-from conductor.front.prompt import chat_tokens, check_num_messages, check_token_ids, text_tokens
+from conductor.front.prompt import (
+    chat_tokens,
+    check_num_messages,
+    check_token_ids,
+    is_brief_conversation,
+    text_tokens,
+)
 from conductor.front.schema import Message, TemplateVariables, check_message_fields, check_model
 from conductor.front.tools import MAX_TOOLS, ToolFields
 from mooncake.errors import RequestError
+
+
+class AboutTokens(Enum):
+    """What is asked of a text's tokens."""
+
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
 
 
 class TokenizeRequest(KnownFields):
@@ -37,9 +52,43 @@ class DetokenizeRequest(KnownFields):
     tokens: ListOf[SkipValidation[int]]
 
 
+def answer_about_tokens(
+    kind: AboutTokens, body: bytes, model: ServedModel, served_model_name: str, *, only_brief: bool = False
+) -> bytes | None:
+    """The answer in JSON. Raises RequestError. None: `only_brief`, and it is not as short as its body."""
+    if kind is AboutTokens.DETOKENIZE:
+        return msgspec.json.encode(detokenize(body, model, served_model_name))
+    request = _tokenize_request(body, model)
+    if only_brief and not is_brief_conversation(len(request.messages or ()), request.chat_template_kwargs):
+        return None
+    return msgspec.json.encode(_tokenized(request, model, served_model_name))
+
+
+def check_num_ids(body: bytes, model: ServedModel) -> None:
+    """Raises RequestError for more ids than a prompt may have, before anything is made of the body."""
+    num_ids = body.count(b",") + 1
+    if num_ids > model.context_len + MAX_FIELDS:
+        raise _too_many(f"about {num_ids}", model)
+
+
+def _too_many(num: str, model: ServedModel) -> RequestError:
+    return RequestError(
+        f"tokens: expected at most {model.context_len} ids, this model's context length, got {num}",
+        param="tokens",
+        code="context_length_exceeded",
+    )
+
+
 def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
     """The answer to `/tokenize`. Raises RequestError."""
-    request = parse(TokenizeRequest, body, partial(check_num_messages, model=model))
+    return _tokenized(_tokenize_request(body, model), model, served_model_name)
+
+
+def _tokenize_request(body: bytes, model: ServedModel) -> TokenizeRequest:
+    return parse(TokenizeRequest, body, partial(check_num_messages, model=model))
+
+
+def _tokenized(request: TokenizeRequest, model: ServedModel, served_model_name: str) -> dict[str, Any]:
     check_model(request.model, served_model_name)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(
@@ -81,5 +130,7 @@ def detokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[
     """The answer to `/detokenize`: special tokens are written out. Raises RequestError."""
     request = parse(DetokenizeRequest, body)
     check_model(request.model, served_model_name)
+    if len(request.tokens) > model.context_len:
+        raise _too_many(str(len(request.tokens)), model)
     check_token_ids(request.tokens, model, "tokens")
     return {"prompt": model.tokenizer.decode(request.tokens, skip_special_tokens=False)}

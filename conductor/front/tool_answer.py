@@ -22,22 +22,46 @@ class ToolAnswer:
     def __init__(self, tools: ToolUse) -> None:
         self._tools = tools
         self._parser = ToolCallParser(tools.tool_format, tools.names, tools.max_calls)
+        self._events: Sequence[Event] = ()
+        self._content: list[str] = []
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []
+        """each with the pieces of its arguments"""
 
-    def deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """What `text` adds to the message."""
-        return [self._delta(event) for event in self._events(text, is_last)]
+    def see(self, text: str, finish_reason: FinishReason | None) -> None:
+        """More of the answer; with a reason, the last of it. `deltas` or `gather` is to follow."""
+        events = self._parser.push(text)
+        if finish_reason is not None:
+            events += self._parser.finish(is_cut=finish_reason is FinishReason.LENGTH)
+        # What must be calls and is none is the beginning of one, which was cut.
+        self._events = [event for event in events if not (self._tools.must_call and isinstance(event, Text))]
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The message of the whole `text`. Content is null if there is none beside calls."""
-        content, calls = "", list[dict[str, Any]]()
-        for event in self._events(text, is_last=True):
+    @property
+    def is_over(self) -> bool:
+        """All calls that are wanted are there, and whole."""
+        return self._parser.is_over
+
+    def deltas(self) -> list[dict[str, Any]]:
+        """What has been seen adds this to the message."""
+        return [self._delta(event) for event in self._events]
+
+    def gather(self) -> None:
+        """Keep what has been seen."""
+        for event in self._events:
             match event:
                 case Text(more):
-                    content += more
+                    self._content.append(more)
                 case CallStart(_, name):
-                    calls.append(self._call(name))
+                    self._calls.append((self._call(name), []))
                 case Arguments(_, piece):
-                    calls[-1]["function"]["arguments"] += piece
+                    self._calls[-1][1].append(piece)
+
+    def message(self) -> dict[str, Any]:
+        """The message of all that was gathered. Content is null if there is none beside calls."""
+        content = "".join(self._content)
+        calls = []
+        for call, pieces in self._calls:
+            function = {**call["function"], "arguments": "".join(pieces)}
+            calls.append({**call, "function": function})
         message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         return {**message, "tool_calls": calls} if calls else message
 
@@ -47,10 +71,6 @@ class ToolAnswer:
         if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
             return "tool_calls"
         return reason
-
-    def _events(self, text: str, is_last: bool) -> Sequence[Event]:
-        events = self._parser.push(text)
-        return [*events, *self._parser.finish()] if is_last else events
 
     def _delta(self, event: Event) -> dict[str, Any]:
         match event:

@@ -110,6 +110,8 @@ class ToolCallParser:
         self._is_given = False
         """the call has been told of"""
         self.num_calls = 0
+        self.is_over = False
+        """all calls that are wanted are whole"""
         self._events: list[Event] = []
 
     def push(self, text: str) -> list[Event]:
@@ -119,9 +121,12 @@ class ToolCallParser:
             pass
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """What was held back, now that no more follows."""
-        if self._raw or self._in is _In.TEXT:  # else it is a part of the mark behind calls
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """What was held back, now that no more follows. If the text `is_cut`, what a call may begin with is
+        one's beginning, and not text."""
+        may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
+        # Else it is a part of the mark behind calls.
+        if (self._raw or self._in is _In.TEXT) and not (is_cut and may_be_call):
             self._say(self._raw + self._rest)
         self._raw = self._rest = ""
         if self._space and not self.num_calls:
@@ -204,6 +209,7 @@ class ToolCallParser:
                 self._rest = self._rest[start:]
                 self._give_arguments()
                 self._is_given, self._in = False, _In.BETWEEN
+                self.is_over = self.num_calls == self._max_calls
                 return True
         self._rest = ""
         self._give_arguments()

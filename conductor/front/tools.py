@@ -6,7 +6,7 @@ calls are found in text (`tool_calls`), templates' languages.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
@@ -100,6 +100,10 @@ class ToolUse:
         """Of all functions."""
         return [function.name for function in self.functions]
 
+    def bare(self) -> "ToolUse":
+        """What answers need to know: the functions' names, nothing that a client has written at length."""
+        return replace(self, functions=tuple(FunctionFields(name=name) for name in self.names))
+
 
 def tool_use(
     tools: Sequence[ToolFields],
@@ -127,12 +131,15 @@ def tool_use(
             param="tools",
             code="unsupported_parameter",
         )
+    must_call = named is not None or tool_choice == "required"
+    # A model that must go on calling or end, and would rather say something, repeats calls.
+    is_single = named is not None or parallel_tool_calls is False or (must_call and not parallel_tool_calls)
     return ToolUse(
         tool_format,
         tuple(functions.values()) if named is None else (functions[named],),
-        must_call=named is not None or tool_choice == "required",
+        must_call=must_call,
         is_named=named is not None,
-        max_calls=1 if named is not None or parallel_tool_calls is False else None,
+        max_calls=1 if is_single else None,
     )
 
 

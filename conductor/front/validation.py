@@ -6,20 +6,21 @@ Everything here is a plain function of its input and may run in a thread.
 
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 
 import msgspec
 
 from conductor.front.body import parse, refusing_depth
-from conductor.front.context_caches import CacheUse, ContextCache
+from conductor.front.context_caches import Beginning, CacheUse
 from conductor.front.grammars import WantedGrammar, wanted_grammar
 from conductor.front.model import ServedModel
 from conductor.front.prompt import (
     NO_PREFIX,
     chat_prompt,
     check_num_messages,
+    is_brief_conversation,
     num_prompts_of,
     prompts_of,
     tenant_root,
@@ -44,8 +45,15 @@ from mooncake.requests import Request, SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
 
 
-FindCache = Callable[[str], ContextCache]
-"""By id or name. Raises RequestError."""
+GenerationRequest = ChatCompletionRequest | CompletionRequest
+
+
+class CacheWantedError(Exception):
+    """A request names a context cache, which is to be given with it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 class Endpoint(Enum):
@@ -99,8 +107,10 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     slo_class: str = ""
     tenant: str = ""
+    num_shared: Sequence[int] = ()
+    """tokens of each prompt that are its context cache's, if it has one"""
     cache_use: CacheUse | None = None
-    """of the context cache that the prompts begin with"""
+    """of that context cache"""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,6 +131,7 @@ class Job(msgspec.Struct, frozen=True):
                 priority=self.priority,
                 slo_class=self.slo_class,
                 tenant=self.tenant,
+                answer_id=self.id,
             )
             for index, sampling in enumerate(self.sampling)
         ]
@@ -133,42 +144,68 @@ def read_job(
     served_model_name: str,
     max_choices: int,
     key: ApiKey | None = None,
-    find_cache: FindCache | None = None,
+    cache: Beginning | None = None,
 ) -> Job:
-    """Parse, check and tokenize a request's body. Raises RequestError that names the field.
+    """`job_of` of `read_request`."""
+    return job_of(read_request(endpoint, body, model, served_model_name), model, max_choices, key, cache)
 
-    `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
-    further. `find_cache` finds its context caches.
-    """
+
+def read_request(
+    endpoint: Endpoint, body: bytes, model: ServedModel, served_model_name: str
+) -> GenerationRequest:
+    """Parse a request's body, and check each field by itself. Raises RequestError that names the field."""
+    request: GenerationRequest
     with refusing_depth():
-        return _read_job(endpoint, body, model, served_model_name, max_choices, key, find_cache)
-
-
-def _read_job(
-    endpoint: Endpoint,
-    body: bytes,
-    model: ServedModel,
-    served_model_name: str,
-    max_choices: int,
-    key: ApiKey | None,
-    find_cache: FindCache | None,
-) -> Job:
-    request: ChatCompletionRequest | CompletionRequest
-    is_chat = endpoint is Endpoint.CHAT
-    if is_chat:
-        request = parse(ChatCompletionRequest, body, partial(check_num_messages, model=model))
-    else:
-        request = parse(CompletionRequest, body)
-    check_extra_fields(request)
+        if endpoint is Endpoint.CHAT:
+            request = parse(ChatCompletionRequest, body, partial(check_num_messages, model=model))
+        else:
+            request = parse(CompletionRequest, body)
+        check_extra_fields(request)
     check_model(request.model, served_model_name)
     if request.stream_options is not None and not request.stream:
         raise RequestError(
             "stream_options is only allowed with stream: true", param="stream_options", code="invalid_value"
         )
+    return request
+
+
+def is_brief(request: GenerationRequest) -> bool:
+    """Whether the prompts of a short request are short: nothing long is put before them or between them."""
+    if request.context_cache is not None:
+        return False
+    return not isinstance(request, ChatCompletionRequest) or is_brief_conversation(
+        len(request.messages), request.chat_template_kwargs
+    )
+
+
+def job_of(
+    request: GenerationRequest,
+    model: ServedModel,
+    max_choices: int,
+    key: ApiKey | None = None,
+    cache: Beginning | None = None,
+) -> Job:
+    """Check a request's fields together, and tokenize. Raises RequestError that names the field.
+
+    `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
+    further. `cache`: of the context cache that the request names. Raises CacheWantedError without it.
+    """
+    with refusing_depth():
+        return _job_of(request, model, max_choices, key, cache)
+
+
+def _job_of(
+    request: GenerationRequest,
+    model: ServedModel,
+    max_choices: int,
+    key: ApiKey | None,
+    cache: Beginning | None,
+) -> Job:
+    endpoint = Endpoint.CHAT if isinstance(request, ChatCompletionRequest) else Endpoint.COMPLETION
     stops, tools = _stops(request.stop), None
-    cache = None
-    if request.context_cache is not None and find_cache is not None:
-        cache = find_cache(request.context_cache)
+    if request.context_cache is not None:
+        if cache is None:
+            raise CacheWantedError(request.context_cache)
         cache.check_salt(request.cache_salt)
     num_choices_per_prompt = request.n or 1
     if isinstance(request, ChatCompletionRequest):
@@ -203,10 +240,10 @@ def _read_job(
         client_request_id=request.request_id,
         root_key=root,
         is_salted=is_salted,
-        tools=tools,
+        tools=None if tools is None else tools.bare(),
         grammar=grammar,
         priority=priority_of(request.priority, key),
-        cache_use=None if cache is None else CacheUse(cache, prompts),
+        num_shared=() if cache is None else [cache.num_shared(prompt) for prompt in prompts],
     )
 
 
@@ -302,7 +339,7 @@ def _stops(stop: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _given_max_tokens(request: ChatCompletionRequest | CompletionRequest) -> tuple[str | None, int]:
+def _given_max_tokens(request: GenerationRequest) -> tuple[str | None, int]:
     """The field that limits the output, and its value; (None, the default) if none was given."""
     if isinstance(request, ChatCompletionRequest) and (newer := request.max_completion_tokens) is not None:
         if request.max_tokens not in (None, newer):
@@ -317,9 +354,7 @@ def _given_max_tokens(request: ChatCompletionRequest | CompletionRequest) -> tup
     return None, sys.maxsize if isinstance(request, ChatCompletionRequest) else DEFAULT_COMPLETION_TOKENS
 
 
-def _max_tokens(
-    request: ChatCompletionRequest | CompletionRequest, num_prompt_tokens: int, context_len: int
-) -> int:
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, context_len: int) -> int:
     field, max_tokens = _given_max_tokens(request)
     room = context_len - num_prompt_tokens
     if field is not None and max_tokens > room:

@@ -1,6 +1,6 @@
 """Stores a text as a context cache, asks two questions about it, and deletes it.
 
-python docs/examples/context_cache.py http://127.0.0.1:8000 FILE [API_KEY]
+.venv/bin/python docs/examples/context_cache.py http://127.0.0.1:8000 FILE [API_KEY]
 """
 
 import json

@@ -1,7 +1,7 @@
 """Stores blocks in a KVCache pool, reads them back in four ways, and tidies up.
 
-    python docs/examples/kvcache_pool.py unix:/run/user/1000/mooncake-serve-x/worker-0.sock
-    python docs/examples/kvcache_pool.py tcp://10.0.0.2:7000 --key-file cluster.key
+    .venv/bin/python docs/examples/kvcache_pool.py unix:/run/user/1000/mooncake-serve-x/worker-0.sock
+    .venv/bin/python docs/examples/kvcache_pool.py tcp://10.0.0.2:7000 --key-file cluster.key
 
 `mooncake-kv stats` finds the pools of a running mooncake-serve. Several addresses may be given.
 """

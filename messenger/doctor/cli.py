@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import rich.console
@@ -27,16 +26,25 @@ from messenger.probe import Probe
 from messenger.rdma.cards import Cards, open_cards
 from messenger.tls import Tls
 from mooncake import native
+from mooncake.command_line import FAILED, INTERRUPTED, Parser
 from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.sections import LARGEST_PORT, MessengerConfig
+from mooncake.steps import Steps
 
-FAILED = 1
-INTERRUPTED = 130
 _COMPILING_S = 120.0
 _MEASURING_S = 60.0
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+EXAMPLES = """examples:
+  mooncake-doctor
+  mooncake-doctor --config configs/cluster.yaml
+  mooncake-doctor --peer 10.0.0.2:7900 --key-file cluster.key
+
+Exit codes: 0 if nothing failed, 1 if something did, 2 for wrong use, 130 after Ctrl-C.
+"""
 
 
 def main() -> None:
@@ -108,12 +116,11 @@ def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path 
 
 
 def look(all_checks: Iterable[Check]) -> list[Finding]:
-    """Makes the checks, one after the other. A terminal shows which one is under way."""
+    """Makes the checks, one after the other, and shows which one is under way."""
     findings: list[Finding] = []
-    console = rich.console.Console(stderr=True)
-    with console.status("") as status:
+    with Steps() as steps:
         for check in all_checks:
-            status.update(f"looking at {check.title}")
+            steps.show(f"looking at {check.title}")
             findings += check.run()
     return findings
 
@@ -213,11 +220,11 @@ def _peer(text: str) -> Peer:
     return Peer(host_name, int(port_text))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mooncake-doctor",
         description="Look at this machine, and at the way to a peer, and say what is wrong and what to do.",
-        epilog="Exit codes: 0 if nothing failed, 1 if something did, 2 for wrong use.",
+        epilog=EXAMPLES,
     )
     parser.add_argument(
         "--peer",
@@ -232,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="the YAML file that mooncake-serve is started with"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+    parser.add_version()
     return parser
 
 

@@ -8,23 +8,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from messenger.doctor.findings import Finding, Level, as_size
-from messenger.doctor.host import num_instances
 from messenger.doctor.machine import Machine
 from messenger.topology import NicKind, find_nics
-from mooncake.config import Config, host_and_port
+from mooncake.config import Config
+from mooncake.listeners import Place, places
 
 OUR_MODULES = ("conductor.service", "conductor.front.service", "kvstore.service", "workers.service")
 _LISTEN = "0A"
 _WANTED_BUFFER_BYTES = 4 << 20
 _LOWEST_USER_PORT = 1024
-
-
-class Place(NamedTuple):
-    """Where the configuration wants to listen."""
-
-    key: str
-    host: str
-    port: int
 
 
 class Listener(NamedTuple):
@@ -70,7 +62,7 @@ def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
     """Whether the ports of the configuration are free, or who has them."""
-    wanted = _places(config)
+    wanted = places(config)
     if not wanted:
         return
     listeners, texts, taken, closed = _listeners(machine), [], [], []
@@ -134,23 +126,6 @@ def _trouble(machine: Machine, host: str, *, is_alone: bool) -> tuple[Level, str
     if not is_alone and any(ipaddress.ip_address(one).is_loopback for one in found):
         return Level.WARN, "can be reached from this machine only"
     return None
-
-
-def _places(config: Config) -> list[Place]:
-    places = []
-    if config.role not in ("prefill", "decode"):
-        places.append(Place("http.port", config.http.host, config.http.port))
-    bound = {"conductor": ("endpoint", "reply_endpoint"), "front": ("reply_endpoint",)}
-    for name in bound.get(config.role, ()):
-        scheme, _, rest = getattr(config.conductor, name).partition("://")
-        if scheme == "tcp" and not rest.endswith(":*"):
-            places.append(Place(f"conductor.{name}", *host_and_port(rest)))
-    if config.runs_instances:
-        places += [Place("messenger.port", host, config.messenger.port) for host in config.messenger.hosts]
-    if config.kvcache.listen is not None:
-        host, port = host_and_port(config.kvcache.listen)
-        places += [Place("kvcache.listen", host, port + index) for index in range(num_instances(config))]
-    return [place for place in places if place.port]  # 0 takes a free one
 
 
 def _listeners(machine: Machine) -> list[Listener]:

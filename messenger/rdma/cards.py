@@ -127,8 +127,8 @@ class Cards:
 
 
 def open_cards(settings: MessengerConfig) -> Cards:
-    """The devices near the segment, or all that work where none of those does. Says once in the log why there
-    are none.
+    """The devices near the segment, or all that work where none of those does. Says once in the log why
+    devices that are there cannot be used.
 
     Raises ConfigError for a topology that is none, or if RDMA is demanded and not there.
     """
@@ -146,7 +146,7 @@ def open_cards(settings: MessengerConfig) -> Cards:
     reason = "; ".join(reasons or find_devices().reasons) or "no device is near the memory"
     if is_demanded:
         raise ConfigError(f"messenger.transport: rdma, but there is no device to use: {reason}")
-    (log.warning if reasons else log.info)("no RDMA: %s", reason)
+    (log.warning if reasons else log.debug)("no RDMA: %s", reason)  # a machine without devices is no news
     return Cards([])
 
 

@@ -82,7 +82,7 @@ def find_devices(names: Collection[str] | None = None, gid_index: int | None = N
     else:
         why = ""
     if not present:
-        return FoundDevices([], [f"no RDMA: this machine has no RDMA device{why}"])
+        return FoundDevices([], [f"this machine has no RDMA device{why}"])
     devices: list[RdmaDevice] = []
     reasons = [
         f"RDMA device {missing} does not exist; there are {', '.join(sorted(present))}"

@@ -44,7 +44,7 @@ def load_verbs() -> Verbs:
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]  # binary modules of exactly this Python
     if not (SYSTEM_PACKAGES / "pyverbs" / f"device{suffix}").exists():
         raise RdmaUnavailableError(
-            f"no RDMA: Python {sys.version_info.major}.{sys.version_info.minor} has no pyverbs ({reason});"
+            f"Python {sys.version_info.major}.{sys.version_info.minor} has no pyverbs ({reason});"
             " install python3-pyverbs and use the Python version of that distribution"
         )
     sys.path.append(str(SYSTEM_PACKAGES))
@@ -52,7 +52,7 @@ def load_verbs() -> Verbs:
         return _import()
     except ImportError as error:
         raise RdmaUnavailableError(
-            f"no RDMA: pyverbs in {SYSTEM_PACKAGES} cannot be imported ({error}); reinstall python3-pyverbs"
+            f"pyverbs in {SYSTEM_PACKAGES} cannot be imported ({error}); reinstall python3-pyverbs"
         ) from error
     finally:
         sys.path.remove(str(SYSTEM_PACKAGES))

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-DEADLINE_S = 10.0
+from tests.deadline import DEADLINE_S
+
 CONTEXT_LEN = 4096
 
 

@@ -20,8 +20,8 @@ from mooncake.keys import ClusterKey
 from mooncake.line import Inbox, Line
 from mooncake.messages import Role
 from mooncake.requests import FinishReason, Request, SamplingParams
+from tests.deadline import DEADLINE_S
 
-DEADLINE_S = 20.0
 FINGERPRINT = "f" * 32
 LAYOUT = KVLayout(2, 1, 8, 16, "float32")
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from benchmarks.arguments import FAILED, INTERRUPTED, WRONG_USE
 from benchmarks.load import cli
 from benchmarks.load.client import Answer, AnswerError, Client, EventStream
 from benchmarks.load.measures import Slo, summarize
@@ -28,11 +27,12 @@ from benchmarks.load.sources import MixSource, Plan, Planned, Run, SyntheticSour
 from benchmarks.traces.mixes import Mix, RequestClass
 from benchmarks.traces.request import TraceError
 from benchmarks.traces.synthetic import SyntheticLoad
+from mooncake import steps
+from mooncake.command_line import FAILED, INTERRUPTED, WRONG_USE
 from tests.benchmarks.fake_server import FakeServer, answer, chunk, event, fake_server, tokens
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 20.0
-COMMAND_DEADLINE_S = 60.0  # its processes import aiohttp and matplotlib
 SLO = Slo(ttft_s=5.0, tbt_s=0.15, long_from=1024)
 
 
@@ -228,13 +228,13 @@ def test_a_late_client_counts_from_when_the_request_was_due(server: FakeServer) 
         async with Client(run) as client:
             request = next(iter(Plan(run)))
             now_s = time.monotonic()
-            return await client.send(request, client.body(request), now_s - 10, now_s - 2)
+            return await client.send(request, client.body(request), now_s - 1000, now_s - 2)
 
     outcome = asyncio.run(send_late())
     assert outcome.ttft_s is not None
     assert outcome.ttft_s > 2
     assert outcome.answered_s > 2
-    assert outcome.lag_s == pytest.approx(2, abs=0.5)
+    assert 2 <= outcome.lag_s < 1000
     summary = summarize(RunResult([outcome], 1, 1.0, 1.0, [0.1]), SLO)
     assert summary.client.is_limit
 
@@ -361,8 +361,9 @@ def test_goodput_counts_requests_within_both_slos() -> None:
 
 
 def test_the_command_compares_two_servers_and_writes_a_report(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(steps, "PERIOD_S", 0.0)
     with fake_server() as other:
         load = ["--mix", "chat-and-documents", "--rates", "40,80", "--num-requests", "8", "--rounds", "2"]
         how = ["--processes", "2", "--out", str(tmp_path)]
@@ -378,7 +379,12 @@ def test_the_command_compares_two_servers_and_writes_a_report(
     assert (tmp_path / "requests.jsonl.gz").exists()
     assert (tmp_path / "latencies.svg").exists()
     assert (tmp_path / "goodput.svg").exists()
-    assert "40 req/s" in capsys.readouterr().out
+    seen = capsys.readouterr()
+    assert "40 req/s" in seen.out
+    title = re.escape(f"40 req/s, {server.url}")
+    assert re.search(
+        rf"^{title}: \d+ sent, \d+ ended, 0 rejected, 0 failed \(\d+ s\)$", seen.err, re.MULTILINE
+    )
 
 
 def test_ctrl_c_ends_with_a_report_of_what_ran(server: FakeServer, tmp_path: Path) -> None:
@@ -393,13 +399,13 @@ def test_ctrl_c_ends_with_a_report_of_what_ran(server: FakeServer, tmp_path: Pat
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True
     ) as process:
-        deadline_s = time.monotonic() + COMMAND_DEADLINE_S
+        deadline_s = time.monotonic() + DEADLINE_S
         while len(server.bodies) < 12:
             assert time.monotonic() < deadline_s
             assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=COMMAND_DEADLINE_S)
+        out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED, err
     assert "interrupted after" in out
     summary = json.loads((tmp_path / "report.json").read_text())["runs"][0]["summary"]

@@ -1,5 +1,6 @@
 import functools
 import json
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from benchmarks.simulator.setup import Setup, simulate
 from benchmarks.simulator.summary import Summary
 from benchmarks.traces.request import TraceRequest
 from benchmarks.traces.synthetic import SyntheticLoad, synthesize
+from mooncake import steps
 from mooncake.errors import ConfigError
 
 BASE = Setup(model="llama-3.1-8b", num_gpus=1, ttft_slo_s=1.0, rejects=False)
@@ -67,12 +69,17 @@ def test_instances_are_as_large_as_the_model_needs() -> None:
         group_sizes(BASE, 4, longest_tokens=10_000_000)
 
 
-def test_prints_advice_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_advice_and_writes_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(steps, "PERIOD_S", 0.0)
     out = tmp_path / "plan.json"
     arguments = ["--lengths", "2000/50", "--model", "llama-3.1-8b", "--gpus", "1", "--devices", "2"]
     limits = ["--ttft-slo", "2", "--tbt-slo", "0.05", "--num-requests", "60", "--rate", "1000"]
     assert run([*arguments, *limits, "--out", str(out)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    seen = capsys.readouterr()
+    assert re.search(r"^simulation 1: .* req/s \(\d+ s\)$", seen.err, re.MULTILINE)
+    printed = " ".join(seen.out.split())
     report = json.loads(out.read_text())
     assert report["advice"] in printed
     assert "1000 req/s are more than that" in report["advice"]

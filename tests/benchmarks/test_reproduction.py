@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.arguments import FAILED, WRONG_USE
 from benchmarks.reproduction import banaserve, scheduling
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
 from benchmarks.reproduction.coupled import capacity_per_s
@@ -16,6 +15,7 @@ from benchmarks.simulator.cards import HARDWARE, MODELS
 from benchmarks.simulator.requests import Outcome as Ended
 from benchmarks.simulator.requests import Results, SimulatedRequest
 from benchmarks.simulator.summary import SLOs
+from mooncake.command_line import FAILED, WRONG_USE
 
 
 def results_of(num_good: int, num_late: int) -> Results:

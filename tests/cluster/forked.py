@@ -34,10 +34,11 @@ class ForkedServer(Server):
 
     def _runs(self, pid: int, module: str) -> bool:
         try:
-            name = Path(f"/proc/{pid}/comm").read_text()
+            stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return False
-        return name.rstrip("\n") == module[:_NAME_CHARS]
+        name, _, state = stat.partition("(")[2].rpartition(") ")
+        return name == module[:_NAME_CHARS] and state[0] not in "ZX"
 
 
 def _supervise(arguments: list[str]) -> None:
@@ -84,8 +85,10 @@ class _Child:
         self.stdin.close()
         self._ended.set()
 
-    async def wait(self) -> None:
+    async def wait(self) -> int:
         await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
 
     def send_signal(self, signum: signal.Signals) -> None:
         if self.returncode is None:

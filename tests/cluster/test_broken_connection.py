@@ -10,12 +10,13 @@ import pytest
 from mooncake.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import eventually
+from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.relay import relay_to
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 SMALL = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB", "--kvcache-block-size=16"]
 
 
@@ -44,7 +45,7 @@ def test_a_request_whose_order_was_lost_is_answered(
         conductor = stack.enter_context(server("conductor", port, "^ready in"))
         for role in ("prefill", "decode"):
             stack.enter_context(server(role, relay.port if role == behind_the_relay else port, "^ready in"))
-        client = stack.enter_context(httpx.Client(base_url=conductor.url, timeout=30))
+        client = stack.enter_context(httpx.Client(base_url=conductor.url, timeout=DEADLINE_S))
         eventually(lambda: client.get("/ready").status_code == 200, "the cluster is ready")
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
         pool = stack.enter_context(ThreadPoolExecutor())

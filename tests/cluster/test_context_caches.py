@@ -11,10 +11,11 @@ import pytest
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, Server, eventually
 from tests.cluster.test_pool import metric
+from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 BLOCK_SIZE = 8
 NUM_BLOCKS = 9
 PREFIX = list(range(3, 3 + NUM_BLOCKS * BLOCK_SIZE))
@@ -33,7 +34,7 @@ def server(tmp_path: Path, run_dir: Path) -> Any:
 
 
 def call(server: Server, method: str, path: str, body: Any = None) -> Any:
-    return httpx.request(method, server.url + path, json=body, timeout=90).raise_for_status().json()
+    return httpx.request(method, server.url + path, json=body, timeout=DEADLINE_S).raise_for_status().json()
 
 
 def cached_tokens(server: Server, prompt: list[int], **fields: Any) -> int:
@@ -82,6 +83,8 @@ def test_a_cache_outlives_pressure_until_it_is_deleted(server: Server, tmp_path:
     eventually(lambda: num_pins(server) == 0, "pins end with the time to live")
     example = [sys.executable, str(ROOT / "docs/examples/context_cache.py"), server.url]
     (tmp_path / "text").write_text("a text " * 20)
-    done = subprocess.run([*example, str(tmp_path / "text")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*example, str(tmp_path / "text")], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == 0, done.stderr
     assert "'prompts': 2" in done.stdout

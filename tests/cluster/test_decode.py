@@ -9,10 +9,11 @@ import pytest
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_pool import metric
+from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 BLOCK_SIZE = 8
 PROMPT = list(range(3, 24))
 
@@ -44,7 +45,7 @@ def body(prompt: list[int], num_tokens: int, **options: object) -> dict[str, Any
 
 def complete(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
     """Tokens, and how many prompt tokens the pool held."""
-    response = httpx.post(f"{server.url}/v1/completions", json=body(prompt, num_tokens), timeout=90)
+    response = httpx.post(f"{server.url}/v1/completions", json=body(prompt, num_tokens), timeout=DEADLINE_S)
     answer = response.raise_for_status().json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["token_ids"], cached
@@ -84,13 +85,13 @@ def test_what_would_be_too_slow_is_refused_before_its_first_token(
 ) -> None:
     with (
         ForkedServer(*arguments, "--conductor-tbt-slo-s=0.000001", run_dir=run_dir) as server,
-        httpx.Client(base_url=server.url, timeout=90) as client,
+        httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
         client.stream("POST", "/v1/completions", json=body(PROMPT, 400, stream=True)) as first,
     ):
         events = first.iter_lines()
         for _ in range(30):  # enough to learn from
             next(events)
-        second = httpx.post(f"{server.url}/v1/completions", json=body(PROMPT, 3), timeout=90)
+        second = httpx.post(f"{server.url}/v1/completions", json=body(PROMPT, 3), timeout=DEADLINE_S)
         assert second.status_code == 429
         assert int(second.headers["Retry-After"]) >= 1
         assert "conductor.tbt_slo_s" in second.json()["error"]["message"]

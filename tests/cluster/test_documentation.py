@@ -1,86 +1,228 @@
-"""README and the quickstart hold what they promise: their commands are run, in their order.
+"""README and the pages hold what they promise: their commands are run, in their order.
 
-A fenced `sh` or `python` block is run in a folder that looks like a fresh clone. Behind `sh`, `server` marks
-what runs until its section (`##`) ends, `host=N` where. Hosts are network namespaces, each with a clone of
-its own. `make` is looked up only: it is how these tests themselves were installed.
+They are run in folders that look like fresh clones, one for each of two hosts (network namespaces), at the
+ports that a page names. A section that asks port 8000 and starts no server asks the quickstart's.
+`tests.documented` says which blocks are run. `make` is looked up only: it is how these tests were installed.
 """
 
 import contextlib
+import itertools
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from mooncake.config import leaf_keys
-from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
+from tests.benchmarks.simulator.loads import conversations
+from tests.cluster.harness import Server
 from tests.cluster.namespaces import Host, Unavailable, two_hosts
+from tests.deadline import DEADLINE_S
+from tests.documented import PAGES, QUICKSTART, README, ROOT, Block, anchor, blocks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
-README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
 PORT = "8000"
 ADDRESSES = {1: "10.0.0.1", 2: "10.0.0.2"}
-DEADLINE_S = 60.0
+LONGEST_COMMAND_S = 4 * DEADLINE_S
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3 * LONGEST_COMMAND_S)]
+
+# Of what the pages show, as much as is enough to see that it runs.
+SHORTER: dict[str, dict[str, str]] = {
+    "benchmarking": {
+        "--rates 1,2,3,4 --duration 120": "--rates 1,2 --duration 3",
+        "--rates 1,2 --duration 60": "--rates 1,2 --duration 3",
+        "--concurrency 32 --duration 20": "--concurrency 2 --duration 2",
+    },
+    "planner": {"--devices 64": "--devices 16", "--devices 16 --ttft": "--devices 8 --ttft"},
+    "simulator": {"--num-requests 10000": "--num-requests 200"},
+    "tuning": {
+        "--devices 8 --model": "--devices 2 --model",
+        "--rates 0.5,1,2,4 --duration 60": "--rates 0.5,1 --duration 5",
+    },
+}
+
+COMPUTE_LONG = ("planner", "tuning")
+"""pages whose commands search and measure for a minute and more, however much of them is left out"""
 
 
 @dataclass(frozen=True)
-class Block:
-    """What a reader is told to run."""
+class Reader:
+    """Somebody who has a clone on each of two hosts and pastes blocks into terminals there.
 
-    section: str
-    language: str
-    text: str
-    is_server: bool
-    host: int | None
+    `hosts` may be empty if nothing that is pasted needs a network.
+    """
 
-    @property
-    def is_make(self) -> bool:
-        return self.text.startswith("make ")
+    folder: Path
+    run_dir: Path
+    hosts: Mapping[int, Host] = field(default_factory=dict)
+
+    def clone(self, number: int | None) -> Path:
+        """What has been cloned and installed on a host, as far as commands look at it."""
+        at = self.folder / f"host{number or 1}"
+        if not at.exists():
+            at.mkdir()
+            for name in (".venv", "configs", "docs", "docker"):
+                (at / name).symlink_to(ROOT / name)
+        return at
+
+    def paste(self, block: Block) -> str:
+        """What it prints; it must end with status 0."""
+        if block.language == "python":
+            command = [sys.executable, "-c", block.text]
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", self._here(block.text)]
+        with self._at(block.host):
+            done = subprocess.run(
+                command,
+                cwd=self.clone(block.host),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LONGEST_COMMAND_S,
+            )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    @contextlib.contextmanager
+    def running(self, block: Block) -> Iterator[None]:
+        """A terminal in which this runs, until Ctrl-C."""
+        command = ["bash", "-euc", f"exec {self._here(block.text)}"]
+        with self._at(block.host):
+            process = subprocess.Popen(command, cwd=self.clone(block.host), env=self._environment())
+        try:
+            yield
+            assert process.poll() is None, block.text
+        finally:
+            process.terminate()
+            try:
+                process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _at(self, number: int | None) -> contextlib.AbstractContextManager[None]:
+        return self.hosts[number or 1].entered() if self.hosts else contextlib.nullcontext()
+
+    def _here(self, text: str) -> str:
+        for number, told in ADDRESSES.items():
+            if number in self.hosts:
+                text = text.replace(told, self.hosts[number].addresses[0])
+        return text
+
+    def _environment(self) -> dict[str, str]:
+        """Where curl fails if a server answers with an error, and scp copies to the other clone."""
+        commands = self.folder / "commands"
+        if not commands.exists():
+            commands.mkdir()
+            told, other = self._here(ADDRESSES[2]), self.clone(2)
+            scripts = {
+                "curl": 'case $1 in -sf) exec "$CURL" "$@";; *) exec "$CURL" --fail-with-body "$@";; esac\n',
+                "scp": f'for last; do :; done\ntest "$last" = {told}:mooncake-serve/ || exit 1\n'
+                f'while test $# -gt 1; do test "$1" = -p || cp -p "$1" {other} || exit 1; shift; done\n',
+            }
+            for name, script in scripts.items():
+                (commands / name).write_text(f"#!/bin/sh\n{script}")
+                (commands / name).chmod(0o755)
+        return {
+            **{name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")},
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "CURL": shutil.which("curl") or "curl",
+            "XDG_RUNTIME_DIR": str(self.run_dir),
+            "OMP_NUM_THREADS": "1",
+            "MOONCAKE_KVCACHE_POOL_BYTES": "256MiB",
+            "MOONCAKE_KVCACHE_DEVICE_BYTES": "256MiB",
+        }
 
 
-def blocks(page: Path) -> list[Block]:
-    found = []
-    section = ""
-    for match in re.finditer(r"(?ms)^## (.+?)$|^```(sh|python)([^\n]*)\n(.*?)^```$", page.read_text()):
-        heading, language, marks, text = match.groups()
-        if heading is not None:
-            section = heading
-            continue
-        host = re.search(r"host=(\d)", marks)
-        found.append(Block(section, language, text, "server" in marks, int(host[1]) if host else None))
-    return found
+def start_command() -> str:
+    """What `make serve` runs."""
+    [found] = re.findall(r"(?m)^serve: .*\n\t\$\(BIN\)/mooncake-serve (.*)$", (ROOT / "Makefile").read_text())
+    return str(found)
 
 
-def clone(at: Path) -> Path:
-    """What has been cloned and installed, as far as commands look at it."""
-    at.mkdir()
-    for name in (".venv", "configs", "docs"):
-        (at / name).symlink_to(ROOT / name)
-    return at
+@contextlib.contextmanager
+def hosts() -> Iterator[dict[int, Host]]:
+    with contextlib.ExitStack() as made:
+        try:
+            pair = made.enter_context(two_hosts())
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+        yield dict(zip(ADDRESSES, pair, strict=True))
 
 
-def run(block: Block, folder: Path, path: str = "") -> str:
-    command = ["bash", "-euc", block.text] if block.language == "sh" else [sys.executable, "-c", block.text]
-    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, f"{block.text}\n{done.stdout}{done.stderr}"
-    return done.stdout
+@contextlib.contextmanager
+def run_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mc-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Where `make serve` runs in another terminal."""
+    with run_directory() as run_dir, hosts() as pair:
+        reader = Reader(tmp_path_factory.mktemp("quickstart"), run_dir, pair)
+        serve = Block("", "sh", f".venv/bin/mooncake-serve {start_command()}")
+        ready = f"curl -sf --retry 100 --retry-connrefused --retry-delay 1 http://127.0.0.1:{PORT}/ready"
+        with reader.running(serve):
+            reader.paste(Block("", "sh", ready))
+            yield reader
+
+
+def paste_section(reader: Reader, section: Iterable[Block]) -> list[str]:
+    """What its commands print; its servers run until it ends."""
+    texts = []
+    with contextlib.ExitStack() as running:
+        for block in section:
+            if block.after is not None:
+                before = [other for other in blocks(QUICKSTART) if anchor(other.section) == block.after]
+                texts += _paste_all(reader, before, running)
+            texts += _paste_all(reader, [block], running)
+    return texts
+
+
+def _paste_all(reader: Reader, section: Iterable[Block], running: contextlib.ExitStack) -> list[str]:
+    texts = []
+    for block in section:
+        if block.needs == "internet":
+            _stand_in(block, reader.clone(block.host))
+        elif block.is_run and block.is_server:
+            running.enter_context(reader.running(block))
+        elif block.is_run:
+            texts.append(reader.paste(block))
+    return texts
+
+
+def _stand_in(block: Block, folder: Path) -> None:
+    """Make a file that the block would fetch: a small trace in Mooncake's format."""
+    [name] = re.findall(r"curl -LO \S+/([\w.]+\.jsonl)\n", block.text)
+    lines = [
+        {
+            "timestamp": int(1000 * request.arrival_s),
+            "input_length": request.num_input_tokens,
+            "output_length": request.num_output_tokens,
+            "hash_ids": list(request.hash_ids),
+        }
+        for request in conversations(200, 20.0, 1)
+    ]
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_one_machine(run_dir: Path, tmp_path: Path) -> None:
-    [start] = re.findall(r"(?m)^serve: .*\n\t\$\(BIN\)/mooncake-serve (.*)$", (ROOT / "Makefile").read_text())
-    folder = clone(tmp_path / "clone")
+    """Also where no namespaces can be made: at another port."""
+    reader = Reader(tmp_path, run_dir)
     read = [*blocks(README), *(block for block in blocks(QUICKSTART) if block.section == "One machine")]
-    with Server(*shlex.split(start), run_dir=run_dir) as server:
+    with Server(*shlex.split(start_command()), run_dir=run_dir) as server:
         texts = [
-            run(_at(block, {f":{PORT}": f":{server.port}"}), folder) for block in read if not block.is_make
+            reader.paste(replace(block, text=block.text.replace(f":{PORT}", f":{server.port}")))
+            for block in read
+            if block.is_run
         ]
     assert sum("Paris" in text for text in texts) >= 3
     assert any("data: [DONE]" in text for text in texts)
@@ -90,86 +232,40 @@ def test_one_machine(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_two_hosts(run_dir: Path, tmp_path: Path) -> None:
-    read = [block for block in blocks(QUICKSTART) if block.section == "Two hosts"]
-    folders = {number: clone(tmp_path / f"host{number}") for number in ADDRESSES}
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    copy = commands / "scp"  # `scp -p FILE HOST:FOLDER`, to the one that the page means
-    copy.write_text(f'#!/bin/sh\ntest "$3" = {ADDRESSES[2]}:mooncake-serve/ && cp -p "$2" {folders[2]}\n')
-    copy.chmod(0o755)
-    texts: list[str] = []
-    with contextlib.ExitStack() as running:
-        try:
-            hosts = dict(zip(ADDRESSES, running.enter_context(two_hosts()), strict=True))
-        except Unavailable as reason:
-            pytest.skip(str(reason))
-        addresses = {ADDRESSES[number]: hosts[number].addresses[0] for number in ADDRESSES}
-        for block in read:
-            assert block.host is not None, block.text
-            host, folder = hosts[block.host], folders[block.host]
-            if block.is_server:
-                running.enter_context(server_on(host, folder, run_dir, _at(block, addresses)))
-            elif block.text.startswith("curl"):
-                ready = _at(block, addresses).text.splitlines()[0] + " -f"
-                with host.entered():
-                    eventually(lambda ready=ready: _succeeds(ready), "the cluster is ready", DEADLINE_S)
-                    texts.append(run(_at(block, addresses), folder))
+    with hosts() as pair:
+        section = [block for block in blocks(QUICKSTART) if block.section == "Two hosts"]
+        texts = paste_section(Reader(tmp_path, run_dir, pair), section)
+    assert '"status":"ready"' in texts[-1]
+    assert "Paris" in texts[-1]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.soak] if page.stem in COMPUTE_LONG else [])
+        for page in PAGES
+        if page not in (README, QUICKSTART) and any(block.is_run for block in blocks(page))
+    ],
+    ids=lambda page: page.stem,
+)
+def test_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    shorter = dict(SHORTER.get(page.stem, {}))
+    read = []
+    for block in blocks(page):
+        text = block.text
+        for told in [told for told in shorter if told in text]:
+            text = text.replace(told, shorter.pop(told))
+        read.append(replace(block, text=text))
+    assert not shorter, "the page does not say so any more"
+    for _, blocks_of_section in itertools.groupby(read, lambda block: block.section):
+        section = list(blocks_of_section)
+        run = [block for block in section if block.is_run]
+        with contextlib.ExitStack() as made:
+            if any(block.is_server or block.after for block in run):
+                run_dir, pair = made.enter_context(run_directory()), made.enter_context(hosts())
+            elif any(f":{PORT}" in block.text or "mooncake-kv" in block.text for block in run):
+                quickstart: Reader = request.getfixturevalue("quickstart")
+                run_dir, pair = quickstart.run_dir, dict(quickstart.hosts)
             else:
-                run(block, folder, str(commands))
-    assert len(texts) == 1
-    assert '"status":"ready"' in texts[0]
-    assert "Paris" in texts[0]
-
-
-@contextlib.contextmanager
-def server_on(host: Host, folder: Path, run_dir: Path, block: Block) -> Iterator[None]:
-    """A terminal of that host in which this runs, until Ctrl-C."""
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(run_dir), "OMP_NUM_THREADS": "1"}
-    with host.entered():
-        process = subprocess.Popen(["bash", "-euc", f"exec {block.text}"], cwd=folder, env=environment)
-    try:
-        yield
-        assert process.poll() is None, block.text
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_DEADLINE_S + 5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _at(block: Block, places: dict[str, str]) -> Block:
-    text = block.text
-    for told, real in places.items():
-        text = text.replace(told, real)
-    return Block(block.section, block.language, text, block.is_server, block.host)
-
-
-def _succeeds(command: str) -> bool:
-    return subprocess.run(["bash", "-c", command], capture_output=True, timeout=DEADLINE_S).returncode == 0
-
-
-def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub names them."""
-    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", sorted([README, *(ROOT / "docs").glob("*.md")]), ids=lambda page: page.stem)
-def test_what_is_named_exists(page: Path) -> None:
-    """Files and headings that are linked, targets of make, flags of mooncake-serve in its own commands."""
-    text = page.read_text()
-    for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
-        assert link.startswith(("http://", "https://")) or (page.parent / link).exists(), link
-    for link, anchor in re.findall(r"\]\(((?!http)[^)#]*)#([^)]+)\)", text):
-        assert anchor in anchors(page.parent / link if link else page), f"{link}#{anchor}"
-    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
-    for target in re.findall(r"(?m)(?:^|`)make ([a-z][a-z-]*)", text):
-        assert target in targets, f"make {target}"
-    keys = {"-".join(path).replace("_", "-") for path in leaf_keys()}
-    known = keys | {"host", "port", "config", "help", "print-config", "version"}
-    known |= {"requests-per-minute", "max-concurrent"}
-    for command in re.findall(r"mooncake-serve((?: [^\n`|]*\\\n)*[^\n`|]*)", text):
-        for flag in re.findall(r"(?<!\S)--([a-z0-9-]+)", command.split("#")[0]):
-            assert flag in known, f"--{flag}"
+                run_dir, pair = made.enter_context(run_directory()), {}
+            paste_section(Reader(tmp_path, run_dir, pair), section)

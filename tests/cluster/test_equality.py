@@ -19,7 +19,7 @@ from tests.tiny_models import FAMILIES, tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 from workers.weights import iter_weights
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 NUM_OUTPUT_TOKENS = 24
 PROMPT_LENGTHS = [5, 8, 31, 32, 33, 64, 65, 128, 200, 511, 600, 1100]
 """around blocks of 32 tokens, and of one to three passes of 512"""

@@ -14,10 +14,11 @@ import pytest
 
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
+from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 PROMPT = list(range(3, 80))
 NUM_TOKENS = 300
 
@@ -46,7 +47,7 @@ def body(prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, **fields: obj
 
 
 def complete(server: Server, **fields: object) -> dict[str, object]:
-    answer = httpx.post(f"{server.url}/v1/completions", json=body(**fields), timeout=90)  # type: ignore[arg-type]
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(**fields), timeout=DEADLINE_S)  # type: ignore[arg-type]
     assert answer.status_code == 200, answer.text
     content: dict[str, object] = answer.json()
     return content
@@ -70,7 +71,7 @@ def is_ready(server: Server) -> bool:
 
 def metric(server: Server, name: str) -> float | None:
     """A sample's value; None before the first heartbeat of an instance."""
-    for line in httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines():
+    for line in httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text.splitlines():
         if line.startswith(f"{name} "):
             return float(line.split()[-1])
     return None
@@ -78,7 +79,7 @@ def metric(server: Server, name: str) -> float | None:
 
 def samples(server: Server, *names: str) -> list[dict[str, float]]:
     """Of each metric, by labels, all of one moment."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     found = [re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE) for name in names]
     return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
 
@@ -103,7 +104,7 @@ def wait_until_idle(server: Server, num_stages: int = 1) -> None:
         held = [*states.values(), *users.values(), *in_use, *orphaned.values()]
         return free == expected and are_all_there and not any(held)
 
-    eventually(is_idle, "every page and request is given back", deadline_s=30)
+    eventually(is_idle, "every page and request is given back")
 
 
 # 8 MiB of blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes.
@@ -117,7 +118,7 @@ def test_a_killed_process_changes_no_token(server: Server, module: str, index: i
     other = [token + 1 for token in PROMPT]
     expected_other = text_of(complete(server, prompt=other))
     pid = server.pids_of(module)[index]
-    with httpx.Client(base_url=server.url, timeout=90) as client:
+    with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client:
         with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
             lines = response.iter_lines()
             next(lines)
@@ -134,7 +135,9 @@ def test_a_killed_process_changes_no_token(server: Server, module: str, index: i
 
 def test_a_killed_conductor_loses_what_runs_and_nothing_else(server: Server) -> None:
     expected = text_of(complete(server))
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=90) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=DEADLINE_S
+    ) as response:
         lines = response.iter_lines()
         next(lines)
         os.kill(server.pids_of("conductor.service")[0], signal.SIGKILL)
@@ -156,7 +159,9 @@ def test_streamed_text_survives_the_death_of_its_decode_worker(server: Server) -
     [_, decode] = server.pids_of("workers.service")
     text = ""
     killed = False
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=90) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=DEADLINE_S
+    ) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -167,6 +172,28 @@ def test_streamed_text_survives_the_death_of_its_decode_worker(server: Server) -
                 killed = True
     assert killed
     assert text == expected
+
+
+def test_a_request_in_whose_passes_a_worker_fails_again_and_again_ends_with_an_error(server: Server) -> None:
+    """A fault is a process's own, unlike a kill: its next life says in whose pass it was."""
+    other = [token + 1 for token in PROMPT]
+    expected = text_of(complete(server, prompt=other))
+    [prefill, _] = server.pids_of("workers.service")
+    error, faulted = "", set[int]()
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=DEADLINE_S
+    ) as response:
+        for line in response.iter_lines():
+            if '"error"' in line:
+                error = line
+            elif line.startswith("data: {"):  # some are read when the life that sent them has ended
+                for decode in set(server.pids_of("workers.service")) - {prefill} - faulted:
+                    os.kill(decode, signal.SIGSEGV)
+                    faulted.add(decode)
+    assert "the instances that computed it have failed: decode-0, decode-0, decode-0" in error
+    assert len(faulted) >= 3
+    assert text_of(complete(server, prompt=other)) == expected
+    wait_until_idle(server)
 
 
 def test_sealed_blocks_outlive_their_worker_and_their_messenger(server: Server) -> None:
@@ -186,7 +213,7 @@ def test_a_client_that_hangs_up_frees_everything(server: Server, stream: bool) -
     complete(server, num_tokens=1)
     for _ in range(3):
         with (
-            httpx.Client(base_url=server.url, timeout=90) as client,
+            httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
             pytest.raises(httpx.ReadTimeout) if not stream else httpx.Client(),
         ):
             if stream:
@@ -226,7 +253,9 @@ def test_random_kills_never_change_a_text(server: Server, num_kills: int) -> Non
         num_answers = 0
         while not over.is_set():
             answer = httpx.post(
-                f"{server.url}/v1/completions", json=body(prompt=prompts[index], num_tokens=100), timeout=120
+                f"{server.url}/v1/completions",
+                json=body(prompt=prompts[index], num_tokens=100),
+                timeout=DEADLINE_S,
             )
             if answer.status_code == 200:
                 assert text_of(answer.json()) == expected[index]
@@ -245,6 +274,6 @@ def test_random_kills_never_change_a_text(server: Server, num_kills: int) -> Non
                 os.kill(rng.choice(victims), signal.SIGKILL)
         over.set()
         assert all(answer.result() > 0 for answer in answers)
-    eventually(lambda: is_ready(server), "all instances are back", deadline_s=60)
+    eventually(lambda: is_ready(server), "all instances are back")
     assert [text_of(complete(server, prompt=prompt, num_tokens=100)) for prompt in prompts] == expected
     wait_until_idle(server)

@@ -16,12 +16,12 @@ import pytest
 from mooncake.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, Server, eventually
+from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
-DEADLINE_S = 30.0
+pytestmark = pytest.mark.cluster
 MODEL = "tiny"
 
 

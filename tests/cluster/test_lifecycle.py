@@ -10,14 +10,14 @@ import pytest
 
 from mooncake.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
-from tests.cluster.harness import Server, eventually
+from tests.cluster.harness import STOP_DEADLINE_S, Server, eventually
+from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 SMALL = ["--kvcache-block-size=8", "--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"]
-STOP_DEADLINE_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_ends_within_five_seconds_and_leaves_nothing(
         assert len(pids) == 5
         # A stream that is running when the signal comes must not hold up the end.
         with (
-            httpx.Client(base_url=server.url, timeout=30) as client,
+            httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
             client.stream(
                 "POST",
                 "/v1/completions",
@@ -91,7 +91,7 @@ def test_killed_supervisor_takes_its_processes_along(tiny: str, run_dir: Path) -
 def refused(*arguments: str, run_dir: Path, port: int | None = None) -> str:
     """The one line with which a start ends that cannot succeed."""
     server = ForkedServer(*arguments, run_dir=run_dir, port=port).start()
-    server.process.wait(60)
+    server.process.wait(DEADLINE_S)
     server.__exit__()
     assert server.process.returncode not in (0, None)
     assert not [line for line in server.lines if "Traceback" in line], server.lines
@@ -139,7 +139,11 @@ def test_too_little_memory_is_one_clear_line(tiny: str, run_dir: Path) -> None:
 def test_dummy_weights_serve(tiny: str, run_dir: Path) -> None:
     with ForkedServer("--model", tiny, "--load-format=dummy", *SMALL, run_dir=run_dir) as server:
         body = {"model": Path(tiny).name, "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status().json()
+        answer = (
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+            .raise_for_status()
+            .json()
+        )
         assert answer["usage"]["completion_tokens"] == 3
 
 
@@ -165,7 +169,7 @@ def test_separate_roles_over_tcp_make_a_cluster(tiny: str, run_dir: Path, tmp_pa
             "--role=prefill", *common, run_dir=run_dir, until="waiting for the conductor"
         ) as prefill,
         ForkedServer("--role=conductor", *common, run_dir=run_dir) as conductor,
-        httpx.Client(base_url=conductor.url, timeout=30) as client,
+        httpx.Client(base_url=conductor.url, timeout=DEADLINE_S) as client,
     ):
         prefill.wait_for_line("ready prefill")
         assert client.get("/ready").status_code == 503

@@ -17,15 +17,15 @@ import yaml
 
 from tests.browser import Browser
 from tests.cluster.harness import ROOT, Server, eventually
+from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]  # programs may have to be fetched first
+pytestmark = pytest.mark.cluster
 DASHBOARDS = sorted((ROOT / "docker/grafana/dashboards").glob("*.json"))
 PROMETHEUS = ROOT / "docker/prometheus"
-DEADLINE_S = 60.0
 UNCHANGED_BUT_LOST_ONCE = """((fetch, numAsked) => async (path, options) => {
   if (!path.includes("requests/")) return fetch(path, options);
   numAsked += 1;
@@ -146,7 +146,7 @@ def prometheus(monitored: Monitored, tmp_path: Path) -> Iterator[Prometheus]:
     )
     try:
         eventually(lambda: is_ready(f"http://{address}/-/ready"), "Prometheus is ready", DEADLINE_S)
-        with httpx.Client(base_url=f"http://{address}/api/v1", timeout=10) as client:
+        with httpx.Client(base_url=f"http://{address}/api/v1", timeout=DEADLINE_S) as client:
             yield Prometheus(client)
     finally:
         process.terminate()
@@ -176,7 +176,11 @@ def test_every_panel_shows_something_of_a_real_cluster(prometheus: Prometheus) -
 def test_alerts_are_as_their_own_tests_say() -> None:
     tool = fetched("prometheus", "usr/bin/promtool")
     done = subprocess.run(
-        [tool, "test", "rules", "alerts_test.yml"], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60
+        [tool, "test", "rules", "alerts_test.yml"],
+        cwd=PROMETHEUS,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     tested = (PROMETHEUS / "alerts_test.yml").read_text()
@@ -189,7 +193,7 @@ def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
     for port in (monitored.server.port, monitored.metrics_port, monitored.metrics_port + 1):
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
         done = subprocess.run(
-            [tool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+            [tool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=DEADLINE_S
         )
         complaints = [line for line in done.stderr.splitlines() if not line.startswith("vllm:")]
         assert complaints == []

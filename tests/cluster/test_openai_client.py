@@ -6,15 +6,18 @@ import openai
 import pytest
 
 from tests.cluster.harness import Server
+from tests.deadline import DEADLINE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture
 def client(default_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{default_server.url}/v1", api_key="any", max_retries=0, timeout=60)
+    return openai.OpenAI(
+        base_url=f"{default_server.url}/v1", api_key="any", max_retries=0, timeout=DEADLINE_S
+    )
 
 
 def test_a_sensible_answer_streamed_and_not(client: openai.OpenAI) -> None:

@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from tests.cluster.harness import Server, eventually
+from tests.deadline import DEADLINE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 STORY: Any = [{"role": "user", "content": "Tell me a very long story."}]
@@ -28,7 +29,6 @@ CITY: dict[str, Any] = {
     "required": ["city", "continent"],
     "additionalProperties": False,
 }
-DEADLINE_S = 60.0
 
 
 def is_city(value: dict[str, Any]) -> bool:

@@ -25,11 +25,12 @@ from tests.cluster.test_faults import (
     text_of,
     wait_until_idle,
 )
+from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 LONG = [3 + number % 400 for number in range(300)]
 NUM_STAGES = 2
 
@@ -138,7 +139,7 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
                     httpx.post(f"{server.url}/v1/completions", json=body(prompts[index], 100), timeout=0.05)
                 continue
             answer = httpx.post(
-                f"{server.url}/v1/completions", json=body(prompts[index], num_tokens=20), timeout=120
+                f"{server.url}/v1/completions", json=body(prompts[index], num_tokens=20), timeout=DEADLINE_S
             )
             if answer.status_code == 200:
                 assert text_of(answer.json()) == expected[index]
@@ -156,7 +157,7 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
                 os.kill(rng.choice(victims), signal.SIGKILL)
         over.set()
         assert sum(answer.result() for answer in answers) > 0
-    eventually(lambda: is_ready(server), "all instances are back", deadline_s=60)
+    eventually(lambda: is_ready(server), "all instances are back")
     assert [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts] == expected
     wait_until_idle(server, num_stages=NUM_STAGES)
 
@@ -204,6 +205,6 @@ def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_f
         os.kill(pid, signal.SIGSTOP)
         eventually(lambda: not is_ready(front), "the group has left")
         last.wait_for_line(r"no sign of life for 8 s \(T \(stopped\)\), ending it")
-        eventually(lambda: is_ready(front), "the group is back", deadline_s=60)
+        eventually(lambda: is_ready(front), "the group is back")
         again = complete(front, prompt=LONG, num_tokens=5)
         assert (text_of(again), cached_tokens(again)) == (text_of(answer), 296)

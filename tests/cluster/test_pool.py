@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
+from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 BLOCK_SIZE = 8
 NUM_BLOCKS = 9
 PROMPT = list(range(3, 3 + NUM_BLOCKS * BLOCK_SIZE + 5))
@@ -47,13 +48,15 @@ def complete(server: Server, prompt: list[int], num_tokens: int = 2) -> tuple[st
         "temperature": 0,
         "ignore_eos": True,
     }
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90).raise_for_status().json()
+    answer = (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S).raise_for_status().json()
+    )
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
     """A counter or gauge; 0 before it was reported."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return next((of.value for of in samples if of.name == name and of.labels == labels), 0.0)
 
@@ -88,12 +91,14 @@ def test_a_worker_killed_while_it_generates_loses_no_sealed_block(
 ) -> None:
     with ForkedServer(*arguments, run_dir=run_dir) as server:
         expected, _ = complete(server, PROMPT, num_tokens=200)
-        for index in (0, 1):
+        for index, worker in enumerate(server.pids_of("workers.service")):
             body = {"model": "tiny", "prompt": other_prompt(index), "max_tokens": 200, "stream": True}
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=90) as response:
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S
+            ) as response:
                 lines = response.iter_lines()
                 next(lines)
-                os.kill(server.pids_of("workers.service")[index], signal.SIGKILL)
+                os.kill(worker, signal.SIGKILL)
                 assert "data: [DONE]" in lines
             assert complete(server, PROMPT, num_tokens=200) == (expected, NUM_BLOCKS * BLOCK_SIZE)
 
@@ -108,7 +113,7 @@ def test_memory_in_a_file_outlives_the_node(arguments: list[str], run_dir: Path,
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=DEADLINE_S,
         )
         assert refused.returncode == 2
         assert f"belongs to the live process {server.process.pid}" in refused.stderr

@@ -15,11 +15,12 @@ from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference
 from tests.cluster.test_faults import body, is_ready, samples
+from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 PROMPTS = [[3 + number % 400 for number in range(length)] for length in (100, 9, 65)]
 NUM_TOKENS = 8
 WORKER = "workers.service"
@@ -60,7 +61,7 @@ def front(common: list[str], run_dir: Path) -> Iterator[Server]:
 def complete(front: Server, prompt: list[int]) -> tuple[list[int], int]:
     """The answer's tokens, and how many of the prompt were reused."""
     fields = body(prompt, NUM_TOKENS, return_token_ids=True)
-    answer = httpx.post(f"{front.url}/v1/completions", json=fields, timeout=90)
+    answer = httpx.post(f"{front.url}/v1/completions", json=fields, timeout=DEADLINE_S)
     assert answer.status_code == 200, answer.text
     content = answer.json()
     num_cached = content["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -74,7 +75,7 @@ def wait_until_idle(front: Server, num_pools: int) -> None:
         held, states = samples(front, "mooncake_pool_users", "mooncake_requests_by_state")
         return len(held) == 3 * num_pools and not any((*held.values(), *states.values()))
 
-    eventually(is_idle, "everything is given back", deadline_s=30)
+    eventually(is_idle, "everything is given back")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
                 eventually(lambda: not is_ready(front), "the group has left")
                 os.kill(pid, signal.SIGCONT)
             assert [tokens for tokens, _ in answers.result()] == expected
-            eventually(lambda: is_ready(front), "the group is back", deadline_s=60)
+            eventually(lambda: is_ready(front), "the group is back")
         wait_until_idle(front, num_pools=3)
 
 

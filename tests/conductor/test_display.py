@@ -11,7 +11,7 @@ from conductor.rules import Limits
 from mooncake.bus import peer_identity
 from mooncake.front_messages import KeepContext, Submit
 from mooncake.kv_events import KVStored
-from mooncake.messages import Finished, Heartbeat, Prefilled, Reserved, Role
+from mooncake.messages import Finished, Heartbeat, Leave, Prefilled, Reserved, Role
 from mooncake.pools import PeerStats, Tier
 from mooncake.requests import FinishReason
 from tests.conductor.test_policy import D0, FRONT, GRANT, P0, POOL, new_conductor, ref, registration, request
@@ -59,6 +59,18 @@ def test_a_running_request_shows_the_tokens_that_have_come() -> None:
     assert (timeline["num_output_tokens"], timeline["num_cached_tokens"]) == (5, 8)
     assert [moment["at_s"] - OFFSET_S for moment in timeline["moments"]] == [1.0, 1.0, 2.0, 3.0, 4.0]
     assert shown.display.timeline("other", no_tokens) is None
+
+
+def test_transfers_are_counted_whether_or_not_those_between_whom_they_were_are_there() -> None:
+    shown = Shown()
+    assert shown.display.state(no_tokens)["num_transfers"] == 0
+    shown.hear(FRONT, Submit(request()), 1.0)
+    shown.hear(D0, Reserved(ref(), GRANT), 2.0)
+    shown.hear(P0, Prefilled(ref(), 42, 8), 3.0)
+    shown.hear(D0, Finished(ref(), FinishReason.STOP, 5, arrival_s=0.5, joining_s=0.25), 4.0)
+    shown.hear(P0, Leave(), 5.0)
+    state = shown.display.state(no_tokens)
+    assert (state["paths"], state["num_transfers"]) == ([], 1)
 
 
 def test_the_id_of_an_answer_finds_its_first_choice() -> None:

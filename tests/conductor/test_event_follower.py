@@ -19,6 +19,7 @@ from mooncake.bus import peer_identity
 from mooncake.keys import ClusterKey
 from mooncake.messages import PROTOCOL_VERSION, Leave, Register, Role
 from mooncake.pools import Capacity, MessengerAddress, PoolShard, Tier
+from tests.deadline import DEADLINE_S
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [number.to_bytes(16, "big") for number in range(1, 41)]
@@ -113,7 +114,7 @@ class Cluster:
 
 def run(test: Callable[[Cluster], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30), Cluster() as cluster:
+        async with asyncio.timeout(DEADLINE_S), Cluster() as cluster:
             await test(cluster)
 
     asyncio.run(bounded())

@@ -1,5 +1,6 @@
 """Timelines and rejections, as a real Conductor makes them."""
 
+import msgspec
 import pytest
 
 from conductor.effects import ToConductor
@@ -7,9 +8,29 @@ from conductor.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from mooncake.front_messages import Cancel, Submit
-from mooncake.messages import Finished, Leave, Prefilled, Refused, Register, Reserved, Role, WorkFailed
+from mooncake.messages import (
+    Finished,
+    Joining,
+    Leave,
+    Prefilled,
+    Refused,
+    Register,
+    Reserved,
+    Role,
+    WorkFailed,
+)
 from mooncake.requests import FinishReason
-from tests.conductor.test_policy import D0, FRONT, GRANT, P0, new_conductor, ref, registration, request
+from tests.conductor.test_policy import (
+    D0,
+    FRONT,
+    GRANT,
+    HEARTBEAT,
+    P0,
+    new_conductor,
+    ref,
+    registration,
+    request,
+)
 
 
 class Watched:
@@ -62,6 +83,25 @@ def test_a_request_is_seen_through_all_its_steps(cluster: Watched) -> None:
     assert cluster.history.step_s["prefilling"] == 2.0
     assert cluster.history.step_s["decoding"] == 1.25
     assert not cluster.history.live
+
+
+def test_a_request_is_seen_to_be_decoded_while_it_runs(cluster: Watched) -> None:
+    prefilled(cluster)
+    cluster.hear(D0, msgspec.structs.replace(HEARTBEAT, joining=[Joining(ref(), 0.5, None)]), 4.6)
+    assert cluster.steps()[-1] == (4.5, "loading", "d0")
+    cluster.hear(D0, msgspec.structs.replace(HEARTBEAT, joining=[Joining(ref(), 0.5, 0.25)]), 5.0)
+    assert cluster.steps()[-1] == (4.75, "decoding", "d0")
+    cluster.hear(D0, HEARTBEAT, 6.0)
+    cluster.hear(D0, Finished(ref(), FinishReason.STOP, 5, arrival_s=0.5, joining_s=0.25), 7.0)
+    assert [step for _, step, _ in cluster.steps()[-3:]] == ["loading", "decoding", "finished"]
+    assert cluster.history.num_steps["decoding"] == 1
+
+
+def test_what_is_said_of_an_earlier_attempt_is_not_taken_for_this_one(cluster: Watched) -> None:
+    prefilled(cluster)
+    late = msgspec.structs.replace(HEARTBEAT, joining=[Joining(ref(0), 0.5, 0.25)])
+    cluster.hear(D0, late, 4.6)
+    assert cluster.steps()[-1] == (4.0, "transferring", "d0")
 
 
 def test_an_inlined_prompt_has_no_prefill_and_no_transfer(cluster: Watched) -> None:

@@ -11,13 +11,14 @@ from tests.conductor.test_policy import FRONT, new_conductor, request
 
 def test_strangers_at_the_conductor_are_counted() -> None:
     registry = CollectorRegistry()
-    ConductorMetrics(new_conductor(), registry, lambda: 7, dict)
+    ConductorMetrics(new_conductor(), registry, lambda: 7, lambda: 3, dict)
     assert registry.get_sample_value("mooncake_conductor_strangers_total") == 7
+    assert registry.get_sample_value("mooncake_conductor_unfinished_handshakes_total") == 3
 
 
 def test_what_computes_is_told_by_instance() -> None:
     registry = CollectorRegistry()
-    ConductorMetrics(new_conductor(), registry, lambda: 0, dict)
+    ConductorMetrics(new_conductor(), registry, lambda: 0, lambda: 0, dict)
     assert registry.get_sample_value("mooncake_instance_engine", {"instance": "p0", "engine": "cpu"}) == 1
 
 

@@ -48,6 +48,8 @@ from mooncake.messages import (
     RegisterRefused,
     Reserve,
     Reserved,
+    Returning,
+    ReturnNoted,
     Role,
     Unpin,
     WorkFailed,
@@ -302,7 +304,7 @@ def test_nobody_refuses_a_request_whose_tokens_may_have_left() -> None:
     conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
     conductor.peer_gone(D0, 2.0)
     effects = conductor.handle(FRONT, Continue(order), 2.0)
-    assert effects == [Effect(D1, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False))]
+    assert effects == [Effect(D1, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False, alone=True))]
 
 
 def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> None:
@@ -316,7 +318,7 @@ def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> N
     longer = order.continued([42, 43], block_size=4)
     assert conductor.handle(b"front#2", Continue(longer), 3.0) == []
     assert conductor.handle(FRONT, Continue(longer), 3.0) == [
-        Effect(D1, Reserve(ref(2), longer, TBT_SLO_S, may_refuse=False))
+        Effect(D1, Reserve(ref(2), longer, TBT_SLO_S, may_refuse=False, alone=True))
     ]
     assert conductor.handle(FRONT, Continue(longer), 3.0) == []
     conductor.handle(D1, Reserved(ref(2), GRANT), 3.0)
@@ -518,17 +520,87 @@ def test_what_was_never_placed_is_rejected_with_its_reason() -> None:
     assert (rejected.status, rejected.retry_after_s) == (503, 1.0)
 
 
+def rejections_when_time_passes(conductor: Conductor, *moments_s: float) -> list[tuple[float, Rejected]]:
+    """Each with the moment at which it comes. The front and the instances are alive all the time."""
+    rejections = []
+    for now_s in moments_s:
+        conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)
+        for instance in conductor.instances:
+            conductor.handle(instance.identity, HEARTBEAT, now_s)
+        effects = conductor.tick(now_s)
+        rejections += [(now_s, e.message) for e in effects if isinstance(e.message, Rejected)]
+    return rejections
+
+
 def test_a_request_does_not_wait_for_ever() -> None:
-    conductor = new_conductor(Limits(placement_timeout_s=10.0))
+    conductor = new_conductor(Limits(placement_timeout_s=30.0, return_grace_s=100.0))
     conductor.handle(FRONT, Submit(request()), 0.0)
     conductor.peer_gone(D0, 1.0)
-    for now_s in (4.0, 8.0, 12.0):
-        conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)
-        effects = conductor.tick(now_s)
-    [rejected] = [effect.message for effect in effects if isinstance(effect.message, Rejected)]
-    assert "d0 is not connected" in rejected.message
+    [(at_s, rejected)] = rejections_when_time_passes(conductor, 4.0, 30.0, 32.0)
+    assert at_s == 32.0
+    assert rejected.message == "no pair of instances came back in time (d0 is not connected)"
     assert (rejected.status, rejected.retry_after_s) == (503, 1.0)
     assert conductor.num_running == 0
+
+
+def test_a_request_waits_no_longer_for_a_role_than_an_instance_of_it_is_expected() -> None:
+    conductor = new_conductor(Limits(return_grace_s=10.0, placement_timeout_s=60.0))
+    conductor.handle(FRONT, Submit(request("lost")), 0.0)
+    conductor.peer_gone(D0, 1.0)
+    conductor.handle(FRONT, Submit(request("waits")), 8.0)
+    rejections = rejections_when_time_passes(conductor, 9.0, 10.9, 11.5)
+    assert [(at_s, rejected.request_id, rejected.status) for at_s, rejected in rejections] == [
+        (11.5, "lost", 503),
+        (11.5, "waits", 503),
+    ]
+    assert [rejected.message for _, rejected in rejections] == [
+        "no decode instance is ready (d0 is not connected)",
+        "no decode instance is ready",
+    ]
+    assert all(rejected.retry_after_s == 1.0 for _, rejected in rejections)
+
+
+def test_a_front_and_a_client_are_told_that_all_instances_of_a_role_drain() -> None:
+    conductor = new_conductor(Limits(return_grace_s=1.0, placement_timeout_s=60.0))
+    conductor.handle(FRONT, Submit(request("waits")), 1.0)
+    d1 = peer_identity("d1", 1)
+    conductor.handle(d1, registration("d1", Role.DECODE), 1.0)
+    effects = conductor.handle(FRONT, Drain("d1"), 2.0)
+    states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
+    assert [(state.num_decode, state.num_draining) for state in states] == [
+        (1, {Role.PREFILL: 0, Role.DECODE: 1})
+    ]
+    conductor.peer_gone(D0, 3.0)
+    [(at_s, rejected)] = rejections_when_time_passes(conductor, 3.5, 4.5)
+    assert (at_s, rejected.status) == (4.5, 503)
+    assert rejected.message == "all decode instances are draining (d0 is not connected)"
+    [effect] = conductor.handle(FRONT, Submit(request("late")), 5.0)
+    assert isinstance(effect.message, Rejected)
+    assert effect.message.message == "all decode instances are draining"
+
+
+def test_an_instance_that_loads_its_model_again_is_waited_for() -> None:
+    conductor, order = new_conductor(Limits(return_grace_s=10.0, placement_timeout_s=60.0)), request()
+    conductor.peer_gone(D0, 1.0)
+    conductor.handle(FRONT, Submit(order), 2.0)
+    again = peer_identity("d0", 2)
+    returning = peer_identity("d0/returning", 2)
+    assert conductor.handle(returning, Returning("d0", 2, []), 5.0) == [Effect(returning, ReturnNoted())]
+    assert rejections_when_time_passes(conductor, 20.0, 40.0) == []
+    effects = conductor.handle(again, registration("d0", Role.DECODE, 2), 45.0)
+    assert Effect(again, Reserve(ref(1), order)) in effects
+
+
+def test_a_life_whose_end_nobody_had_noticed_ends_when_the_next_one_begins() -> None:
+    conductor, order = new_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.handle(peer_identity("d0/returning", 2), Returning("d0", 2, []), 2.0)
+    assert Effect(P0, Abort(ref())) in effects
+    assert (1, 0, 100) in told_to_front(effects)
+    late = Returning("d0", 2, [])
+    again = peer_identity("d0", 3)
+    conductor.handle(again, registration("d0", Role.DECODE, 3), 3.0)
+    assert conductor.handle(peer_identity("d0/returning", 2), late, 4.0)[1:] == [], "it is an earlier one"
 
 
 def test_an_earlier_life_is_fenced_off() -> None:
@@ -598,8 +670,7 @@ def test_what_a_smaller_prefill_cannot_hold_is_rejected_even_without_any_decode(
     conductor.peer_gone(D0, 1.0)
     conductor.handle(FRONT, Submit(request("large", 300)), 2.0)
     conductor.peer_gone(P0, 3.0)
-    conductor.tick(12.0)  # decode is not expected any more
-    effects = conductor.handle(peer_identity("p0", 2), registration("p0", Role.PREFILL, 2, pages=4), 12.5)
+    effects = conductor.handle(peer_identity("p0", 2), registration("p0", Role.PREFILL, 2, pages=4), 9.0)
     [rejected] = [effect.message for effect in effects if isinstance(effect.message, Rejected)]
     assert (rejected.request_id, rejected.status) == ("large", 400)
     assert "at most 4 blocks of 4 tokens" in rejected.message

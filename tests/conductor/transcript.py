@@ -15,7 +15,8 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
-    refused R [batch=N]    failed R
+    refused R [batch=N]    failed R            continue R output=N
+    returning INSTANCE [failed_in=R,R]         its next life; in whose pass the one before failed (?: unknown)
     displaced                  how many requests gave way so far
     learned                    what the Conductor has learned about prefills
 """
@@ -34,6 +35,7 @@ from mooncake.costs import Costs
 from mooncake.front_messages import (
     Cancel,
     ClusterState,
+    Continue,
     Drain,
     Ended,
     Failed,
@@ -63,6 +65,8 @@ from mooncake.messages import (
     Reserved,
     Retire,
     Retired,
+    Returning,
+    ReturnNoted,
     Role,
     WorkFailed,
 )
@@ -77,7 +81,7 @@ from mooncake.pools import (
     PoolStats,
     Tier,
 )
-from mooncake.requests import FinishReason, Request, SamplingParams
+from mooncake.requests import FinishReason, Ref, Request, SamplingParams
 
 FRONT = b"front#1"
 PAGES = 1000
@@ -92,6 +96,7 @@ class Transcript:
         self._block_size = 4
         self._incarnation = 0
         self._pages = PAGES
+        self._submitted: dict[str, Request] = {}
 
     @property
     def outcomes(self) -> Outcomes:
@@ -169,6 +174,13 @@ class Transcript:
 
     def _do_gone(self, name: str) -> list[str]:
         return self._shown(self._conductor.peer_gone(self._identity(name), self._now_s))
+
+    def _do_returning(self, name: str, failed_in: str = "") -> list[str]:
+        refs = [Ref(7, request_id, 1) for request_id in failed_in.split(",") if request_id]
+        self._incarnation += 1
+        message = Returning(name, self._incarnation, None if failed_in == "?" else refs)
+        sender = peer_identity(f"{name}/returning", self._incarnation)
+        return self._shown(self._conductor.handle(sender, message, self._now_s))
 
     def _do_drain(self, name: str, wanted: str = "yes") -> list[str]:
         return self._shown(self._conductor.handle(FRONT, Drain(name, wanted == "yes"), self._now_s))
@@ -250,6 +262,7 @@ class Transcript:
             slo_class=slo,
             tenant=tenant,
         )
+        self._submitted[request_id] = request
         return self._shown(self._conductor.handle(FRONT, Submit(request), self._now_s))
 
     def _do_cancel(self, request_id: str) -> list[str]:
@@ -279,6 +292,10 @@ class Transcript:
         tracked = self._conductor.requests[request_id]
         return self._tell(tracked.decode, WorkFailed(tracked.ref, "broken", retryable=True))
 
+    def _do_continue(self, request_id: str, output: str) -> list[str]:
+        request = self._submitted[request_id].continued([42] * int(output), self._block_size)
+        return self._shown(self._conductor.handle(FRONT, Continue(request), self._now_s))
+
     # -- what is shown ------------------------------------------------------------------------------
 
     def _tell(self, name: str | None, message: object) -> list[str]:
@@ -299,7 +316,7 @@ class Transcript:
 
     def _described(self, effect: Effect) -> str | None:
         match effect.message:
-            case Registered() | ClusterState() | HeartbeatAck():
+            case Registered() | ClusterState() | HeartbeatAck() | ReturnNoted():
                 return None
             case InstanceDrains(name, state, num_requests):
                 return f"{name} is {state or 'unknown'}, {num_requests} requests"
@@ -307,13 +324,14 @@ class Transcript:
                 return f"interrupted {request_id}"
             case Retired():
                 return "retired"
-            case Reserve(ref, _, tbt_slo_s, may_refuse):
+            case Reserve(ref, _, tbt_slo_s, may_refuse, _, alone):
                 slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}{'' if may_refuse else '!'}"
+                slo += " alone" if alone else ""
                 return f"reserve {ref.request_id}#{ref.attempt}{slo}: {self._why(ref.request_id)}"
-            case Prefill(ref, _, _, time_left_s, source):
+            case Prefill(ref, _, _, time_left_s, source, _, alone):
                 left = "" if time_left_s is None else f" time_left={time_left_s:g}"
                 fetch = "" if source is None else f" fetch {_name(source)}:{source.num_blocks}"
-                return f"prefill {ref.request_id}#{ref.attempt}{left}{fetch}"
+                return f"prefill {ref.request_id}#{ref.attempt}{left}{fetch}{' alone' if alone else ''}"
             case Decode(ref):
                 return f"decode {ref.request_id}#{ref.attempt}"
             case Abort(ref):

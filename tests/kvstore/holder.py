@@ -36,7 +36,8 @@ class Answer(Enum):
     IN_PIECES = auto()
     """all of them, in so many pieces as `NUM_PIECES`, each after a `pause`"""
     DIE = auto()
-    """every connection ends, and there are no new ones"""
+    """every connection ends, there are no new ones, and no request is answered any more: not one that the
+    messenger sends again over a connection that has not ended yet"""
 
 
 class HandMadeHolder:
@@ -104,6 +105,8 @@ class HandMadeHolder:
         answer = self._decide(fetch.layer_begin)
         if answer is Answer.DIE:
             self._die()
+        if self._closing.is_set():
+            return
         if answer is Answer.HANG:
             self._closing.wait(DEADLINE_S)
         layout = self._identity.layout

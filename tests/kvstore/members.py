@@ -33,6 +33,7 @@ from mooncake.pools import (
     MessengerAddress,
     PoolShard,
 )
+from tests.deadline import DEADLINE_S
 from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT
 from tests.messenger.fabric import settings
 from tests.messenger.proxy import Proxy, listen
@@ -124,7 +125,7 @@ class Member:
             space=asyncio.Event(),
             high_watermark=0,
             max_demotions=0,
-            promotion_timeout_s=1.0,
+            promotion_timeout_s=DEADLINE_S,
         )
         reads = Reads(self.pool, mover, self.segment, asyncio.get_running_loop().time)
         door = Door(
@@ -190,7 +191,7 @@ class Member:
 
     async def assert_idle(self) -> None:
         """No page is in use; others may have to say first that they have read theirs."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(DEADLINE_S):
             while self.pool.num_used_pages:
                 await asyncio.sleep(0.001)
         assert self.pool.check_integrity() is None

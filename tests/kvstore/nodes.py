@@ -17,12 +17,12 @@ from mooncake.keys import ClusterKey
 from mooncake.pools import PoolStats
 from mooncake.process_config import MessengerProcess
 from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, TransportChoice
+from tests.deadline import DEADLINE_S
 from tests.kvstore.forked import ForkedMessenger
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
 FINGERPRINT = "f" * 32
-DEADLINE_S = 10.0 if "MOONCAKE_RDMA_VM" not in os.environ else 120.0  # an emulated machine is slow
 CLUSTER_KEY = ClusterKey.generate()
 
 

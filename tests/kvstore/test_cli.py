@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from kvstore.client import KVCachePool
 from mooncake.blocks import BlockKey
 from mooncake.keys import ClusterKey
 from mooncake.pools import PoolStats
+from mooncake.rundir import Run, RunDirectory
 from tests.forked import Forked, preload
 from tests.kvstore.nodes import DEADLINE_S, LAYOUT, ROOT
 from tests.kvstore.pools import Pool, Pools, block_of, keys_of
@@ -34,9 +36,11 @@ COMMAND = [sys.executable, "-m", "kvstore.cli"]
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool, at the place where a mooncake-serve would have it."""
-    folder = tmp_path_factory.mktemp("run") / "mooncake-serve-x"
-    folder.mkdir()
-    with Pools(folder) as pools:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        run_dir = RunDirectory()
+    with run_dir, Pools(run_dir.path) as pools:
+        run_dir.describe(Run("all", f"ipc://{run_dir.socket('conductor')}", 8000))
         yield pools.start("worker-0")
 
 
@@ -71,10 +75,10 @@ def call(arguments: Sequence[str]) -> None:
     sys.exit(cli.run(arguments))
 
 
-def run_on_terminal(*arguments: str, typed: str = "") -> tuple[int, str]:
+def run_on_terminal(*arguments: str, typed: str = "", num_columns: int = 140) -> tuple[int, str]:
     """Exit code, and what a person would see."""
     terminal, end = pty.openpty()
-    environ = {**os.environ, "COLUMNS": "140"}
+    environ = {**os.environ, "COLUMNS": str(num_columns)}
     with closing(Forked(call, arguments, stdin=end, stdout=end, stderr=end, environ=environ)) as process:
         os.close(end)
         os.write(terminal, typed.encode())
@@ -130,6 +134,43 @@ def test_pools_of_this_users_runs_are_found(pool: Pool, keys: list[BlockKey], tm
     assert nothing.stderr == "error: no mooncake-serve of this user runs here; name a pool with --pool\n"
 
 
+@pytest.fixture
+def second_cluster(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirectory]:
+    """Beside the pool's. Its own pool answers nobody."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(Path(pool.socket_path).parents[1]))
+    with RunDirectory() as run_dir:
+        run_dir.describe(Run("all", f"ipc://{run_dir.socket('conductor')}", 8001))
+        Path(run_dir.socket("worker-0")).touch()
+        yield run_dir
+
+
+def test_one_of_several_clusters_has_to_be_named(
+    pool: Pool, keys: list[BlockKey], second_cluster: RunDirectory
+) -> None:
+    run_dir = str(Path(pool.socket_path).parent)
+    for command in (["stats"], ["ls"], ["verify"], ["drop", "--all"], ["drop", keys[0].hex()]):
+        refused = run(*command)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith("error: 2 clusters of this user run here; say which with --cluster:")
+        assert f"8000 ({run_dir})" in refused.stderr
+    assert len(json_lines(run("ls", "--cluster", "8000", "--json"))) == len(keys)
+    assert len(json_lines(run("ls", "--cluster", run_dir, "--json"))) == len(keys)
+    assert run("ls", "--cluster", "8002").returncode == 2
+    assert run("ls", "--cluster", "8001").returncode == 1  # its pool answers nobody
+
+
+def test_all_blocks_of_two_clusters_are_never_dropped(
+    pool: Pool, keys: list[BlockKey], second_cluster: RunDirectory
+) -> None:
+    other = f"unix:{second_cluster.socket('worker-0')}"
+    for pools in (["--pool", pool.unix, "--pool", other], ["--pool", pool.unix, "--pool", pool.tcp]):
+        refused = run("drop", "--all", "--yes", *pools, "--key-file", str(pool.key_file))
+        assert refused.returncode == 2
+        assert "not known to be of one cluster" in refused.stderr
+    assert len(json_lines(run("ls", "--cluster", "8000", "--json"))) == len(keys)
+    assert json_lines(run("drop", "--all", "--cluster", "8000", "--json"))[0]["num_dropped"] == len(keys)
+
+
 def test_dead_pool_is_named_and_the_others_are_shown(
     pool: Pool, keys: list[BlockKey], tmp_path: Path
 ) -> None:
@@ -155,11 +196,26 @@ def test_ls_lists_every_block(pool: Pool, keys: list[BlockKey]) -> None:
 def test_terminal_gets_a_table(pool: Pool, keys: list[BlockKey]) -> None:
     code, seen = run_on_terminal("ls", "--pool", pool.unix)
     assert code == 0
-    assert "━━━┳━━━" in seen
+    assert "━━━" in seen
     assert all(key.hex() in seen for key in keys)
     code, seen = run_on_terminal("stats", "--pool", pool.unix)
     assert code == 0
     assert "healthy" in seen
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify"])
+def test_tables_fit_into_80_columns(pool: Pool, keys: list[BlockKey], command: str) -> None:
+    code, seen = run_on_terminal(command, "--pool", pool.unix, num_columns=80)
+    assert code == 0
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in seen.splitlines()]
+    table = [line for line in lines if not line.endswith(pool.unix)]
+    assert table
+    assert max(map(len, table)) <= 80
+    assert [line for line in table if "instance" in line], "headings are whole"
+    if command == "stats":
+        assert f"worker-0 is {pool.unix}" in lines
+    if command == "ls":
+        assert {key.hex() for key in keys} <= {word for line in lines for word in line.split()}
 
 
 def test_get_writes_a_block_or_some_of_its_layers(pool: Pool, keys: list[BlockKey], tmp_path: Path) -> None:

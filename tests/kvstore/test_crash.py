@@ -25,6 +25,7 @@ from kvstore.segment import ALIGNMENT
 from mooncake.blocks import BlockKey
 from mooncake.pools import PoolStats, Tier
 from mooncake.sections import KVCacheConfig
+from tests.deadline import DEADLINE_S
 from tests.kvstore.crash_writer import FINGERPRINT, LAYOUT, Lines, block_of, insist
 from tests.kvstore.nodes import ROOT, Node, unused
 from tests.kvstore.pools import connected
@@ -38,7 +39,6 @@ NUM_SLOTS = 300
 MOST_LINES = 150
 """acknowledged between two crashes"""
 LONGEST_DELAY_S = 0.005
-DEADLINE_S = 60.0
 POLL_S = 0.05
 KEY = bytes(16)
 

@@ -232,7 +232,7 @@ def test_nobody_is_heard_while_too_many_have_not_said_who_they_are(monkeypatch: 
 
 
 def test_who_has_the_key_and_then_falls_silent_is_no_stranger() -> None:
-    door = Door(timeout_s=0.5)
+    door = Door(timeout_s=3.0)
 
     def prove(sock: socket.socket) -> None:
         visitor = Visitor(CLUSTER_KEY)

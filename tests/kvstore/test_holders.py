@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvstore import mapped
 from kvstore.client import KVCachePool
+from kvstore.holders import Holder
 from mooncake.blocks import BlockKey
 from mooncake.errors import ConfigError, MismatchError, PoolError
 from mooncake.keys import ClusterKey
@@ -33,6 +35,33 @@ from tests.kvstore.pools import (
 )
 
 pytestmark = pytest.mark.cluster
+
+
+@dataclass
+class Watched:
+    """What becomes of a client's pools that do not answer."""
+
+    num_lost: int = 0
+    """by a call, which was held up"""
+    num_tried_again: int = 0
+    """in passing"""
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    watched, lose, reconnect = Watched(), Holder._lose, Holder._reconnect
+
+    def noted(holder: Holder, error: Exception) -> None:
+        watched.num_lost += threading.current_thread() is threading.main_thread()
+        lose(holder, error)
+
+    def tried(holder: Holder) -> None:
+        watched.num_tried_again += 1
+        reconnect(holder)
+
+    monkeypatch.setattr(Holder, "_lose", noted)
+    monkeypatch.setattr(Holder, "_reconnect", tried)
+    return watched
 
 
 @pytest.fixture
@@ -81,7 +110,9 @@ def test_lost_pool_is_an_error_until_it_comes_back(pools: Pools) -> None:
 
 @pytest.mark.parametrize("killed", ["first", "second"])
 @pytest.mark.parametrize("doors", [("unix", "unix"), ("unix", "tcp")])
-def test_killed_holder_of_replicas_fails_no_get(pools: Pools, killed: str, doors: tuple[str, str]) -> None:
+def test_killed_holder_of_replicas_fails_no_get(
+    pools: Pools, watched: Watched, killed: str, doors: tuple[str, str]
+) -> None:
     first, second = pools.start("first", 64), pools.start("second", 64)
     addresses = [getattr(pool, door) for pool, door in zip((first, second), doors, strict=True)]
     with connected(*addresses, fingerprint=FINGERPRINT, layout=LAYOUT, key_file=first.key_file) as client:
@@ -89,10 +120,9 @@ def test_killed_holder_of_replicas_fails_no_get(pools: Pools, killed: str, doors
         for key in keys:
             assert client.change_replica(key, 2).instances == ["first", "second"]
         (first if killed == "first" else second).kill()
-        started = time.monotonic()
         assert_reads(client, keys)
         assert client.exists(keys) == [Tier.DRAM] * 50
-        assert time.monotonic() - started < 2
+        assert watched.num_lost <= 1
 
 
 def test_killed_pool_counts_again_a_second_after_it_is_back(pools: Pools) -> None:
@@ -125,7 +155,7 @@ def test_pool_that_was_down_from_the_start_is_found_later(pools: Pools) -> None:
             assert time.monotonic() < deadline
 
 
-def test_stopped_pool_holds_up_one_call_and_then_none(pools: Pools) -> None:
+def test_stopped_pool_holds_up_one_call_and_then_none(pools: Pools, watched: Watched) -> None:
     first, second = pools.start("first"), pools.start("second")
     with connected(first.unix, second.unix, fingerprint=FINGERPRINT, layout=LAYOUT, timeout_s=1) as client:
         (key,) = store(client, 1)
@@ -134,13 +164,12 @@ def test_stopped_pool_holds_up_one_call_and_then_none(pools: Pools) -> None:
         first.process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
         assert_reads(client, [key])
-        assert 1 <= time.monotonic() - started < 3
-        slowest = 0.0
-        while time.monotonic() - started < 3.5:  # in which it is tried again, in passing
-            before = time.monotonic()
+        assert time.monotonic() - started >= 1
+        deadline = time.monotonic() + DEADLINE_S
+        while watched.num_tried_again < 2:
+            assert time.monotonic() < deadline
             assert_reads(client, [key])
-            slowest = max(slowest, time.monotonic() - before)
-        assert slowest < 0.5
+        assert watched.num_lost == 1
         first.process.send_signal(signal.SIGCONT)
         deadline = time.monotonic() + DEADLINE_S
         while "first" not in client.stats():

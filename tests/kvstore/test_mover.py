@@ -238,7 +238,14 @@ def test_with_one_of_two_disks_hanging_writers_go_on_through_the_other_and_lose_
 
     async def test() -> None:
         async with running(
-            24, bad, good, depth=2, low_watermark=high_watermark, high_watermark=high_watermark, timeout_s=0.1
+            24,
+            bad,
+            good,
+            depth=2,
+            low_watermark=high_watermark,
+            high_watermark=high_watermark,
+            timeout_s=0.1,
+            promotion_timeout_s=2.0,
         ) as r:
             bad.hang()
             for key in KEYS[:100]:
@@ -360,7 +367,7 @@ def test_promotion_that_takes_too_long_is_not_waited_for() -> None:
     slab = FakeSlab(20)
 
     async def test() -> None:
-        async with running(4, slab, timeout_s=TIMEOUT_S) as r:
+        async with running(4, slab, timeout_s=TIMEOUT_S, promotion_timeout_s=TIMEOUT_S) as r:
             await demoted(r, KEYS[0])
             slab.hang()
             assert await r.get(KEYS[0]) is None
@@ -691,7 +698,9 @@ def test_whatever_disks_do_a_block_is_served_intact_or_not_at_all(seed: int) -> 
             await asyncio.sleep(0.005)
 
     async def test() -> None:
-        async with running(10, *slabs, low_watermark=1, high_watermark=3, depth=2, timeout_s=0.02) as r:
+        async with running(
+            10, *slabs, low_watermark=1, high_watermark=3, depth=2, timeout_s=0.02, promotion_timeout_s=0.02
+        ) as r:
             disturbing = asyncio.create_task(disturb())
             await asyncio.gather(*(client(r, KEYS[first : first + 15]) for first in range(0, 60, 15)))
             disturbing.cancel()

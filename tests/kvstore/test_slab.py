@@ -29,12 +29,12 @@ from kvstore.segment import FORMAT_VERSION
 from kvstore.slab import MAGIC, Record, Slab
 from mooncake.blocks import KVLayout
 from mooncake.errors import ConfigError, MismatchError
+from tests.deadline import DEADLINE_S
 
 FINGERPRINT = "f" * 32
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=128, dtype="bfloat16")
 LAYERS = range(LAYOUT.num_layers)
 SIZE_BYTES = 3 << 20
-DEADLINE_S = 10.0
 NOBODY = 65534
 
 

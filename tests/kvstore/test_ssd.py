@@ -210,14 +210,14 @@ def test_no_more_than_its_depth_is_asked_of_a_disk_at_once(slab: FakeSlab) -> No
 
 def test_waiting_behind_others_is_not_taken_for_a_disk_that_hangs(slab: FakeSlab) -> None:
     """Many short reads take longer together than one may take."""
-    slab.delay_s = 0.03
+    slab.delay_s = 0.1
 
     async def test(ssd: SsdTier) -> None:
         await store(ssd, KEYS[0])
         assert await asyncio.gather(*(load(ssd, KEYS[0]) for _ in range(15))) == [block_of(KEYS[0])] * 15
         assert ssd.is_accepting
 
-    run_on(lambda: ssd_tier(slab, depth=1, timeout_s=0.3), test)
+    run_on(lambda: ssd_tier(slab, depth=1, timeout_s=1.0), test)
 
 
 # -- damage -------------------------------------------------------------------------------------------

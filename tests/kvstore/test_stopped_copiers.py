@@ -232,7 +232,6 @@ def assert_hold(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_no_byte_is_wrong_and_no_page_lost_however_copiers_stop(short_tmp_path: Path) -> None:
     with contextlib.closing(Stops(short_tmp_path, seed=1)) as stops:
         asyncio.run(stops.play(NUM_ROUNDS))

@@ -334,7 +334,7 @@ def test_stopped_receiver_is_given_up_after_the_ack_deadline(
     async def test() -> None:
         async with pair(start_node, transport) as nodes:
             await nodes.assert_works()
-            nodes.prefill_node.ack_timeout_s = 0.3
+            nodes.prefill_node.ack_timeout_s = 2.0
             nodes.prefill_node.kill()
             nodes.prefill_node.start()
             await nodes.prefill.close()
@@ -346,7 +346,7 @@ def test_stopped_receiver_is_given_up_after_the_ack_deadline(
             assert nodes.decode_node.process is not None
             nodes.decode_node.process.send_signal(signal.SIGSTOP)
             await write_layers(nodes.prefill, source, keys, range(1, 2))
-            with pytest.raises(TransferError, match=r"no acknowledgement within 0.3 s"):
+            with pytest.raises(TransferError, match=r"no acknowledgement within 2 s"):
                 await nodes.prefill.wait_sent(source.reservation_id)
             await nodes.prefill.release(source.reservation_id)
             await until(nodes.prefill, unused)

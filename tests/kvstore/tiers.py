@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -89,6 +90,11 @@ class FakeSlab:
         while self._hanging:
             self._hanging.pop().set()
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether reads and writes may take long, on any machine."""
+        return bool(self._hanging or self.delay_s)
+
     def fail(self, error_code: int = errno.EIO) -> None:
         self.error = OSError(error_code, "it does not want to")
 
@@ -148,7 +154,16 @@ def ssd_tier(
     depth: int = 4,
     timeout_s: float = DEADLINE_S,
 ) -> SsdTier:
-    return SsdTier(slabs, policy, depth=depth, timeout_s=timeout_s)  # type: ignore[arg-type]
+    """One that takes no slab for slow because the machine is busy."""
+    tier = SsdTier(slabs, policy, depth=depth, timeout_s=timeout_s)  # type: ignore[arg-type]
+    for disk, slab in zip(tier.disks, slabs, strict=True):
+        disk.suspend = functools.partial(_suspend, slab, disk.suspend)  # type: ignore[method-assign]
+    return tier
+
+
+def _suspend(slab: FakeSlab, suspend: Callable[[str], None], reason: str) -> None:
+    if slab.is_slow or not reason.startswith("no answer"):
+        suspend(reason)
 
 
 def is_settled(ssd: SsdTier) -> bool:
@@ -226,9 +241,10 @@ async def running(
     high_watermark: int = 0,
     depth: int = 4,
     timeout_s: float = DEADLINE_S,
+    promotion_timeout_s: float = DEADLINE_S,
     policy: EvictionPolicy = EvictionPolicy.LRU,
 ) -> AsyncIterator[Running]:
-    """After it, everything that was in use must have been given back."""
+    """After it, everything that was in use must have been given back. `timeout_s`: of a disk."""
     fd = os.memfd_create("segment")
     try:
         os.truncate(fd, 3 * ALIGNMENT + num_pages * (STRIDE_BYTES + record_bytes(LAYOUT.num_layers)))
@@ -258,7 +274,7 @@ async def running(
             space=space,
             high_watermark=high_watermark,
             max_demotions=depth * max(1, len(slabs)),
-            promotion_timeout_s=timeout_s,
+            promotion_timeout_s=promotion_timeout_s,
         )
         store = Store(
             config=KVCacheConfig(ssd_dirs=[slab.path.parent for slab in slabs]),

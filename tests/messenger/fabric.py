@@ -32,12 +32,12 @@ from mooncake.blocks import KVLayout
 from mooncake.keys import ClusterKey
 from mooncake.pools import MessengerAddress
 from mooncake.sections import MessengerConfig
+from tests.deadline import DEADLINE_S
 from tests.messenger.pages import Memory, Pages
 from tests.messenger.proxy import Proxy, listen
 
 KEY = ClusterKey.generate()
 FINGERPRINT = "f" * 32
-DEADLINE_S = 10.0
 LISTEN_S = 100e-6
 TINY = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=1, dtype="bfloat16")
 SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")

@@ -132,21 +132,18 @@ sample = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.cluster
 @sample
 def test_the_only_connection_is_reset(tmp_path: Path, full: bool) -> None:
     every_fault(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, TINY), full=full)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_the_only_connection_is_reset_under_layers_that_compiled_code_places(tmp_path: Path) -> None:
     assert SMALL.layer_bytes > SHORT_LAYER_BYTES >= TINY.layer_bytes
     every_fault(tmp_path, 1, lambda plan: reset_one_stream(tmp_path, plan, SMALL), full=False, layout=SMALL)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.cluster
 @pytest.mark.parametrize("num_addresses", [1, 2])
 @pytest.mark.parametrize("position", [0, 1])
@@ -356,7 +353,7 @@ def test_a_fetch_has_its_own_deadline_beside_writes_that_are_answered(tmp_path: 
             peer = await node.peer()
             node.pages.may_read.clear()
             fetch = asyncio.create_task(node.fetch([0], peer))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 while peer.closed_reason is None:
                     with contextlib.suppress(TransferError):
                         await peer.probe(memoryview(b"123"))

@@ -337,10 +337,10 @@ def test_who_is_turned_away_hears_why_unless_there_are_too_many(
 ) -> None:
     async def test() -> None:
         async with fabric(tmp_path, TINY) as node:
-            threshold, reason = Threshold(), "its worker has not attached"
+            reason = "its worker has not attached"
 
             async def answer(stream: Stream, hello: Hello) -> None:
-                await turn_away(stream, reason, node.key, node.received, threshold, timeout_s=1.0)
+                await turn_away(stream, reason, node.key, node.received, Threshold(), timeout_s=1.0)
 
             assert f"refused: {reason}" in await meet(node, answer)
             assert node.received.num_strangers == 0

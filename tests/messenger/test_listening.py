@@ -10,13 +10,14 @@ from collections.abc import Coroutine
 from typing import Any
 
 from messenger.listening import ListeningLoop, Patience, hears, others_wait
+from tests.deadline import DEADLINE_S
 
 LISTEN_S = 300e-6
 
 
 def _run(test: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await test
 
     with asyncio.Runner(loop_factory=functools.partial(ListeningLoop, LISTEN_S)) as runner:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ import pytest
 from messenger import standing
 from messenger.peer import Peer
 from messenger.probe import Probe
+from messenger.rdma import cards
+from messenger.rdma.cards import open_cards
+from messenger.rdma.devices import FoundDevices
 from messenger.rdma.errors import Remedy
 from messenger.transports import Transport
-from mooncake.errors import TransferError
+from mooncake.errors import ConfigError, TransferError
+from mooncake.sections import MessengerConfig
 from tests.messenger import fake_rdma
 from tests.messenger.fabric import KEY, Fabric, fabric, run, settings, until
 from tests.messenger.fake_rdma import FakeNetwork, device
@@ -261,3 +266,15 @@ def test_the_ports_of_a_device_are_cards_of_their_own(network: FakeNetwork) -> N
         assert (await cards.card("a/2")).adapter.device.port == 2
 
     run(test())
+
+
+def test_a_machine_without_devices_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    none = FoundDevices([], ["this machine has no RDMA device"])
+    monkeypatch.setattr(cards, "find_devices", lambda *_: none)
+    open_cards(MessengerConfig(topology="{}"))
+    assert caplog.messages == []
+    with pytest.raises(ConfigError, match=r"there is no device to use: this machine has no RDMA device$"):
+        open_cards(MessengerConfig(topology="{}", transport="rdma"))

@@ -31,6 +31,7 @@ from messenger.messages import (
 from messenger.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from messenger.stream import Stream
 from mooncake.errors import PoolError, TransferError
+from tests.deadline import DEADLINE_S
 from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, run, until
 from tests.messenger.wire import Wire
 
@@ -566,7 +567,7 @@ def test_a_source_that_breaks_is_not_waited_for(tmp_path: Path, caplog: pytest.L
             node.pages.may_read.clear()  # it takes a while
             node.pages.lease = lease  # type: ignore[method-assign]
             with pytest.raises(TransferError, match="was lost"):
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(DEADLINE_S):
                     await node.fetch([0])
             await node.assert_works()
 
@@ -615,17 +616,19 @@ def test_a_late_write_does_not_open_a_transfer_again_that_was_given_up(tmp_path:
     run(test())
 
 
-def test_strangers_at_once_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_at_once_have_a_limit_and_make_room_for_whoever_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(receiver, "MOST_UNKNOWN", 3)
 
     async def test() -> None:
         async with fabric(tmp_path, TINY) as node:
             silent = [await Wire.connect(node) for _ in range(3)]
             await until(lambda: node.num_served == 3)
-            one_too_many = await Wire.connect(node)
-            await one_too_many.assert_closed()
-            assert node.received.num_strangers == 1
-            for wire in [*silent, one_too_many]:
+            friend = await Wire.introduced(node)
+            await silent[0].assert_closed()
+            await until(lambda: node.received.num_strangers == 1)
+            for wire in [*silent, friend]:
                 wire.close()
             await until(lambda: node.num_served == 0)
             await node.assert_works()

@@ -11,6 +11,7 @@ import pytest
 from messenger.stream import Stream
 from messenger.tls import Tls
 from mooncake.errors import TransferError
+from tests.deadline import DEADLINE_S
 from tests.kvstore.test_tls import Authority
 from tests.messenger.fabric import LARGE, SMALL, fabric, run, until
 from tests.messenger.proxy import Plan
@@ -84,7 +85,7 @@ def test_others_have_their_turn_while_small_records_come_fast(tls: Tls) -> None:
             return False
 
         await near.send([b"one"])
-        await asyncio.wait_for(far.more(take), 1.0)
+        await asyncio.wait_for(far.more(take), DEADLINE_S)
         near.close()
         far.close()
 

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from mooncake.errors import ModelError
+from mooncake.lives import ProcessEnd
 from mooncake.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, child_main, report
 
 
@@ -26,8 +27,17 @@ class FakeConfig(BaseModel):
         "measure",
         "hang",
         "stop",
+        "fail-to-start",
+        "is-killed",
+        "is-killed-while-it-starts",
+        "fault",
     ]
     lives_file: str
+    previous_end: ProcessEnd | None = None
+
+
+NUM_SHORT_LIVES = 3
+"""of behaviours that end more than one"""
 
 
 def record_life(file: Path) -> int:
@@ -43,6 +53,10 @@ async def serve(config: FakeConfig) -> None:
     if config.behaviour == "crash" and num_lives == 1:
         print("these are my last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+    if config.behaviour == "fail-to-start" and num_lives <= NUM_SHORT_LIVES:
+        raise RuntimeError("this start has failed")
+    if config.behaviour == "is-killed-while-it-starts" and num_lives <= NUM_SHORT_LIVES:
+        os.kill(os.getpid(), signal.SIGKILL)
     if config.behaviour == "babble":
         print("x" * 1_000_000, flush=True)
         os.write(int(os.environ[STATUS_FD_VARIABLE]), b"this is no status\n")
@@ -55,7 +69,11 @@ async def serve(config: FakeConfig) -> None:
         report(Measured("prefill", 16, 0, 0.5, "cpu"))
         report(Measured("decode", 1, 65, 0.25, "cpu"))
         return
-    report(Ready("served", f"try {num_lives}"))
+    report(Ready(f"served {num_lives} behind {config.previous_end}", f"try {num_lives}"))
+    if config.behaviour == "is-killed" and num_lives <= NUM_SHORT_LIVES:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config.behaviour == "fault" and num_lives == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
     if num_lives == 1 and config.behaviour in ("hang", "stop"):
         await asyncio.sleep(0)  # after a first sign of life
         if config.behaviour == "stop":

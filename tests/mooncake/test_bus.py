@@ -9,13 +9,14 @@ import zmq
 import zmq.asyncio
 
 from conductor.effects import ToConductor
-from mooncake.bus import MAX_IN_A_ROW, Dealer, PeerGoneError, Router, peer_identity
-from mooncake.curve import LARGEST_MESSAGE_BYTES, use_key
+from mooncake.bus import LARGEST_MESSAGE_BYTES, MAX_IN_A_ROW, Dealer, PeerGoneError, Router, peer_identity
+from mooncake.curve import LARGEST_FRAME_BYTES, use_key
 from mooncake.errors import ConfigError
 from mooncake.front_messages import Cancel
 from mooncake.keys import ClusterKey
 from mooncake.messages import Abort, ToWorker
 from mooncake.requests import Ref
+from tests.deadline import DEADLINE_S
 
 ABORT = Abort(Ref(1, "r", 2))
 WORKER = peer_identity("p0", 1)
@@ -24,7 +25,7 @@ KEY = ClusterKey.generate()
 
 def run(test: Awaitable[None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await test
 
     asyncio.run(bounded())
@@ -118,6 +119,11 @@ def test_sending_to_an_unknown_or_earlier_peer_is_an_error(tmp_path: Path) -> No
     run(test())
 
 
+def in_frames(payload: bytes) -> list[bytes]:
+    starts = range(0, len(payload), LARGEST_FRAME_BYTES)
+    return [payload[start : start + LARGEST_FRAME_BYTES] for start in starts]
+
+
 def test_malformed_messages_are_counted_and_do_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,8 +142,9 @@ def test_malformed_messages_are_counted_and_do_no_harm(
             [wrong_type],
             [b"a", b"b", b"c"],
             [not_unicode],
-            [deep],
-            [long_tag],
+            in_frames(deep),
+            in_frames(long_tag),
+            in_frames(bytes(LARGEST_MESSAGE_BYTES + 1)),
         )
         for frames in malformed:
             await sender.send_multipart(frames)

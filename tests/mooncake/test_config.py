@@ -8,6 +8,7 @@ import yaml
 from mooncake.commands import render
 from mooncake.config import Config, env_name, host_and_port, leaf_keys, load_config
 from mooncake.errors import ConfigError
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -48,8 +49,12 @@ def test_defaults_need_no_source() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("htp: {port: 1}", ["htp: unknown key", "c.yaml", "http", "kvcache"]),
-        ("http: {prot: 1}", ["http.prot: unknown key", "host, max_request_bytes, port"]),
+        ("htp: {port: 1}", ["htp: unknown key", "c.yaml", "did you mean http?", "kvcache"]),
+        ("http: {prot: 1}", ["http.prot: unknown key", "mean http.port?", "host, max_request_bytes, port"]),
+        ("num-prefill: 2", ["num-prefill: unknown key", "did you mean num_prefill?"]),
+        ("max_batch: 2", ["max_batch: unknown key", "did you mean worker.max_batch?"]),
+        ("http: {block_size: 2}", ["http.block_size: unknown key", "did you mean kvcache.block_size?"]),
+        ("quite: other", ["quite: unknown key", "; known keys here are conductor, dtype"]),
         ("http: {port: 70000}", ["http.port: Input should be less than or equal to 65535", "70000"]),
         ("http: 3", ["http: expected keys and values", "3"]),
         ("role: all\nrole: decode", ["role is given twice"]),
@@ -169,7 +174,7 @@ def test_printed_configuration_is_accepted_again(tmp_path: Path) -> None:
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mooncake", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def test_print_config_shows_the_result_of_all_sources() -> None:
@@ -186,8 +191,15 @@ def test_command_line_errors_are_one_line() -> None:
     assert run_command("--no-such-flag").returncode == 2
 
 
+def test_a_measurement_takes_the_configuration_on_either_side_of_its_name(tmp_path: Path) -> None:
+    for arguments in (["--port", "x", "profile", "f"], ["profile", "f", "--port", "x"]):
+        result = run_command(*arguments)
+        assert result.stderr.startswith("error: http.port:"), result.stderr
+        assert result.returncode == 2
+
+
 def test_help_names_choices_and_defaults() -> None:
-    text = " ".join(run_command("--help").stdout.split())
-    assert "--worker-max-batch VALUE most requests decoded together (default: 32)" in text
+    text = " ".join(run_command("--help-all").stdout.split())
+    assert "--worker-max-batch N most requests decoded together (default: 32)" in text
     assert "one of all, conductor, prefill, decode, front (default: all)" in text
     assert "(default: 1.0GiB)" in text

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mooncake.eager import run_eagerly
+from tests.deadline import DEADLINE_S
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await test()
 
     asyncio.run(main())

@@ -88,7 +88,7 @@ def test_rope_scaling_metadata_is_expressed_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "complaint"),
     [
-        ({"llama__block_count": None}, "llama.block_count is None"),
+        ({"llama__block_count": None}, "block_count is missing"),
         ({"llama__attention__head_count_kv": [2, 1]}, "head_count_kv"),
         ({"llama__attention__head_count": [4, 4]}, "head_count"),
         ({"llama__rope__dimension_count": 8}, "8 rotated dimensions"),

@@ -9,6 +9,7 @@ import pytest
 
 from mooncake.errors import ConfigError
 from mooncake.keys import SECRET_BYTES, TEXT_PREFIX, ClusterKey, hkdf_sha256
+from tests.deadline import DEADLINE_S
 
 KEY = ClusterKey(bytes(range(SECRET_BYTES)))
 
@@ -132,7 +133,7 @@ def keygen(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
 

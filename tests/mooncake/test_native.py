@@ -1,5 +1,6 @@
 """Compiling at first use: what is compiled again, and what a failure says."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +60,12 @@ def test_a_missing_compiler_is_told(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NoCompilerError, match="no-such-compiler is not installed"):
         load(folder / "number.cpp")
+
+
+def test_what_is_compiled_is_told_before_it_takes_its_time(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, native.compiling.name)
+    number(folder)
+    number(folder)
+    assert caplog.messages == ["compiling number.cpp for this machine, once"]

@@ -9,10 +9,11 @@ import pytest
 from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
+from mooncake.lives import Life
 from mooncake.mapping import HUGE_PAGE_BYTES, MappedFile
 from mooncake.node import plan_node
 from mooncake.process_config import ConductorProcess, FrontProcess, WorkerProcess
-from mooncake.rundir import RunDirectory
+from mooncake.rundir import Run, RunDirectory, running
 from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
 
 SIZE = 4 << 20
@@ -37,7 +38,7 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
         security=SecurityConfig(key_file=tmp_path / "key"),
     )
     specs = plan_node(config, run_directory)
-    messengers = [json.loads(spec.config(1)) for spec in specs if spec.name.endswith("/messenger")]
+    messengers = [json.loads(spec.config(Life(1))) for spec in specs if spec.name.endswith("/messenger")]
     told = [
         (m["kvcache"]["listen"], m["kvcache"]["vllm_events"], m["kvcache"]["vllm_replay"]) for m in messengers
     ]
@@ -46,10 +47,27 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
         for index in range(3)
     ]
     assert [m["settings"]["port"] for m in messengers] == [7200, 7201, 7202]
-    workers = [json.loads(spec.config(1)) for spec in specs if spec.module == "workers.service"]
+    workers = [json.loads(spec.config(Life(1))) for spec in specs if spec.module == "workers.service"]
     told_workers = [w["config"]["worker"]["metrics_listen"] for w in workers]
     assert told_workers == ["0.0.0.0:9100", "0.0.0.0:9101", "0.0.0.0:9102"]
     assert len({endpoint for m in messengers for endpoint in m["event_endpoints"]}) == 6
+
+
+def test_others_on_this_host_learn_which_cluster_a_run_belongs_to(
+    run_directory: RunDirectory, tmp_path: Path
+) -> None:
+    with run_directory:
+        plan_node(Config(kvcache=KVCacheConfig(pool_bytes=SIZE)), run_directory)
+        [(path, run)] = running()
+        assert path == run_directory.path
+        assert run == Run("all", f"ipc://{run_directory.socket('conductor')}", 8000)
+        ClusterKey.generate().save(tmp_path / "key")
+        security = SecurityConfig(key_file=tmp_path / "key")
+        plan_node(
+            Config(role="decode", kvcache=KVCacheConfig(pool_bytes=SIZE), security=security), run_directory
+        )
+        assert [run for _, run in running()] == [Run("decode", "tcp://127.0.0.1:7800", None)]
+    assert list(running()) == []
 
 
 def test_each_rank_has_a_messenger_and_knows_where_to_find_the_first(run_directory: RunDirectory) -> None:
@@ -60,7 +78,9 @@ def test_each_rank_has_a_messenger_and_knows_where_to_find_the_first(run_directo
         "conductor",
         *(process for name in names for process in (f"{name}/messenger", name)),
     ]
-    workers = [WorkerProcess.model_validate_json(spec.config(1)) for spec in specs if spec.name in names]
+    workers = [
+        WorkerProcess.model_validate_json(spec.config(Life(1))) for spec in specs if spec.name in names
+    ]
     assert [worker.part for worker in workers] == names
     assert [worker.rank.number for worker in workers] == [0, 1, 2] * 2
     for group in (workers[:3], workers[3:]):
@@ -76,11 +96,11 @@ def test_a_front_is_alone_on_its_node_and_has_a_name_of_its_own(
     ClusterKey.generate().save(tmp_path / "key")
     config = Config(role="front", security=SecurityConfig(key_file=tmp_path / "key"))
     [spec] = plan_node(config, run_directory)
-    front = FrontProcess.model_validate_json(spec.config(7))
+    front = FrontProcess.model_validate_json(spec.config(Life(7)))
     assert front.incarnation == 7
     with RunDirectory() as other:
         [spec] = plan_node(config, other)
-        assert FrontProcess.model_validate_json(spec.config(7)).name != front.name
+        assert FrontProcess.model_validate_json(spec.config(Life(7))).name != front.name
 
 
 def test_door_for_clients_of_other_hosts_needs_a_key_that_they_can_have(run_directory: RunDirectory) -> None:
@@ -95,7 +115,7 @@ def keys_of(config: Config, run_directory: RunDirectory) -> set[str]:
     for spec in specs:
         for descriptor in spec.pass_fds:
             os.close(descriptor)
-    return {json.loads(spec.config(1))["cluster_key"] for spec in specs}
+    return {json.loads(spec.config(Life(1)))["cluster_key"] for spec in specs}
 
 
 def test_all_processes_of_a_node_get_one_key_that_is_new_in_each_run(run_directory: RunDirectory) -> None:
@@ -144,7 +164,7 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
     for spec in plan_node(config, run_directory):
         for descriptor in spec.pass_fds:
             os.close(descriptor)
-    monkeypatch.setattr("mooncake.segments._available_bytes", lambda: SIZE // 2)
+    monkeypatch.setattr("mooncake.segments.available_bytes", lambda: SIZE // 2)
     assert len(plan_node(config, run_directory)) == 5
     (tmp_path / "decode-0.segment").unlink()
     with pytest.raises(ConfigError, match="1 pools on this node take"):

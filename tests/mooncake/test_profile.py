@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from mooncake import steps
 from mooncake.costs import Costs, Point, fit, prefill_quantities
 from mooncake.errors import ConfigError
 from mooncake.node import ChildSpec
@@ -105,6 +106,14 @@ def child(behaviour: str, folder: Path) -> Child:
 def test_what_a_child_measures_is_collected(tmp_path: Path) -> None:
     measured = asyncio.run(measure(child("measure", tmp_path)))
     assert measured == [Measured("prefill", 16, 0, 0.5, "cpu"), Measured("decode", 1, 65, 0.25, "cpu")]
+
+
+def test_measuring_is_told_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(steps, "PERIOD_S", 0.0)
+    asyncio.run(measure(child("measure", tmp_path)))
+    assert "loading weights: 1 of 2 (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("behaviour", "word"), [("fatal", "the model is not there"), ("crash", "-9")])

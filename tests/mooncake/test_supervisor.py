@@ -2,6 +2,7 @@ import array
 import asyncio
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,16 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from mooncake import supervisor
+from mooncake.lives import Life
 from mooncake.node import ChildSpec
 from mooncake.supervisor import Child, Stopping, Supervisor
+from tests.deadline import DEADLINE_S
 from tests.mooncake.fake_child import FakeConfig
-
-DEADLINE_S = 15.0
 
 
 def child(name: str, behaviour: str, folder: Path) -> Child:
     config = FakeConfig.model_validate({"behaviour": behaviour, "lives_file": str(folder / name)})
-    spec = ChildSpec(name, "tests.mooncake.fake_child", lambda incarnation: config.model_dump_json())
+
+    def config_of(life: Life) -> str:
+        return config.model_copy(update={"previous_end": life.previous_end}).model_dump_json()
+
+    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of)
     return Child(spec, "warning")
 
 
@@ -74,6 +80,39 @@ def test_a_child_that_dies_is_reported_and_restarted(
     assert "[a] died (signal 9); starting it again in 0.5 s" in output
     assert "these are my last words" in output
     assert len(lives(tmp_path, "a")) == 2
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "pauses"),
+    [
+        ("fail-to-start", ["0.02 s", "0.04 s", "0.08 s"]),
+        ("is-killed", ["0.02 s"] * 3),
+        ("is-killed-while-it-starts", ["0.02 s"] * 3),
+    ],
+)
+def test_pauses_grow_with_starts_that_fail_and_with_nothing_else(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: str,
+    pauses: list[str],
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+    code, output = supervise([child("a", behaviour, tmp_path)], "ready served 4", capsys)
+    assert code == 0
+    assert re.findall(r"starting it again in (.*)\. Its last", output) == pauses
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "end"), [("crash", "killed"), ("fault", "failed"), ("hang", "failed"), ("stop", "failed")]
+)
+def test_the_next_life_is_told_how_the_one_before_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], behaviour: str, end: str
+) -> None:
+    told = f"served 2 behind {end}"
+    code, output = supervise([child("a", behaviour, tmp_path)], told, capsys, hang_timeout_s=3.0)
+    assert code == 0
+    assert told in output
 
 
 def test_a_child_that_gives_no_sign_of_life_is_ended_and_restarted(

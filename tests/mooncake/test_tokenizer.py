@@ -21,15 +21,15 @@ from tests.tiny_tokenizer import IM_END_ID, IM_START_ID, VOCAB_SIZE, tiny_backen
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "max_position_embeddings": 128,
-    "vocab_size": 512,
 }
 
 
-def load_directory(directory: Path) -> Tokenizer:
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+def load_directory(directory: Path, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab_size}))
     return load_tokenizer(open_checkpoint(str(directory), "dummy"))
 
 
@@ -136,13 +136,28 @@ class TestDirectory:
         assert tiny_backend().to_str() == tiny_backend().to_str()
         assert tiny.eos_token_ids == (IM_END_ID,)
 
+    def test_tokens_beyond_the_models_vocabulary_are_refused_unless_they_were_added(
+        self, tmp_path: Path
+    ) -> None:
+        write_tiny_tokenizer(tmp_path)
+        loaded = load_directory(tmp_path)
+        file = tmp_path / "tokenizer.json"
+        fields = json.loads(file.read_text())
+        fields["added_tokens"].append({**fields["added_tokens"][0], "id": VOCAB_SIZE, "content": "<|pad|>"})
+        file.write_text(json.dumps(fields))
+        assert load_directory(tmp_path).vocab_size == loaded.vocab_size + 1
+        fields["model"]["vocab"]["beyond"] = VOCAB_SIZE + 1
+        file.write_text(json.dumps(fields))
+        with pytest.raises(ModelError, match="tokens up to id 513, but vocab_size is 512"):
+            load_directory(tmp_path)
+
     def test_vocab_size_covers_ids_behind_a_hole(self, tmp_path: Path) -> None:
         write_tiny_tokenizer(tmp_path)
         content = json.loads((tmp_path / "tokenizer.json").read_text())
         last = max(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
         content["model"]["vocab"][last] = 600
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-        assert load_directory(tmp_path).vocab_size == 601
+        assert load_directory(tmp_path, vocab_size=601).vocab_size == 601
 
     def test_truncation_saved_with_the_tokenizer_is_ignored(self, tmp_path: Path) -> None:
         write_tiny_tokenizer(tmp_path)

@@ -1,13 +1,17 @@
-"""Copies between device and pool that stop where a test wants them to."""
+"""Copies between device and pool, and iterations of a batch, that stop where a test wants them to."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore.segment import Segment
 from tests.kvstore.nodes import DEADLINE_S
 from workers.copies import BlockCopy, Copies, Loaded, Mark, copies_for
+from workers.draws import Drawn, Draws
+from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
+from workers.executor import Executor
 
 
 class Gate:
@@ -56,3 +60,25 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+class Brake:
+    """Holds up the iterations of a batch, so that none of it ends before what other processes do is done."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._decode, self._is_off = executor.decode, threading.Event()
+        self._is_off.set()
+        executor.decode = self._decode_when_off  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """No iteration begins; one may be in flight."""
+        self._is_off.clear()
+        try:
+            yield
+        finally:
+            self._is_off.set()
+
+    def _decode_when_off(self, batch: Batch, draws: Draws) -> Drawn:
+        assert self._is_off.wait(DEADLINE_S)
+        return self._decode(batch, draws)

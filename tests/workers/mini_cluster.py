@@ -55,11 +55,11 @@ from workers.copies import Copies, copies_for
 from workers.decode import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
+from workers.model_spec import model_spec
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
 from workers.stage import Stage
@@ -192,7 +192,7 @@ class MiniCluster:
     ) -> None:
         self.sizes, self.folder, self.group = sizes, folder, group
         self.copies, self.decode_copies = copies_for, decode_copies
-        self.spec = ModelSpec.from_hf_config(model.config.to_dict())
+        self.spec = model_spec(model.config.to_dict())
         self._weights = model.state_dict()
         self.model = self._loaded(None)
         self.layout = KVLayout(
@@ -277,11 +277,13 @@ class MiniCluster:
                 lost = WorkFailed(output.ref, "lost", retryable=True)
                 self.take(self.conductor.handle(self.instances[-1].identity, lost, time.monotonic()))
 
-    def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Answer:
+    def submit(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, salt: str = "", tenant: str = ""
+    ) -> Answer:
         """Start a request."""
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
-        request = Request(request_id, prompt, keys, sampling, "front", bool(salt), root)
+        request = Request(request_id, prompt, keys, sampling, "front", bool(salt), root, tenant=tenant)
         answer = self.answers[request_id] = Answer(Reception(request, lambda _: None, 0.0))
         self.requests[request_id] = request
         self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))

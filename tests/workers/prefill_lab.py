@@ -6,6 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,18 +36,19 @@ from mooncake.sections import KVCacheConfig, TransportChoice
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
+from workers import prefix_fetch
 from workers.block_transfers import BlockPair
 from workers.copies import Copies, copies_for
 from workers.draws import Draws, Row
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.executor import Executor
 from workers.jobs import Jobs
 from workers.layerwise import LayerTransfers
 from workers.loading import layers_of_stage
+from workers.model_spec import model_spec
 from workers.next_stage import NextStage
 from workers.prefill import PrefillRunner
 from workers.prefill_queue import PrefillQueue
@@ -139,7 +143,7 @@ class Lab:
         num_device_pages: int,
         layer_window: int | None,
     ) -> None:
-        self.spec = ModelSpec.from_hf_config(model.config.to_dict())
+        self.spec = model_spec(model.config.to_dict())
         self._hf_model = model
         self.layout = KVLayout(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, BLOCK_SIZE, "float32"
@@ -367,6 +371,19 @@ class Lab:
 
         return PreviousStage(link.endpoint, b"stage#1", CLUSTER_KEY, hello, pools, DEADLINE_S)
 
+    def computed_layers(self) -> list[int]:
+        """The list to which each layer is added when a stage computes it, from now on."""
+        computed: list[int] = []
+        for part in self.parts:
+            forward = part.executor.model.forward_layer
+
+            def noted(layer: int, *rest: Any, forward: Callable[..., torch.Tensor] = forward) -> torch.Tensor:
+                computed.append(layer)
+                return forward(layer, *rest)
+
+            part.executor.model.forward_layer = noted  # type: ignore[method-assign]
+        return computed
+
     async def assert_nothing_is_held(self, pool: WorkerClient) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -450,6 +467,13 @@ class Lab:
         values = np.frombuffer(block, np.float32).reshape(-1, BLOCK_SIZE, self.layout.head_dim).copy()
         values[:, num_tokens:] = 0
         return values.tobytes()
+
+
+@contextlib.contextmanager
+def endless_patience() -> Iterator[None]:
+    """The clock by which holders of prefixes are given up stands still, however slow the machine is."""
+    with mock.patch.object(prefix_fetch, "time", SimpleNamespace(monotonic=lambda: 0.0)):
+        yield
 
 
 @contextlib.asynccontextmanager

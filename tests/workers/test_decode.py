@@ -2,18 +2,19 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import transformers
 
-from mooncake.messages import Decode, ToWorker
-from mooncake.requests import SamplingParams
+from mooncake.messages import Decode, Joining, Reserve, ToWorker
+from mooncake.requests import Ref, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import until as pool_until
 from tests.tiny_models import tiny_model
-from tests.workers.gate import Gate
+from tests.workers.gate import Brake, Gate
 from tests.workers.mini_cluster import Answer, InstanceUnderTest, MiniCluster, Sizes, mini_cluster
 from tests.workers.test_runners import prompt_of, reference, tokens_of
 from workers.draws import Drawn, Draws
@@ -22,8 +23,8 @@ from workers.inlining import PromptCost
 
 pytestmark = pytest.mark.cluster
 
-CANCEL_S = 0.5
-"""some 10 ms on a machine that does nothing else"""
+MAX_PLANNED = 2
+"""iterations: one in flight and one behind it"""
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,13 @@ def test_batch_goes_on_while_a_request_is_loaded(model: transformers.PreTrainedM
     async def test() -> None:
         async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
             gate.open()
+            brake = Brake(decode_of(cluster).executor)
             running = cluster.submit("running", prompts[0], greedy(300))
             await more_tokens(running)
             gate.close()
-            joining = cluster.submit("joining", prompts[1], greedy(12))
-            await gate.reached()
+            with brake.on():
+                joining = cluster.submit("joining", prompts[1], greedy(12))
+                await gate.reached()
             await more_tokens(running)
             assert len(joining.tokens) == 1  # prefill's
             gate.open()
@@ -75,19 +78,117 @@ def test_batch_goes_on_while_a_request_is_loaded(model: transformers.PreTrainedM
     run(test())
 
 
+def test_what_has_become_of_a_request_on_its_way_into_the_batch_is_told_once(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path) as cluster:
+            answer = cluster.submit("r", prompt_of(1, 20), greedy(300))
+            await more_tokens(answer)
+            arrived, joined = decode_of(cluster).decode.take_joining()
+            assert arrived == Joining(Ref(1, "r", 1), arrived.arrival_s, None)
+            assert arrived.arrival_s is not None
+            assert joined.joining_s is not None
+            assert joined == Joining(Ref(1, "r", 1), arrived.arrival_s, joined.joining_s)
+            assert await tokens_of(answer) == reference(model, prompt_of(1, 20), 300)
+            assert decode_of(cluster).decode.take_joining() == []
+
+    run(test())
+
+
+def test_the_first_iteration_of_a_suspect_is_shared_with_nobody(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompts = {"running": prompt_of(1, 10), "suspect": prompt_of(2, 70)}
+    passes: list[list[bool]] = []
+    """of each, whether its rows are the suspect's"""
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path) as cluster:
+            decode, may_go_on = decode_of(cluster), threading.Event()
+            compute, obey = decode.executor.decode, decode.obey
+
+            def noted(batch: Batch, draws: Draws) -> Drawn:
+                passes.append([kv_len > 60 for kv_len in batch.kv_lens])
+                assert may_go_on.wait(DEADLINE_S)
+                return compute(batch, draws)
+
+            def obey_suspiciously(message: ToWorker) -> None:
+                if isinstance(message, Reserve) and message.ref.request_id == "suspect":
+                    message = msgspec.structs.replace(message, alone=True)
+                obey(message)
+
+            decode.executor.decode, decode.obey = noted, obey_suspiciously  # type: ignore[method-assign]
+            running = cluster.submit("running", prompts["running"], greedy(40))
+            await until(lambda: bool(passes))
+            suspect = cluster.submit("suspect", prompts["suspect"], greedy(10))
+            await until(lambda: decode.decode.num_running == 2)
+            may_go_on.set()
+            assert await tokens_of(suspect) == reference(model, prompts["suspect"], 10)
+            assert await tokens_of(running) == reference(model, prompts["running"], 40)
+            await cluster.assert_nothing_is_held()
+
+    run(test())
+    [first, *others] = [rows for rows in passes if True in rows]
+    assert first == [True]
+    assert sorted(others[0]) == [False, True], "then it is one of the batch"
+
+
 def test_batch_goes_on_while_an_answer_is_sealed(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     gate, prompts = Gate(store=1), [prompt_of(1, 20), prompt_of(2, 30)]
 
     async def test() -> None:
         async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
+            brake = Brake(decode_of(cluster).executor)
             running = cluster.submit("running", prompts[0], greedy(300))
             await more_tokens(running)
-            ended = cluster.submit("ended", prompts[1], greedy(12))
-            await gate.reached()
+            with brake.on():
+                ended = cluster.submit("ended", prompts[1], greedy(12))
+                await until(lambda: decode_of(cluster).decode.num_running == 2)
             assert await tokens_of(ended) == reference(model, prompts[1], 12)
+            with brake.on():
+                await gate.reached()
             await more_tokens(running)
             gate.open()
             assert await tokens_of(running) == reference(model, prompts[0], 300)
+            await cluster.assert_nothing_is_held()
+
+    run(test())
+
+
+def test_another_tenants_answer_ends_while_one_tenant_wants_all_slots(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(seed, 20) for seed in range(4)]
+
+    async def test() -> None:
+        async with mini_cluster(model, tmp_path, Sizes(max_batch=2, num_pool_pages=256)) as cluster:
+            executor, may_go_on = decode_of(cluster).executor, threading.Event()
+            compute, prepare = executor.decode, executor.prepare
+
+            def slow(batch: Batch, draws: Draws) -> Drawn:
+                assert may_go_on.wait(DEADLINE_S)
+                return compute(batch, draws)
+
+            def noted(chunks: Sequence[Chunk]) -> Batch:
+                if "short" in cluster.answers and any(chunk.start == 20 for chunk in chunks):
+                    may_go_on.set()
+                return prepare(chunks)
+
+            executor.decode, executor.prepare = slow, noted  # type: ignore[method-assign]
+            heavy = [
+                cluster.submit(f"heavy {index}", prompt, greedy(80), tenant="a")
+                for index, prompt in enumerate(prompts[:3])
+            ]
+            await until(lambda: all(answer.tokens for answer in heavy))
+            may_go_on.set()
+            await until(lambda: sum(len(answer.tokens) for answer in heavy) > 30)
+            may_go_on.clear()  # until the short one has its slot
+            short = cluster.submit("short", prompts[3], greedy(12), tenant="b")
+            assert await tokens_of(short) == reference(model, prompts[3], 12)
+            assert not any(answer.ended.is_set() for answer in heavy)
+            for prompt, answer in zip(prompts, heavy, strict=False):
+                assert await tokens_of(answer) == reference(model, prompt, 80)
             await cluster.assert_nothing_is_held()
 
     run(test())
@@ -150,15 +251,20 @@ def test_gives_way_to_prompts_on_its_own_cores_only(
         async with mini_cluster(model, tmp_path, Sizes(idle_cores=idle_cores)) as cluster:
             [prefill, decode] = cluster.instances
             meter, held = decode.decode.meter, list[ToWorker]()
-            predict(decode, 0.005)
+            brake = Brake(decode.executor)
+            predict(decode, 0.05)
             running = cluster.submit("running", prompts[0], greedy(100))
             await more_tokens(running)
             assert meter.stats.pause_s == 0
             prefill.obey = held.append  # type: ignore[method-assign]
-            joining = [cluster.submit(str(index), prompts[index], greedy(12)) for index in (1, 2, 3)]
-            await until(lambda: len(held) == 3)
-            await more_tokens(running)
-            assert (meter.stats.pause_s > 0.05) == bool(idle_cores)  # ten times 10 ms, or none
+            with brake.on():
+                joining = [cluster.submit(str(index), prompts[index], greedy(12)) for index in (1, 2, 3)]
+                await until(lambda: len(held) == 3)
+            if idle_cores:
+                await until(lambda: meter.stats.pause_s > 0.05)
+            else:
+                await more_tokens(running)
+                assert meter.stats.pause_s == 0
             for message in held:
                 InstanceUnderTest.obey(prefill, message)
             assert await tokens_of(running) == reference(model, prompts[0], 100)
@@ -205,10 +311,11 @@ def test_an_answer_without_room_in_the_pool_is_not_kept(
 
     async def test() -> None:
         async with mini_cluster(model, tmp_path) as cluster:
-            pool = decode_of(cluster).pool
+            pool, brake = decode_of(cluster).pool, Brake(decode_of(cluster).executor)
             answer = cluster.submit("first", prompt, greedy(100))
             await more_tokens(answer)
-            taken = await pool.reserve([], pool.num_pages - 3)
+            with brake.on():
+                taken = await pool.reserve([], pool.num_pages - 3)
             assert await tokens_of(answer) == reference(model, prompt, 100)
             await cluster.idle()
             stats = decode_of(cluster).decode.meter.stats
@@ -264,14 +371,15 @@ def test_tokens_are_those_without_preemption(
     async def test() -> None:
         async with mini_cluster(model, tmp_path, sizes) as cluster:
             decode = decode_of(cluster)
-            answers = [
-                cluster.submit(str(index), prompt, greedy(60), salt) for index, prompt in enumerate(prompts)
-            ]
-            if place == "host":
-                for answer in answers:
-                    await more_tokens(answer, 1)
-                stats = await decode.pool.stats()
-                await decode.pool.reserve([], stats.num_pages - stats.num_used)
+            with Brake(decode.executor).on():
+                answers = [
+                    cluster.submit(str(index), prompt, greedy(60), salt)
+                    for index, prompt in enumerate(prompts)
+                ]
+                await until(lambda: decode.decode.num_running == len(prompts))
+                if place == "host":
+                    stats = await pool_until(decode.pool, lambda stats: stats.num_reservations == 0)
+                    await decode.pool.reserve([], stats.num_pages)
             for answer, prompt in zip(answers, prompts, strict=True):
                 assert await tokens_of(answer) == reference(model, prompt, 60)
             assert decode.decode.meter.stats.num_preemptions[place]
@@ -332,10 +440,12 @@ def test_refuses_what_would_make_the_batch_too_slow(
     async def test() -> None:
         async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05)) as cluster:
             prediction = predict(decode_of(cluster), 0.06)
+            brake = Brake(decode_of(cluster).executor)
             first = cluster.submit("first", prompt_of(1, 20), greedy(300))
             await more_tokens(first)
-            second = cluster.submit("second", prompt_of(2, 30), greedy(5))
-            await second.ended.wait()
+            with brake.on():
+                second = cluster.submit("second", prompt_of(2, 30), greedy(5))
+                await second.ended.wait()
             assert (second.tokens, second.error is not None) == ([], True)
             assert "60.0 ms" in str(second.error)
             batch_size, num_kv_tokens = prediction.asked[-1]
@@ -378,20 +488,24 @@ def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
         async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05, num_decode=2)) as cluster:
             [_, d0, d1] = cluster.instances
             predict(d0, 0.01)
+            brakes = [Brake(instance.executor) for instance in (d0, d1)]
             first = cluster.submit("first", prompt_of(1, 20), greedy(300))
             await more_tokens(first)
             assert d0.decode.num_running == 1
-            blocking = cluster.submit("blocking", prompt_of(3, 60), greedy(300))
-            await more_tokens(blocking)
-            assert d1.decode.num_running == 1
 
             def obey(message: ToWorker) -> None:
                 if isinstance(message, Decode):
                     predict(d0, 0.06)
                 InstanceUnderTest.obey(d0, message)
 
-            d0.obey = obey  # type: ignore[method-assign]
-            second = cluster.submit("second", prompt_of(2, 30), greedy(5))
+            with brakes[0].on():
+                blocking = cluster.submit("blocking", prompt_of(3, 60), greedy(300))
+                await more_tokens(blocking)
+                assert d1.decode.num_running == 1
+                d0.obey = obey  # type: ignore[method-assign]
+                with brakes[1].on():
+                    second = cluster.submit("second", prompt_of(2, 30), greedy(5))
+                    await until(lambda: d0.decode.meter.stats.num_refusals == 1)
             assert await tokens_of(second) == reference(model, prompt_of(2, 30), 5)
             assert d0.decode.meter.stats.num_refusals == 1
             for name in ("first", "blocking"):
@@ -411,6 +525,7 @@ def test_a_prompt_is_inlined_beside_others_once_its_cost_is_known(
             decode = decode_of(cluster)
             meter = decode.decode.meter
             predict(decode, 0.01)
+            brake = Brake(decode.executor)
             first = cluster.submit("first", prompt_of(1, 20), greedy(300))  # alone
             await more_tokens(first)
             assert (meter.num_inlined, meter.num_not_inlined) == (1, 0)
@@ -418,9 +533,11 @@ def test_a_prompt_is_inlined_beside_others_once_its_cost_is_known(
                 meter.prompt_cost = PromptCost()
                 meter.prompt_cost.observe(20, 20 * per_token_s)
                 prompt = prompt_of(int(1e4 * per_token_s), 20)
-                answer = cluster.submit(f"at {per_token_s}", prompt, greedy(5))
+                with brake.on():
+                    answer = cluster.submit(f"at {per_token_s}", prompt, greedy(5))
+                    await until(lambda: meter.num_inlined + meter.num_not_inlined == sum(expected))  # noqa: B023
+                    assert (meter.num_inlined, meter.num_not_inlined) == expected
                 assert await tokens_of(answer) == reference(model, prompt, 5)
-                assert (meter.num_inlined, meter.num_not_inlined) == expected
             cluster.cancel("first")
             await cluster.assert_nothing_is_held()
 
@@ -430,13 +547,16 @@ def test_a_prompt_is_inlined_beside_others_once_its_cost_is_known(
 # -- cancel -----------------------------------------------------------------------------------------
 
 
-async def assert_gone_quickly(cluster: MiniCluster, name: str, num_free_pages: int) -> None:
-    """After `cancel` pages, leases and slots are given back."""
+async def assert_gone_at_once(cluster: MiniCluster, name: str, num_free_pages: int) -> None:
+    """After `cancel` pages, leases and slots are given back, and no further iteration is planned with it."""
     decode = decode_of(cluster)
-    began_s = time.monotonic()
+    sequences = [
+        sequence for sequence in decode.decode._sequences.values() if sequence.ref.request_id == name
+    ]
+    most_tokens = [len(sequence.tokens) + MAX_PLANNED for sequence in sequences]
     cluster.cancel(name)
     await until(lambda: all(ref.request_id != name for ref in decode.decode_jobs.refs))
-    assert time.monotonic() - began_s < CANCEL_S
+    assert all(len(sequence.tokens) <= most for sequence, most in zip(sequences, most_tokens, strict=True))
     assert decode.executor.kv.num_free_pages >= num_free_pages
 
 
@@ -455,7 +575,7 @@ def test_cancel_while_blocks_are_copied(
             if step == "load":  # the layer that is being copied ends
                 cluster.cancel("r")
             gate.open()
-            await assert_gone_quickly(cluster, "r", num_pages)
+            await assert_gone_at_once(cluster, "r", num_pages)
             await cluster.assert_nothing_is_held()
 
     run(test())
@@ -467,14 +587,17 @@ def test_cancel_while_it_gives_way_to_others(model: transformers.PreTrainedModel
     async def test() -> None:
         sizes = Sizes(num_device_pages=10)
         async with mini_cluster(model, tmp_path, sizes, decode_copies=gate.make) as cluster:
+            brake = Brake(decode_of(cluster).executor)
             older = cluster.submit("older", prompts[0], greedy(60))
             await more_tokens(older, 1)
-            newer = cluster.submit("newer", prompts[1], greedy(60))
+            with brake.on():
+                newer = cluster.submit("newer", prompts[1], greedy(60))
+                await until(lambda: decode_of(cluster).decode.num_running == 2)
             await gate.reached()
             assert len(newer.tokens) < 60  # it is not stored because it has ended
             cluster.cancel("newer")
             gate.open()
-            await assert_gone_quickly(cluster, "newer", 0)
+            await assert_gone_at_once(cluster, "newer", 0)
             assert await tokens_of(older) == reference(model, prompts[0], 60)
             await cluster.assert_nothing_is_held()
 
@@ -486,17 +609,20 @@ def test_cancel_while_it_waits_or_runs(model: transformers.PreTrainedModel, tmp_
         async with mini_cluster(model, tmp_path, Sizes(max_batch=1)) as cluster:
             decode = decode_of(cluster)
             num_pages = decode.executor.kv.num_pages
+            brake = Brake(decode.executor)
             running = cluster.submit("running", prompt_of(1, 30), greedy(300))
             await more_tokens(running)
-            waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(300))
-            await until(lambda: len(waiting.tokens) == 1)
-            await assert_gone_quickly(cluster, "waiting", 0)
-            await assert_gone_quickly(cluster, "running", num_pages)
+            with brake.on():
+                waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(300))
+                await until(lambda: len(waiting.tokens) == 1)
+                await assert_gone_at_once(cluster, "waiting", 0)
+            assert len(running.tokens) < 300
+            await assert_gone_at_once(cluster, "running", num_pages)
             pool = decode.pool
             taken = await pool.reserve([], pool.num_pages - 1)
             cluster.submit("reserving", prompt_of(3, 30), greedy(5))
             await until(lambda: len(decode.decode_jobs.refs) == 1)
-            await assert_gone_quickly(cluster, "reserving", num_pages)
+            await assert_gone_at_once(cluster, "reserving", num_pages)
             await pool.release(taken.reservation_id)
             orders: list[ToWorker] = []
             decode.obey = lambda order: (  # type: ignore[method-assign]
@@ -504,7 +630,7 @@ def test_cancel_while_it_waits_or_runs(model: transformers.PreTrainedModel, tmp_
             )
             cluster.submit("ordered", prompt_of(4, 30), greedy(5))
             await until(lambda: len(orders) == 1)
-            await assert_gone_quickly(cluster, "ordered", num_pages)
+            await assert_gone_at_once(cluster, "ordered", num_pages)
             await cluster.assert_nothing_is_held()
 
     run(test())

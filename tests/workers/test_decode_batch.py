@@ -14,6 +14,7 @@ from tests.tiny_models import tiny_model
 from workers.decode_batch import DecodeBatch
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 from workers.engine.spec import ModelSpec
+from workers.model_spec import model_spec
 from workers.sequence import Sequence, SequenceState
 
 PAGE_SIZE = 4
@@ -27,20 +28,30 @@ class Batch:
         self.batch = DecodeBatch(self.kv, max_batch)
         self._numbers = itertools.count()
 
-    def sequence(self, num_tokens: int, max_tokens: int = 100, priority: int = 0) -> Sequence:
+    def sequence(
+        self, num_tokens: int, max_tokens: int = 100, priority: int = 0, tenant: str = "", answer_id: str = ""
+    ) -> Sequence:
         """With its first token: `num_tokens` of KVCache."""
         number = next(self._numbers)
-        sampling = SamplingParams(max_tokens)
-        request = Request(str(number), [1] * num_tokens, [], sampling, "front", priority=priority)
+        request = Request(
+            str(number),
+            [1] * num_tokens,
+            [],
+            SamplingParams(max_tokens),
+            "front",
+            priority=priority,
+            tenant=tenant,
+            answer_id=answer_id,
+        )
         return Sequence(number, Ref(1, str(number), 1), request, [1] * (num_tokens + 1))
 
-    def entered(self, num_tokens: int, max_tokens: int = 100, priority: int = 0) -> Sequence:
-        sequence = self.sequence(num_tokens, max_tokens, priority)
+    def entered(self, num_tokens: int, max_tokens: int = 100, priority: int = 0, **flow: str) -> Sequence:
+        sequence = self.sequence(num_tokens, max_tokens, priority, **flow)
         self.batch.enter(sequence)
         return sequence
 
-    def joined(self, num_tokens: int, max_tokens: int = 100, priority: int = 0) -> Sequence:
-        sequence = self.entered(num_tokens, max_tokens, priority)
+    def joined(self, num_tokens: int, max_tokens: int = 100, priority: int = 0, **flow: str) -> Sequence:
+        sequence = self.entered(num_tokens, max_tokens, priority, **flow)
         self.batch.plan()
         assert sequence.state is SequenceState.LOADING
         self.batch.join(sequence)
@@ -53,6 +64,24 @@ class Batch:
             sequence.tokens.append(1)
         return ready
 
+    def settled(self, *sequences: Sequence) -> list[SequenceState]:
+        """Plans, loads and parks until nothing changes: the states of these."""
+        states: list[SequenceState] = []
+        while states != (states := [sequence.state for sequence in sequences]):
+            self.batch.plan()
+            self.batch.settle()
+            for sequence in sequences:
+                if sequence.state is SequenceState.LOADING:
+                    self.batch.join(sequence)
+                if sequence.state is SequenceState.LEAVING:
+                    self.batch.free(sequence)
+                    self.batch.enter(sequence)
+        return states
+
+    def end(self, sequence: Sequence) -> None:
+        self.batch.leave(sequence)
+        self.batch.free(sequence)
+
     def grown(self, *sequences: Sequence) -> list[Sequence]:
         """Iterates until not all of these take part."""
         while set(ready := self.iterate()) >= set(sequences):
@@ -62,7 +91,7 @@ class Batch:
 
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
-    return ModelSpec.from_hf_config(tiny_model("smollm2").config.to_dict())
+    return model_spec(tiny_model("smollm2").config.to_dict())
 
 
 def test_takes_part_from_the_iteration_after_its_load_on(spec: ModelSpec) -> None:
@@ -198,3 +227,102 @@ def test_what_never_fits_fails_instead_of_waiting(spec: ModelSpec, num_tokens: i
     assert isinstance(sequence.error, OutOfPages)
     assert sequence.admitted.is_set()
     assert sequence.left.is_set()
+
+
+# -- equal parts ------------------------------------------------------------------------------------
+
+RUNNING, WAITING = SequenceState.RUNNING, SequenceState.WAITING
+
+
+def test_a_tenant_with_all_slots_yields_one_to_another_tenant_and_gets_it_back(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20, max_batch=3)
+    choices = [batch.entered(1, tenant="a", answer_id="n=6") for _ in range(6)]
+    assert batch.settled(*choices) == [RUNNING] * 3 + [WAITING] * 3
+    short = batch.entered(1, tenant="b")
+    assert batch.settled(*choices, short) == [RUNNING] * 2 + [WAITING] * 4 + [RUNNING]
+    batch.end(short)
+    assert batch.settled(*choices) == [RUNNING] * 3 + [WAITING] * 3
+
+
+def test_slots_that_nobody_else_wants_are_anybodys(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20, max_batch=4)
+    short = batch.entered(1, tenant="b")
+    choices = [batch.entered(1, tenant="a", answer_id="n=6") for _ in range(6)]
+    assert batch.settled(short, *choices) == [RUNNING] * 4 + [WAITING] * 3
+
+
+@pytest.mark.parametrize("second", [{"tenant": "b", "answer_id": "y"}, {"tenant": "a", "answer_id": "y"}])
+def test_two_that_want_everything_have_half_and_nobody_swaps(spec: ModelSpec, second: dict[str, str]) -> None:
+    batch = Batch(spec, 40, max_batch=5)
+    first_ones = [batch.entered(1, tenant="a", answer_id="x") for _ in range(8)]
+    batch.settled(*first_ones)
+    second_ones = [batch.entered(1, **second) for _ in range(8)]
+    everybody = first_ones + second_ones
+    states = batch.settled(*everybody)
+    assert (states[:8].count(RUNNING), states[8:].count(RUNNING)) == (3, 2)
+    assert states[:3] == [RUNNING] * 3  # the newest have yielded
+    assert batch.settled(*everybody) == states
+    batch.end(everybody.pop(0))
+    states = batch.settled(*everybody)
+    assert (states[:7].count(RUNNING), states[7:].count(RUNNING)) in {(2, 3), (3, 2)}
+
+
+def test_a_tenants_parts_do_not_depend_on_how_many_answers_it_wants(spec: ModelSpec) -> None:
+    batch = Batch(spec, 40, max_batch=4)
+    flood = [batch.entered(1, tenant="a") for _ in range(9)]
+    batch.settled(*flood)
+    other = [batch.entered(1, tenant="b", answer_id="n=3") for _ in range(3)]
+    states = batch.settled(*flood, *other)
+    assert (states[:9].count(RUNNING), states[9:].count(RUNNING)) == (2, 2)
+
+
+def test_requests_of_one_tenant_are_first_come_first_served_unless_one_has_several_slots(
+    spec: ModelSpec,
+) -> None:
+    batch = Batch(spec, 20, max_batch=2)
+    singles = [batch.entered(1) for _ in range(4)]
+    assert batch.settled(*singles) == [RUNNING] * 2 + [WAITING] * 2
+    batch.end(singles.pop(0))
+    assert batch.settled(*singles) == [RUNNING] * 2 + [WAITING]
+    for single in singles:
+        batch.end(single)
+    choices = [batch.entered(1, answer_id="n=3") for _ in range(3)]
+    assert batch.settled(*choices) == [RUNNING] * 2 + [WAITING]
+    single = batch.entered(1)
+    assert batch.settled(*choices, single) == [RUNNING, WAITING, WAITING, RUNNING]
+
+
+def test_pages_count_as_slots_do(spec: ModelSpec) -> None:
+    batch = Batch(spec, 10, max_batch=8)
+    long = [batch.entered(15, tenant="a") for _ in range(2)]
+    assert batch.settled(*long) == [RUNNING] * 2
+    short = batch.entered(7, tenant="b")  # 2 pages, and one to grow
+    assert batch.settled(*long, short) == [RUNNING, WAITING, RUNNING]
+    batch.end(short)
+    assert batch.settled(*long) == [RUNNING] * 2
+
+
+def test_nobody_is_preempted_for_a_request_that_gets_no_room_all_the_same(spec: ModelSpec) -> None:
+    batch = Batch(spec, 10, max_batch=8)
+    long = [batch.entered(15, tenant="a") for _ in range(2)]
+    batch.settled(*long)
+    longer = batch.entered(31, tenant="b")
+    assert batch.settled(*long, longer) == [RUNNING, RUNNING, WAITING]
+
+
+def test_whoever_has_more_yields_its_pages_when_others_grow(spec: ModelSpec) -> None:
+    batch = Batch(spec, 9, max_batch=8)
+    long = [batch.joined(15, tenant="a"), batch.joined(11, tenant="a")]
+    short = batch.joined(1, tenant="b")
+    assert batch.grown(*long, short) == [long[0], short]  # the newest is not who yields
+    assert long[1].state is SequenceState.LEAVING
+
+
+def test_nobody_yields_to_a_higher_priority_number(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20, max_batch=2)
+    urgent = [batch.entered(1, tenant="a", answer_id="n=3") for _ in range(2)]
+    batch.settled(*urgent)
+    patient = batch.entered(1, tenant="b", priority=1)
+    assert batch.settled(*urgent, patient) == [RUNNING, RUNNING, WAITING]
+    sooner = batch.entered(1, tenant="c")
+    assert batch.settled(*urgent, patient, sooner) == [RUNNING, WAITING, WAITING, RUNNING]

@@ -9,9 +9,9 @@ from tests.tiny_models import tiny_model
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
 from workers.executor import Executor
 from workers.layerwise import LayerTransfers, PassPart
+from workers.model_spec import model_spec
 
 
 class FakeModel:
@@ -30,7 +30,7 @@ class FakeModel:
 
 def test_hidden_states_of_the_stage_before_come_to_the_device() -> None:
     """They arrive in host memory. The device is one without memory, so that no GPU is needed."""
-    spec = ModelSpec.from_hf_config(tiny_model("smollm2").config.to_dict())
+    spec = model_spec(tiny_model("smollm2").config.to_dict())
     kv, model = DeviceKVCache(spec, FakeModel.layers, 2, 8, torch.float32, "meta"), FakeModel()
     part = PassPart(Chunk([1, 2], 0, [0]), [], [], lambda _: True, lambda *_: None)
     transfers: Any = SimpleNamespace(

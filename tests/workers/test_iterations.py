@@ -18,6 +18,7 @@ from workers.draws import Drawn, Draws
 from workers.engine.batch import Chunk
 from workers.executor import Executor
 from workers.iterations import Iterations
+from workers.pass_record import PassRecord
 from workers.sequence import Sequence as DecodedSequence
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class FakeExecutor:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
+        self.record = PassRecord()
         self.may_go_on = threading.Semaphore(0)
         self.batches: list[tuple[list[int], list[int]]] = []
         """tokens and positions that were computed"""

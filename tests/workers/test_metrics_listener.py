@@ -1,12 +1,17 @@
 """An instance's own /metrics, over HTTP."""
 
+import contextlib
+import socket
+
 import httpx
 import pytest
 
 from mooncake.errors import ConfigError
 from mooncake.instance_metrics import InstanceReport
 from mooncake.messages import Heartbeat
+from tests.deadline import DEADLINE_S
 from tests.mooncake.test_instance_metrics import STATS, of, parsed
+from workers import metrics_listener
 from workers.metrics_listener import InstanceStatus, listening
 
 REPORT = InstanceReport("p0", 100, Heartbeat(1, 2, 30, {"p0": STATS}))
@@ -43,3 +48,14 @@ def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
         ):
             pass
         assert httpx.get(f"http://{address}/nowhere").status_code == 404
+
+
+def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_listener, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(metrics_listener._Handler, "timeout", 3600.0)
+    with listening("127.0.0.1:0", "model", InstanceStatus()) as port, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", port)
+        oldest, *_ = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
+        assert httpx.get(f"http://127.0.0.1:{port}/nowhere", timeout=DEADLINE_S).status_code == 404
+        oldest.settimeout(DEADLINE_S)
+        assert oldest.recv(1000) == b""

@@ -29,6 +29,7 @@ from tests.workers.prefill_lab import (
     PrefillPart,
     Result,
     Setting,
+    endless_patience,
     prefill_lab,
     until,
 )
@@ -135,7 +136,8 @@ async def reuse(
         if tier == "ssd":
             for part in lab.parts:
                 push_out(lab, part, keys[:num_blocks])
-    (result,) = await lab.results(setting, [prompt], source)
+    with endless_patience():
+        (result,) = await lab.results(setting, [prompt], source)
     num_cached = min(num_blocks * BLOCK_SIZE, length - 1)
     assert result.num_cached_tokens == num_cached
     where = REMOTE if source is not None else tier
@@ -223,7 +225,10 @@ async def fail(lab: Lab, answer: Answer, layer: int, num_local: int, setting: Se
     plain, keys = lab.plain(prompt), lab.keys_of(prompt)
     lab.clear(*lab.prefill_nodes)
     lab.put_local(keys[:num_local], plain.blocks[:num_local])
-    with holding(lab, keys, plain, answer, layer) as holder:
+    with (
+        holding(lab, keys, plain, answer, layer) as holder,
+        contextlib.nullcontext() if answer is Answer.HANG else endless_patience(),
+    ):
         source = lab.source(holder.address, len(keys))
         (result,) = await lab.results(setting, [prompt], source)
     assert_equal(result, plain, num_local, same_arithmetic=False)

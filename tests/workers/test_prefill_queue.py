@@ -5,13 +5,19 @@ import random
 import pytest
 
 from mooncake.aging import PATIENCE_S
+from mooncake.requests import Flow
 from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt
 
 
 def ready(
-    queue: PrefillQueue, num_tokens: int, time_left_s: float | None = None, now_s: float = 0.0
+    queue: PrefillQueue,
+    num_tokens: int,
+    time_left_s: float | None = None,
+    now_s: float = 0.0,
+    tenant: str = "",
+    answer_id: str = "",
 ) -> QueuedPrompt:
-    prompt = queue.add(num_tokens, time_left_s, now_s)
+    prompt = queue.add(num_tokens, time_left_s, now_s, flow=Flow(tenant, answer_id))
     queue.ready(prompt, 0)
     return prompt
 
@@ -51,6 +57,19 @@ def test_short_prompts_and_ends_of_prompts_share_a_pass() -> None:
     assert compute(queue) == [(last, 35)]
 
 
+def test_a_prompt_that_is_to_be_alone_shares_no_pass_and_waits_no_longer_than_others() -> None:
+    queue = PrefillQueue(100)
+    first = ready(queue, 20)
+    suspect = queue.add(130, None, 0.0, is_alone=True)
+    queue.ready(suspect, 0)
+    last = ready(queue, 10)
+    assert compute(queue) == [(first, 20), (last, 10)]
+    assert compute(queue) == [(suspect, 100)]
+    later = ready(queue, 5)
+    assert compute(queue) == [(suspect, 30)]
+    assert compute(queue) == [(later, 5)]
+
+
 def test_no_further_prompt_comes_to_a_pass_that_is_as_fast_as_it_gets() -> None:
     queue = PrefillQueue(100, saturating_tokens=30)
     long, short, shorter, last = (ready(queue, num_tokens) for num_tokens in (150, 20, 10, 5))
@@ -58,6 +77,13 @@ def test_no_further_prompt_comes_to_a_pass_that_is_as_fast_as_it_gets() -> None:
     assert compute(queue) == [(long, 50)]
     assert compute(queue) == [(short, 20), (shorter, 10)]
     assert compute(queue) == [(last, 5)]
+
+
+def test_a_pass_that_a_short_prompt_begins_is_not_filled_beyond_what_makes_it_faster() -> None:
+    queue = PrefillQueue(100, saturating_tokens=30)
+    short, long = ready(queue, 20), ready(queue, 150)
+    assert compute(queue) == [(short, 20), (long, 10)]
+    assert compute(queue) == [(long, 100)]
 
 
 def test_urgent_prompt_overtakes_a_long_one_between_passes() -> None:
@@ -155,3 +181,97 @@ def test_shares_end_with_whole_blocks_but_for_ends_of_prompts() -> None:
     assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 24)]
     first.num_done = 24
     assert [(share.prompt, share.num_tokens) for share in queue.plan()] == [(first, 20), (third, 3)]
+
+
+# -- equal parts ------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_waits_for_no_long_ones_of_another_tenant() -> None:
+    queue = PrefillQueue(100, saturating_tokens=1)
+    long = [ready(queue, 700, tenant="a") for _ in range(3)]
+    assert [compute(queue)[0] for _ in range(9)] == [(long[0], 100)] * 7 + [(long[1], 100)] * 2
+    short = ready(queue, 20, now_s=60.0, tenant="b")
+    assert compute(queue) == [(short, 20)]
+    assert compute(queue) == [(long[1], 100)]
+
+
+def test_prompts_of_an_answer_count_as_if_they_came_one_after_the_other() -> None:
+    queue = PrefillQueue(100, saturating_tokens=1)
+    choices = [ready(queue, 100, answer_id="n=5") for _ in range(5)]
+    assert [compute(queue)[0][0] for _ in range(2)] == choices[:2]
+    singles = [ready(queue, 100, answer_id=str(index)) for index in range(2)]
+    assert [compute(queue)[0][0] for _ in range(5)] == [choices[2], *singles, *choices[3:]]
+
+
+def test_prompts_of_equal_length_of_many_tenants_go_one_after_the_other() -> None:
+    """Side by side all of them would end when the last one does."""
+    queue = PrefillQueue(100)
+    prompts = [ready(queue, 300, tenant=str(index)) for index in range(4)]
+    computed = [compute(queue)[0][0] for _ in range(12)]
+    assert computed == [prompt for prompt in prompts for _ in range(3)]
+
+
+def test_two_tenants_with_more_than_is_computed_have_equal_parts() -> None:
+    queue, rng = PrefillQueue(100), random.Random(5)
+    had = {"a": 0, "b": 0}
+    tenant_of = {ready(queue, rng.randrange(1, 300), tenant="a"): "a" for _ in range(80)}
+    tenant_of |= {ready(queue, rng.randrange(1, 50), tenant="b"): "b" for _ in range(400)}
+    for _ in range(120):
+        for prompt, num_tokens in compute(queue):
+            had[tenant_of[prompt]] += num_tokens
+    assert sum(had.values()) == 12_000
+    assert abs(had["a"] - had["b"]) <= 600
+
+
+def test_a_long_prompt_has_its_part_however_many_short_ones_of_others_come() -> None:
+    queue, num_passes = PrefillQueue(100, saturating_tokens=1), 0
+    long = ready(queue, 1000, tenant="a")
+    while long.num_left:
+        ready(queue, 50, tenant="b")
+        ready(queue, 50, tenant="b")
+        compute(queue)
+        num_passes += 1
+        assert num_passes <= 32  # 10 of its own, and twice as many of 50 tokens
+
+
+def test_one_that_had_nothing_to_do_has_saved_up_nothing() -> None:
+    queue = PrefillQueue(100)
+    ready(queue, 100, tenant="b")
+    heavy = [ready(queue, 100, tenant="a") for _ in range(20)]
+    for _ in range(11):
+        compute(queue)
+    back = [ready(queue, 100, tenant="b") for _ in range(4)]
+    order = [compute(queue)[0][0] for _ in range(8)]
+    assert [prompt in back for prompt in order[:6]].count(True) <= 4
+    assert [prompt in heavy for prompt in order].count(True) >= 4
+
+
+def test_tokens_that_are_expected_to_be_reused_do_not_count() -> None:
+    queue = PrefillQueue(100, saturating_tokens=1)
+    long = ready(queue, 700, tenant="a")
+    compute(queue)
+    history = queue.add(2000, None, 0.0, flow=Flow("b", "x"), num_reusable=1980)
+    assert queue.next_to_admit() is history
+    queue.ready(history, 1980)
+    assert [compute(queue)[0] for _ in range(2)] == [(history, 20), (long, 100)]
+
+
+def test_deadlines_go_before_equal_parts() -> None:
+    queue = PrefillQueue(100)
+    due = [ready(queue, 100, PATIENCE_S - 1, tenant="a") for _ in range(3)]
+    other = ready(queue, 10, PATIENCE_S, tenant="b")
+    patient = [ready(queue, 100, tenant="a") for _ in range(2)]
+    last = ready(queue, 10, tenant="c")
+    order = []
+    while shares := compute(queue):
+        order += [prompt for prompt, _ in shares if not prompt.num_left]
+    assert order == [*due, other, last, *patient]
+
+
+def test_nothing_is_remembered_once_all_is_computed() -> None:
+    queue = PrefillQueue(100)
+    ready(queue, 500, tenant="a")
+    while compute(queue):
+        pass
+    first, second = ready(queue, 100, tenant="a"), ready(queue, 100, tenant="b")
+    assert [compute(queue)[0][0] for _ in range(2)] == [first, second]

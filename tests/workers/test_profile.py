@@ -5,15 +5,15 @@ import torch
 from tests.tiny_models import tiny_model
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.engine.spec import ModelSpec
 from workers.executor import Executor
+from workers.model_spec import model_spec
 from workers.profile import LONGEST_S, Prefill, Profiler, Step, grid
 
 PAGE_SIZE = 8
 
 
 def profiler(num_pages: int = 64) -> Profiler:
-    spec = ModelSpec.from_hf_config(tiny_model("llama2").config.to_dict())
+    spec = model_spec(tiny_model("llama2").config.to_dict())
     model = DecoderModel(spec, range(spec.num_layers), torch.float32)
     model.init_dummy_weights()
     kv = DeviceKVCache(spec, model.layers, num_pages, PAGE_SIZE, torch.float32)

@@ -17,11 +17,25 @@ from workers.weights import iter_weights
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 8,
+    "intermediate_size": 16,
     "num_attention_heads": 1,
     "num_hidden_layers": 3,
     "max_position_embeddings": 128,
     "vocab_size": 512,
 }
+
+WRITTEN_ENCODINGS = {
+    "F32": 0.0,
+    "F16": 0.001,
+    "BF16": 0.005,
+    "Q8_0": 0.01,
+    "Q5_1": 0.04,
+    "Q5_0": 0.05,
+    "Q4_1": 0.08,
+    "Q4_0": 0.1,
+    "MXFP4": 0.15,
+}
+"""Of GGUF, those that the reference writer can make of floats, and how far off a matrix may come back."""
 
 
 def write_sharded(directory: Path) -> dict[str, torch.Tensor]:
@@ -88,6 +102,23 @@ def test_gguf_rows_are_put_back_in_hf_order_where_llama_cpp_moved_them(
     ):
         assert np.array_equal(loaded[hf_name].numpy(), original[name]), name
     assert len(loaded) == len(original)
+
+
+@pytest.mark.parametrize(("encoding", "relative_error"), WRITTEN_ENCODINGS.items())
+def test_gguf_encodings_give_back_what_was_written(
+    tmp_path: Path, encoding: str, relative_error: float
+) -> None:
+    """Root mean square of the error, by that of the weights."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", "qwen2", encoding=gguf.GGMLQuantizationType[encoding])
+    loaded, _ = load(path, range(2))
+    for name, ours in (
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("blk.1.attn_q.weight", "model.layers.1.self_attn.q_proj.weight"),
+        ("blk.1.ffn_down.weight", "model.layers.1.mlp.down_proj.weight"),
+    ):
+        written = torch.from_numpy(tiny_tensors()[name])
+        error = (loaded[ours] - written).square().mean().sqrt() / written.square().mean().sqrt()
+        assert error <= relative_error
 
 
 def test_gguf_rope_factors_are_no_weight(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ function drawPaths(state) {
   fill("paths", state.paths.map((path) => element("tr", {},
     cell(path.source), cell(path.target), cell(path.transport),
     cell(`${bytes(rate(bytesOf(path)))}/s`, "number"), cell(bytes(path.bytes), "number"))),
-    "nothing has travelled yet");
+    state.num_transfers ? "none reported by the instances that are here now" : "nothing has travelled yet");
 }
 
 function drawPicture(state) {

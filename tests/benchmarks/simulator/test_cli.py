@@ -1,9 +1,11 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.simulator.cli import run
+from mooncake import steps
 from tests.benchmarks.simulator.loads import conversations
 
 CLUSTER = ["--model", "llama-3.1-8b", "--gpus", "1"]
@@ -37,6 +39,14 @@ def test_reports_a_run_for_each_speed(
     assert [r["summary"]["num_finished"] for r in report["runs"]] == [40, 40]
     assert report["runs"][1]["rate_per_s"] == pytest.approx(2 * report["runs"][0]["rate_per_s"])
     assert {path.name for path in out.glob("*.svg")} == {"latencies.svg", "load.svg", "goodput.svg"}
+
+
+def test_the_simulated_requests_are_told_without_a_terminal(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(steps, "PERIOD_S", 0.0)
+    assert run(["--trace", str(trace), "--prefill", "1", "--decode", "1", *CLUSTER]) == 0
+    assert re.search(r"^1P\+1D, x1: 1 of \d+ \(", capsys.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

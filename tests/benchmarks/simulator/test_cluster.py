@@ -20,6 +20,7 @@ from benchmarks.traces.request import TraceRequest
 from conductor.placement import Reason
 from mooncake.policies import Overload, Scheduling
 from tests.benchmarks.simulator.loads import SMALL, conversations
+from tests.deadline import DEADLINE_S
 
 COUPLED = msgspec.structs.replace(SMALL, num_prefill=0, num_decode=0, num_coupled=4)
 LOAD = conversations(250, rate_per_s=20.0, seed=1)
@@ -42,7 +43,7 @@ def test_drives_the_servers_own_code() -> None:
 def test_needs_no_torch() -> None:
     probe = "import sys; sys.modules['torch'] = None; import benchmarks.simulator.cli; print('fine')"
     result = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert result.stdout.split() == ["fine"], result.stderr
 

@@ -21,12 +21,13 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from conductor.display import Display
 from conductor.front import server
 from conductor.front.config import FrontConfig
 from conductor.front.link import FromConductor
 from conductor.front.model import ServedModel
 from mooncake.bus import Dealer, peer_identity
-from mooncake.curve import Gate, use_key
+from mooncake.curve import LARGEST_FRAME_BYTES, Gate, use_key
 from mooncake.errors import RequestError
 from mooncake.front_messages import (
     Cancel,
@@ -49,9 +50,9 @@ from mooncake.front_messages import (
 from mooncake.grammar import Grammars, Vocabulary
 from mooncake.keys import ClusterKey
 from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
+from tests.deadline import DEADLINE_S
 
 EOS = 256
-DEADLINE_S = 5.0
 MODEL_NAME = "test/model"
 CLUSTER_KEY = ClusterKey.generate()
 
@@ -136,9 +137,9 @@ class FakeCluster:
     """Conductor and worker in one. `behaviour` handles each request; `submitted` and `cancelled` record."""
 
     def __init__(self, control_endpoint: str) -> None:
-        self._gate = Gate(CLUSTER_KEY)
+        self._gate = Gate(CLUSTER_KEY, zmq.ROUTER)
         self._context = zmq.asyncio.Context()
-        self._control = self._gate.socket(zmq.ROUTER)
+        [self._control] = self._gate.sockets
         self._control.bind(control_endpoint)
         self._front = b""
         self._workers: dict[str, zmq.asyncio.Socket] = {}
@@ -163,8 +164,8 @@ class FakeCluster:
         decoder = msgspec.msgpack.Decoder(FromFront)
         try:
             while True:
-                self._front, payload = await self._control.recv_multipart()
-                message = decoder.decode(payload)
+                self._front, *frames = await self._control.recv_multipart()
+                message = decoder.decode(b"".join(frames))
                 match message:
                     case FrontHello():
                         self.num_hellos += 1
@@ -233,7 +234,9 @@ class FakeCluster:
             worker = self._workers[reply_to] = self._context.socket(zmq.DEALER)
             use_key(worker, CLUSTER_KEY)
             worker.connect(reply_to)
-        await worker.send(msgspec.msgpack.encode(Tokens(outputs)))
+        message = msgspec.msgpack.encode(Tokens(outputs))
+        starts = range(0, len(message), LARGEST_FRAME_BYTES)
+        await worker.send_multipart([message[start : start + LARGEST_FRAME_BYTES] for start in starts])
 
     async def say(self, request: Request, text: str, *, end: bool = False, step: int = 1) -> None:
         """`text` in messages of `step` tokens, then the end token or, without `end`, LENGTH with the last."""
@@ -284,8 +287,10 @@ class Running:
 
 
 @contextmanager
-def running_front(directory: Path, model: ServedModel, **config: Any) -> Iterator[Running]:
-    """A front on a free port of the loopback, until the block ends."""
+def running_front(
+    directory: Path, model: ServedModel, display: Display | None = None, **config: Any
+) -> Iterator[Running]:
+    """A front on a free port of the loopback, until the block ends. `display`: of a Conductor beside it."""
     listener = server.listen("127.0.0.1", 0)
     started: list[Running] = []
     stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
@@ -308,7 +313,7 @@ def running_front(directory: Path, model: ServedModel, **config: Any) -> Iterato
             is_up.set()
 
         serving = asyncio.create_task(
-            server.serve(front_config, model, conductor, registry, listener, on_listening)
+            server.serve(front_config, model, conductor, registry, listener, on_listening, display)
         )
         faking = asyncio.create_task(cluster.run())
         loop = asyncio.get_running_loop()

@@ -19,10 +19,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.front import app, server
-from conductor.front.access import KeyLimits, KeyRing
+from conductor.front.access import KeyLimits, KeyUse
 from conductor.front.certificate import Certificate
 from conductor.front.config import FrontConfig
 from conductor.front.errors import RateLimitedError
+from conductor.front.key_ring import KeyRing
 from conductor.front.validation import Endpoint, Job, read_job
 from mooncake.api_keys import ApiKey, add_api_key, digest
 from mooncake.errors import ConfigError, RequestError
@@ -37,7 +38,6 @@ from tests.conductor.front.fakes import (
     byte_model,
     running_front,
 )
-from tests.ports import free_port
 
 PROMPT = {"model": MODEL_NAME, "prompt": "x" * 40}
 
@@ -81,6 +81,37 @@ def test_as_many_run_as_may_and_what_was_refused_is_not_counted() -> None:
             limits.enter(limited, now_s=0.0)
     limits.leave(limited)
     limits.enter(limited, now_s=0.0)
+
+
+def test_each_choice_counts_as_one_that_runs() -> None:
+    limits, limited = KeyLimits(), key(max_concurrent=4)
+
+    def begun(num_choices: int) -> KeyUse:
+        use = KeyUse(limited, limits, now_s=0.0)
+        try:
+            use.take(num_choices)
+        except RequestError:
+            use.end()
+            raise
+        return use
+
+    first = begun(3)
+    with pytest.raises(RateLimitedError, match="3 choices of the key 'a' are running; at most 4 may"):
+        begun(2)
+    second = begun(1)
+    with pytest.raises(RateLimitedError, match="4 choices"):
+        begun(1)
+    first.end()
+    with pytest.raises(RequestError, match="5 choices are more than the key 'a' may have") as caught:
+        begun(5)  # which would not help later either
+    assert (caught.value.status, caught.value.param) == (403, "n")
+    third = begun(3)
+    use = limits.use_of(limited)
+    assert use is not None
+    assert (use.num_running, use.num_let_in, use.num_limited) == (4, 3, 3)
+    second.end()
+    third.end()
+    assert use.num_running == 0
 
 
 def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,25 +210,6 @@ def test_a_web_page_is_told_of_a_bug(guarded: tuple[Running, str], monkeypatch: 
     assert response.headers["x-request-id"]
 
 
-def test_a_browser_gives_the_key_as_a_password(guarded: tuple[Running, str]) -> None:
-    front, secret = guarded
-    denied = front.metric("mooncake_requests_denied_total", reason="no_key")
-    for path in ("/dashboard", "/dashboard/state"):
-        url = front.url + path
-        for login in (None, ("anyone", "wrong")):
-            response = httpx.get(url, auth=login, timeout=DEADLINE_S)
-            assert response.status_code == 401
-            assert response.headers["www-authenticate"].startswith("Basic ")
-        garbage = httpx.get(url, headers={"authorization": "Basic ,"}, timeout=DEADLINE_S)
-        assert garbage.status_code == 401
-        # This front has no conductor to show, but whoever has the key is told so.
-        for _ in range(3):
-            assert httpx.get(url, auth=("anyone", secret), timeout=DEADLINE_S).status_code == 404
-    basic = httpx.get(f"{front.url}/v1/models", auth=("anyone", secret), timeout=DEADLINE_S)
-    assert basic.status_code == 401
-    assert front.metric("mooncake_requests_denied_total", reason="no_key") == denied + 1
-
-
 def test_a_key_may_have_no_more_requests_than_it_may(guarded: tuple[Running, str]) -> None:
     front, secret = guarded
     may_end = threading.Event()
@@ -218,6 +230,29 @@ def test_a_key_may_have_no_more_requests_than_it_may(guarded: tuple[Running, str
     may_end.set()
     list(stream)
     front.cluster.reset()
+
+
+def test_a_key_may_have_no_more_choices_than_it_may(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    async def stall(cluster: FakeCluster, request: Request) -> None:
+        await cluster.send_tokens(request, b"a")
+        await cluster.loop.run_in_executor(None, may_end.wait, DEADLINE_S)
+        await cluster.say(request, "ab")
+
+    secret = add_api_key(tmp_path / "keys", "alice", {"max_concurrent": 2})
+    with running_front(tmp_path, byte_model(), api_keys_file=tmp_path / "keys") as front:
+        front.cluster.behaviour = stall
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key=secret, max_retries=0, timeout=DEADLINE_S)
+        with pytest.raises(openai.PermissionDeniedError, match="3 choices are more than the key 'alice' may"):
+            client.completions.create(**PROMPT, n=3)  # type: ignore[call-overload]
+        stream = client.completions.create(**PROMPT, stream=True, n=2)  # type: ignore[call-overload]
+        next(stream)
+        with pytest.raises(openai.RateLimitError, match="2 choices of the key 'alice' are running") as caught:
+            client.completions.create(**PROMPT)  # type: ignore[call-overload]
+        assert caught.value.code == "rate_limit_exceeded"
+        may_end.set()
+        list(stream)
 
 
 def test_web_pages_of_named_origins_may_ask(guarded: tuple[Running, str]) -> None:
@@ -293,44 +328,6 @@ def test_an_unusable_certificate_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"http\.tls_cert"):
         Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
-
-
-def test_who_looks_after_the_cluster_has_a_listener_and_keys_of_its_own(tmp_path: Path) -> None:
-    client, admin = (add_api_key(tmp_path / name, name, {}) for name in ("clients", "admins"))
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    files = {"api_keys_file": tmp_path / "clients", "admin_keys_file": tmp_path / "admins"}
-    with running_front(tmp_path, byte_model(), admin_listen=f"127.0.0.1:{port}", **files) as front:
-
-        def status(url: str, key: str = "") -> int:
-            headers = {"authorization": f"Bearer {key}"} if key else {}
-            return httpx.get(url, headers=headers, timeout=DEADLINE_S).status_code
-
-        assert [status(f"{url}{path}") for path in ("/metrics", "/health", "/dashboard/state")] == [
-            200,
-            200,
-            401,
-        ]
-        assert [status(f"{url}/dashboard/state", key) for key in (client, admin)] == [401, 404]
-        assert [status(f"{front.url}{path}", client) for path in ("/metrics", "/dashboard")] == [404, 404]
-        assert [status(f"{front.url}/v1/models", key) for key in (client, admin)] == [200, 401]
-        assert status(f"{url}/v1/models", admin) == 404
-        drain = "/admin/instances/p0/drain"
-        assert httpx.post(url + drain, timeout=DEADLINE_S).status_code == 401
-        headers = {"authorization": f"Bearer {client}"}
-        assert httpx.post(front.url + drain, headers=headers, timeout=DEADLINE_S).status_code == 404
-
-
-def test_only_who_sits_at_the_machine_may_drain_without_a_key_of_an_admin(tmp_path: Path) -> None:
-    def answer(*headers: str) -> tuple[int, str]:
-        given = dict.fromkeys(headers, "127.0.0.1")
-        answer = httpx.post(f"{front.url}/admin/instances/p0/drain", headers=given, timeout=DEADLINE_S)
-        return answer.status_code, answer.json()["error"]["code"]
-
-    with running_front(tmp_path, byte_model()) as front:
-        assert answer() == (404, "unknown_instance"), "it gets as far as the conductor"
-        for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "Origin"):
-            assert answer(header) == (403, "not_local"), header
 
 
 def test_the_address_of_the_admin_listener_may_be_taken(tmp_path: Path) -> None:

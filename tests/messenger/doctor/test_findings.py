@@ -7,6 +7,7 @@ import pytest
 
 from messenger.doctor.findings import Check, Finding, Level, as_size
 from messenger.doctor.machine import Machine
+from tests.deadline import DEADLINE_S
 from tests.messenger.doctor.machines import GIB
 
 
@@ -26,7 +27,7 @@ def test_a_check_that_hangs_is_given_up_and_keeps_what_it_found() -> None:
 
     def look() -> Iterator[Finding]:
         yield Finding(Level.OK, "slow", "first")
-        release.wait(60)
+        release.wait(DEADLINE_S)
 
     try:
         first, second = Check("slow", look, deadline_s=0.05).run()

@@ -1,14 +1,17 @@
-"""The process of one rank: python -m tests.workers.engine.group_rank FOLDER RANK SIZE TIMEOUT_S generate|sum
+"""The process of one rank: python -m tests.workers.engine.group_rank FOLDER RANK SIZE TIMEOUT_S WORK COME
 
-`generate` writes its outcome to FOLDER; `sum` adds up until another rank is lost. A lost rank: exit status 3.
+The first COME ranks come; each joins the group when all of them have started. WORK: `generate` writes its
+outcome to FOLDER, `sum` adds up until another rank is lost. A lost rank: exit status 3.
 """
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.deadline import DEADLINE_S
 from tests.workers.engine.ranks import Outcome, generate
 from workers.engine.model import DecoderModel
 from workers.engine.process_group import join_group
@@ -26,9 +29,11 @@ def generate_of(shard: TensorShard | None) -> Outcome:
     return generate([model], [list(range(30)), [7], list(range(300, 311))], num_new=5, chunk_size=16)
 
 
-def main(folder: Path, rank: int, size: int, timeout_s: float, work: str) -> None:
+def main(folder: Path, rank: int, size: int, timeout_s: float, work: str, num_coming: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
+    store.set(f"started {rank}", "")
+    store.wait([f"started {other}" for other in range(num_coming)], timedelta(seconds=DEADLINE_S))
     device = torch.device("cpu")
     with join_group(store, rank, size, device, interface="lo", timeout_s=timeout_s) as shard:
         if work == "generate":
@@ -43,7 +48,8 @@ def main(folder: Path, rank: int, size: int, timeout_s: float, work: str) -> Non
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+        folder, rank, size, timeout_s, work, num_coming = sys.argv[1:]
+        main(Path(folder), int(rank), int(size), float(timeout_s), work, int(num_coming))
     except RankLost as lost:
         print(lost, flush=True)
         sys.exit(LOST)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from tests.deadline import DEADLINE_S
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -16,7 +17,6 @@ from workers.engine.tensor_parallel import TensorShard
 
 T = TypeVar("T")
 
-DEADLINE_S = 30.0
 PAGE_SIZE = 8
 
 

@@ -14,6 +14,7 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
+from workers.model_spec import model_spec
 
 PROMPT_LENS = (150, 37, 1, 65)
 NUM_NEW = 8
@@ -68,7 +69,7 @@ def reference(family: str) -> transformers.PreTrainedModel:
 
 
 def load(family: str, dtype: torch.dtype = torch.float32, **options: bool) -> DecoderModel:
-    spec = ModelSpec.from_hf_config(reference(family).config.to_dict())
+    spec = model_spec(reference(family).config.to_dict())
     model = DecoderModel(spec, range(spec.num_layers), dtype, **options)
     model.load_weights(reference(family).state_dict().items())
     return model

@@ -12,6 +12,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.engine.weights import WeightsError
+from workers.model_spec import model_spec
 
 PROMPT_LENS = (37, 1, 20, 64, 9)
 NUM_NEW = 16
@@ -20,7 +21,7 @@ NUM_NEW = 16
 @lru_cache
 def load(family: str) -> tuple[DecoderModel, dict[str, torch.Tensor], ModelSpec]:
     reference = tiny_model(family)
-    spec = ModelSpec.from_hf_config(reference.config.to_dict())
+    spec = model_spec(reference.config.to_dict())
     model = DecoderModel(spec, range(spec.num_layers), torch.float32)
     weights = dict(reference.state_dict())
     model.load_weights(weights.items())

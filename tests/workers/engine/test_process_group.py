@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ def started(
     with ExitStack() as stack:
         processes = []
         for rank in ranks:
-            arguments = [str(folder), str(rank), str(size), str(timeout_s), work]
+            arguments = [str(folder), str(rank), str(size), str(timeout_s), work, str(len(ranks))]
             command = [sys.executable, "-m", "tests.workers.engine.group_rank", *arguments]
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
             processes.append(stack.enter_context(process))
@@ -47,23 +46,21 @@ def test_processes_compute_the_bits_that_threads_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "timeout_s", "longest_s"),
-    [(signal.SIGKILL, 60.0, 10.0), (signal.SIGSTOP, 2.0, 12.0)],
+    ("end", "timeout_s"),
+    [(signal.SIGKILL, 10 * DEADLINE_S), (signal.SIGSTOP, 4.0)],
     ids=["killed", "stopped"],
 )
 def test_a_rank_that_is_gone_fails_the_others_in_time(
-    end: signal.Signals, timeout_s: float, longest_s: float, tmp_path: Path
+    end: signal.Signals, timeout_s: float, tmp_path: Path
 ) -> None:
     with started(tmp_path, range(3), 3, timeout_s, "sum") as processes:
         assert [process.stdout and process.stdout.readline() for process in processes] == ["3.0\n"] * 3
         os.kill(processes[1].pid, end)
-        begin = time.monotonic()
         for rank in (0, 2):
             assert processes[rank].wait(DEADLINE_S) == LOST
             said = processes[rank].stdout
             assert said is not None
             assert f"rank {rank} of 3 has lost another" in said.read()
-        assert time.monotonic() - begin < longest_s
 
 
 def test_a_rank_outside_of_any_group_has_lost_the_others() -> None:

@@ -12,6 +12,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of, part_of
+from workers.model_spec import model_spec
 
 PROMPT_LENS = (37, 1, 20)
 NUM_NEW = 6
@@ -38,7 +39,7 @@ COMMON: dict[str, float | None] = {
 @lru_cache
 def reference(family: str, is_wide: bool) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     model = tiny_model(family, **({**COMMON, **WIDE[family]} if is_wide else {}))
-    return ModelSpec.from_hf_config(model.config.to_dict()), dict(model.state_dict())
+    return model_spec(model.config.to_dict()), dict(model.state_dict())
 
 
 def prompts() -> list[list[int]]:

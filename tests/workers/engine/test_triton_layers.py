@@ -23,6 +23,7 @@ from workers.engine.tensor_parallel import part_of
 from workers.engine.torch_layers import TorchLayers
 from workers.engine.triton_layers import TritonLayers
 from workers.engine.weights import Weights
+from workers.model_spec import model_spec
 
 pytestmark = runs_kernels
 
@@ -36,7 +37,7 @@ NUM_LAYERS = 2  # the interpreter is slow
 def spec_and_weights(family: str) -> tuple[ModelSpec, Weights]:
     """The first layers of a tiny model; a sliding window begins at the second, if there is one."""
     reference = tiny_model(family)
-    spec = ModelSpec.from_hf_config(reference.config.to_dict())
+    spec = model_spec(reference.config.to_dict())
     spec = replace(spec, num_layers=NUM_LAYERS, num_full_attention_layers=1)
     weights = Weights(spec, range(NUM_LAYERS), torch.float32, DEVICE, part_of(spec))
     unused = tuple(

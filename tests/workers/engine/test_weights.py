@@ -11,6 +11,7 @@ from tests.tiny_models import tiny_model
 from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import part_of
 from workers.engine.weights import LayerWeights, Weights, WeightsError
+from workers.model_spec import model_spec
 
 LAYER = "model.layers.0."
 
@@ -20,7 +21,7 @@ def checkpoint(family: str) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     """Three KV heads; 112 columns of the MLP; every kind of bias in `llama_bias`; 511 tokens."""
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     model = tiny_model(family, **changes, intermediate_size=112, vocab_size=511)
-    return ModelSpec.from_hf_config(model.config.to_dict()), dict(model.state_dict())
+    return model_spec(model.config.to_dict()), dict(model.state_dict())
 
 
 def empty(spec: ModelSpec, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Weights:

@@ -1,0 +1,303 @@
+"""Work that may take long, in processes of its own: what parses, renders, tokenizes or compiles holds the
+interpreter, and threads would stop every stream beside them.
+
+They are forked, so that they have the model without reading it again: one from this process when it begins to
+serve, and from that one, which has a single thread, one for each lane when its first task comes. A lane that
+takes more than it may ends, its task is refused, and the next task gets a new one.
+
+Owns: these processes, their limits, whose task is next. Does not know: what the work is.
+"""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import math
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conductor.front.errors import RETRY_AFTER_S
+from mooncake.errors import MooncakeError, OverloadedError, RequestError
+
+MAX_WAITING = 256
+MAX_WAITING_OF_TENANT = 64
+_MAX_CPU_S = 10
+_MAX_NEW_BYTES = 1 << 30
+_MAX_S = 120.0
+"""for what takes no processor time and does not end; far beyond what a busy machine needs"""
+_SIZE = struct.Struct("<Q")
+
+
+class Lane(Enum):
+    """What waits for each other: tasks of one lane are done one after the other."""
+
+    SHORT = "short bodies"
+    LONG = "long bodies"
+    GRAMMAR = "grammars"
+
+
+class Answer(NamedTuple):
+    """`value` is small: it is unpickled on the event loop. `parts` are as they were."""
+
+    value: Any
+    parts: Sequence[bytes] = ()
+
+
+Work = Callable[[Any], Answer]
+"""Raises RequestError, or another MooncakeError that the caller expects."""
+
+
+class Offload:
+    """Needs a running event loop; `run` must run for tasks to be done."""
+
+    def __init__(self, work: Mapping[Lane, Work]) -> None:
+        """Forks: nothing else may run in this process that a copy of it could wait for."""
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self._pid = _fork(lambda: _fork_lanes(other, list(work.values())), keep=[other])
+        self._lanes = {lane: _Line(number, self._new_process) for number, lane in enumerate(work)}
+
+    async def run(self) -> None:
+        """Do tasks until cancelled; the processes end then."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for line in self._lanes.values():
+                    group.create_task(line.run())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            os.waitpid(self._pid, 0)
+
+    async def do(self, lane: Lane, task: Any, tenant: str = "") -> Answer:
+        """What the lane's work makes of `task`, whose parts may be large if they are bytes.
+
+        Raises what the work raises; RequestError if it took too much; OverloadedError if too many wait.
+        Cancelled, a task that has not begun is not begun.
+        """
+        return await self._lanes[lane].do(task, tenant)
+
+    def num_waiting(self, lane: Lane) -> int:
+        """Tasks that have not ended."""
+        return self._lanes[lane].num_waiting
+
+    def _new_process(self, number: int) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            socket.send_fds(self._socket, [bytes([number])], [theirs.fileno()])
+        return ours
+
+
+class _Task(NamedTuple):
+    value: Any
+    answered: asyncio.Future[Answer]
+
+
+class _Line:
+    """One lane: those who wait, tenant by tenant in turn, and the process."""
+
+    def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
+        self._number, self._new_process = number, new_process
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()
+        self._has_come = asyncio.Event()
+        self.num_waiting = 0
+
+    async def do(self, value: Any, tenant: str) -> Answer:
+        queue = self._waiting.setdefault(tenant, deque())
+        if self.num_waiting >= MAX_WAITING or len(queue) >= MAX_WAITING_OF_TENANT:
+            raise OverloadedError(f"{self.num_waiting} requests are being read", RETRY_AFTER_S)
+        task = _Task(value, asyncio.get_running_loop().create_future())
+        queue.append(task)
+        self.num_waiting += 1
+        self._has_come.set()
+        try:
+            return await task.answered
+        finally:
+            self.num_waiting -= 1
+
+    async def run(self) -> None:
+        while True:
+            task = await self._next()
+            process = await _Process.connect(self._new_process(self._number))
+            with contextlib.closing(process):
+                while await process.do(task):
+                    task = await self._next()
+
+    async def _next(self) -> _Task:
+        while True:
+            while self._waiting:
+                tenant, queue = next(iter(self._waiting.items()))
+                self._waiting.move_to_end(tenant)
+                task = queue.popleft() if queue else None
+                if not queue:
+                    del self._waiting[tenant]
+                if task is not None and not task.answered.done():
+                    return task
+            self._has_come.clear()
+            await self._has_come.wait()
+
+
+class _Process:
+    """The way to a lane's process."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._process = os.pidfd_open(pid)
+
+    @classmethod
+    async def connect(cls, connection: socket.socket) -> "_Process":
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        return cls(reader, writer, _SIZE.unpack(await reader.readexactly(_SIZE.size))[0])
+
+    async def do(self, task: _Task) -> bool:
+        """Whether the process can do more."""
+        answer: Answer | Exception
+        try:
+            async with asyncio.timeout(_MAX_S):
+                answer = await self._ask(task.value)
+            is_well = True
+        except (OSError, asyncio.IncompleteReadError):  # a TimeoutError is an OSError
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            answer, is_well = _too_costly(), False
+        if not task.answered.done():
+            if isinstance(answer, Answer):
+                task.answered.set_result(answer)
+            else:
+                task.answered.set_exception(answer)
+        return is_well
+
+    async def _ask(self, value: Any) -> Answer | Exception:
+        for part in _packed(value):
+            self._writer.write(part)
+        await self._writer.drain()
+        head = await self._read()
+        num_parts, answer = pickle.loads(head)
+        parts = [await self._read() for _ in range(num_parts)]
+        return Answer(answer.value, parts) if isinstance(answer, Answer) else answer
+
+    async def _read(self) -> bytes:
+        [size] = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
+        return await self._reader.readexactly(size)
+
+    def close(self) -> None:
+        self._writer.close()
+        os.close(self._process)
+
+
+# -- in the processes -------------------------------------------------------------------------------------
+
+
+def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
+    """Do `work` in a copy of this process that has no descriptors but `keep` and stderr. Returns its id."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        gc.freeze()  # what is garbage is not to close descriptors that are others now
+        for number in range(1, signal.NSIG):
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: whoever serves ends this
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        _close_others({2, *(one.fileno() for one in keep)})
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
+    """Fork a process for the lane of each number that comes with its connection, until nobody is there."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            of_lane = work[message[0]]
+            _fork(lambda: _serve(connection, of_lane), keep=[connection])  # noqa: B023 - called at once
+
+
+def _serve(connection: socket.socket, work: Work) -> None:
+    """Do tasks until nobody is there."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most_bytes = _data_bytes() + _MAX_NEW_BYTES
+    _limit(resource.RLIMIT_DATA, most_bytes)
+    with connection, connection.makefile("rb") as tasks, connection.makefile("wb") as answers:
+        answers.write(_SIZE.pack(os.getpid()))
+        answers.flush()
+        while size := tasks.read(_SIZE.size):
+            value = pickle.loads(tasks.read(*_SIZE.unpack(size)))
+            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + _MAX_CPU_S)
+            answer = _answer(work, value)
+            parts = answer.parts if isinstance(answer, Answer) else ()
+            head = Answer(answer.value) if isinstance(answer, Answer) else answer
+            for part in itertools.chain(_packed((len(parts), head)), *map(_framed, parts)):
+                answers.write(part)
+            answers.flush()
+            del value, answer, parts, head
+
+
+def _answer(work: Work, value: Any) -> Answer | Exception:
+    try:
+        return work(value)
+    except MooncakeError as error:
+        return error
+    except MemoryError:
+        return _too_costly()
+    except Exception:  # noqa: BLE001 - raised where the request is
+        return RuntimeError(f"in a process beside this one:\n{traceback.format_exc()}")
+
+
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _data_bytes() -> int:
+    """What this process has of the memory that `RLIMIT_DATA` is about."""
+    status = Path("/proc/self/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("VmData:")]
+    return int(line.split()[1]) << 10
+
+
+def _close_others(kept: set[int]) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(nothing, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept | {0, 1}:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
+def _packed(value: Any) -> Sequence[bytes]:
+    return _framed(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+
+def _framed(part: bytes) -> Sequence[bytes]:
+    return _SIZE.pack(len(part)), part
+
+
+def _too_costly() -> RequestError:
+    return RequestError(
+        f"the request takes more than {_MAX_CPU_S} s of computing or {_MAX_NEW_BYTES >> 20} MiB of memory to"
+        " read; make it simpler",
+        code="request_too_costly",
+    )

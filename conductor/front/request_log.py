@@ -1,0 +1,50 @@
+"""One line in the log for each request that has ended, at INFO.
+
+Owns: what the line says, which is never a word of a prompt or an answer. Does not know: why a request ended.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from conductor.front.metrics import tbt_s
+
+log = logging.getLogger(__name__)
+
+PairOf = Callable[[str], tuple[str | None, str | None]]
+"""the prefill and the decode instance of a request, as far as they are known"""
+
+
+class RequestLog:
+    """Of a front. Without a Conductor in this process nobody here knows the instances of a request."""
+
+    def __init__(self, pair_of: PairOf | None) -> None:
+        self._pair_of = pair_of
+
+    def ended(
+        self,
+        request_id: str,
+        how: str,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_tokens: int,
+        ttft_s: float | None,
+        gaps_s: Sequence[float],
+    ) -> None:
+        """A request is over. `how`: its finish reason, or what became of it instead. `ttft_s`: None without
+        a token; `gaps_s` lie between its steps."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        prefill, decode = (None, None) if self._pair_of is None else self._pair_of(request_id)
+        pair = " -> ".join(filter(None, (prefill, decode)))
+        tbt = tbt_s(gaps_s)
+        parts = [
+            f"{num_prompt_tokens} tokens in",
+            f"{num_cached_tokens} cached" if ttft_s is not None else "",
+            f"{num_tokens} out",
+            f"TTFT {ttft_s:.3f} s" if ttft_s is not None else "",
+            f"TBT {1000 * tbt:.1f} ms" if tbt is not None else "",
+            pair,
+            how,
+        ]
+        log.info("request %s: %s", request_id, ", ".join(filter(None, parts)))

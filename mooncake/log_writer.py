@@ -1,0 +1,46 @@
+"""The log of a process: lines on stderr, written by a thread of its own.
+
+A supervisor that is stopped, or a pipe that nobody reads, must not stop the process: what does not fit into
+the queue is dropped.
+
+Owns: the way from a logger to stderr. Does not know: who logs what.
+"""
+
+import contextlib
+import logging
+import queue
+from logging.handlers import QueueHandler
+from threading import Thread
+from typing import TextIO
+
+QUEUE_LEN = 10_000
+LAST_LINES_S = 1.0
+FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+
+
+class LogWriter(QueueHandler):
+    """The root logger's handler. Takes a line in microseconds, with its values as they are then."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_LEN)
+        super().__init__(self._lines)
+        self._file, self._format = file, logging.Formatter(FORMAT)
+        self._thread = Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Does not wait."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(record)
+
+    def finish(self) -> None:
+        """Write what was logged so far, unless nobody reads it. Nothing may be logged behind it."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(LAST_LINES_S)
+
+    def _write(self) -> None:
+        while (record := self._lines.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                self._file.write(self._format.format(record) + "\n")
+                self._file.flush()

@@ -1,0 +1,23 @@
+"""What somebody may have meant by a name that does not exist: a flag, a command, a key, a choice.
+
+Owns: which known names are near. Does not know: what they name.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_MOST_NAMED = 3
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: `; did you mean --model?`, or nothing if no known name is near.
+
+    A name that ends with the whole of `word` is nearer than any misspelling: `--max-batch` means
+    `--worker-max-batch`.
+    """
+    names = list(known)
+    bare = re.sub(r"[-_.]", "-", word.strip("-"))
+    near = [name for name in names if re.sub(r"[-_.]", "-", name).endswith(f"-{bare}")]
+    near = near[:_MOST_NAMED] or difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

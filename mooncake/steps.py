@@ -1,0 +1,82 @@
+"""How far a long command is: a bar on a terminal, elsewhere a line every few seconds; both on stderr.
+
+Owns: how that is shown. Does not know: what takes so long.
+"""
+
+import contextlib
+import threading
+import time
+from types import TracebackType
+
+import rich.console
+import rich.progress
+
+PERIOD_S = 3.0
+"""between two lines where there is no terminal"""
+_SHORTEST_WAIT_S = 0.05
+
+
+class Steps:
+    """A context manager; `show` says what is being done. It may be called as often as the caller likes.
+
+    Lines come also while one step takes long: then a thread writes them.
+    """
+
+    def __init__(self, console: rich.console.Console | None = None) -> None:
+        self._console = console or rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._began_s = self._told_s = time.monotonic()
+        self._step = ""
+        self._telling = threading.Lock()
+        self._is_over = threading.Event()
+        self._bar: rich.progress.Progress | None = None
+        self._teller: threading.Thread | None = None
+        if self._console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}", markup=False),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[count]}"),
+                rich.progress.TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=None, count="")
+        else:
+            self._teller = threading.Thread(target=self._tell_now_and_then, name="steps", daemon=True)
+
+    def show(self, step: str, done: int = 0, total: int | None = None, count: str = "") -> None:
+        """`done` of `total` of this step; `count` in words, if numbers do not say it."""
+        count = count or (f"{done} of {total}" if total else str(done or ""))
+        if self._bar is not None:
+            self._bar.update(self._task, description=step, completed=done, total=total or None, count=count)
+            return
+        self._step = f"{step}: {count}" if count else step
+        self._tell_if_due()
+
+    def __enter__(self) -> "Steps":
+        if self._bar is not None:
+            self._bar.start()
+        if self._teller is not None:
+            self._teller.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        if self._bar is not None:
+            self._bar.stop()
+        if self._teller is not None:
+            self._teller.join()
+
+    def _tell_now_and_then(self) -> None:
+        while not self._is_over.wait(max(PERIOD_S, _SHORTEST_WAIT_S)):
+            self._tell_if_due()
+
+    def _tell_if_due(self) -> None:
+        with self._telling:
+            now_s = time.monotonic()
+            if self._step and now_s - self._told_s >= PERIOD_S:
+                self._told_s = now_s
+                line = f"{self._step} ({now_s - self._began_s:.0f} s)"
+                with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                    self._console.print(line, markup=False)

@@ -1,0 +1,94 @@
+"""Workers that are killed all the time: what they have not caused costs requests nothing but time."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.forked import ForkedServer
+from tests.cluster.harness import Server, eventually
+from tests.cluster.test_faults import PROMPT, body, complete, is_ready, text_of
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+NUM_CLIENTS = 6
+NUM_TOKENS = 400
+ANSWER_DEADLINE_S = 300.0
+
+
+@pytest.fixture
+def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
+    """Two instances of each role. However long they take to start, requests wait for them."""
+    directory = tmp_path / "tiny"
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    arguments = ["--model", str(directory), "--kvcache-block-size=8", "--num-prefill=2", "--num-decode=2"]
+    sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
+    patience = f"--conductor-placement-timeout-s={ANSWER_DEADLINE_S:g}"
+    with ForkedServer(*arguments, *sizes, patience, run_dir=run_dir) as running:
+        yield running
+
+
+def answer_to(server: Server, prompt: list[int], over: threading.Event) -> str:
+    """The text, asked for again as long as nobody is there to take the request. No other error is right."""
+    asked = body(prompt=prompt, num_tokens=NUM_TOKENS)
+    while True:
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=ANSWER_DEADLINE_S)
+        if answer.status_code != 503:
+            assert answer.status_code == 200, answer.text
+            return text_of(answer.json())
+        over.wait(float(answer.headers["Retry-After"]))
+
+
+def num_ended(server: Server) -> dict[str, float]:
+    """Of all requests, by how they ended."""
+    state = httpx.get(f"{server.url}/dashboard/state", timeout=30).json()
+    ended: dict[str, float] = state["num_ended"]
+    return ended
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_requests_end_once_and_as_ever_while_workers_are_killed_every_few_seconds(
+    server: Server, seed: int
+) -> None:
+    rng = random.Random(seed)
+    num_kills = 15 if seed == 1 else 60
+    prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, NUM_CLIENTS + 1)]
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
+    before = num_ended(server)["finished"]
+    over = threading.Event()
+
+    def keep_asking(index: int) -> int:
+        num_answers = 0
+        while not over.is_set():
+            assert answer_to(server, prompts[index], over) == expected[index]
+            num_answers += 1
+        return num_answers
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        clients = [threads.submit(keep_asking, index) for index in range(NUM_CLIENTS)]
+        try:
+            for _ in range(num_kills):
+                over.wait(rng.uniform(1.0, 3.0))
+                os.kill(rng.choice(living(server)), signal.SIGKILL)
+        finally:
+            over.set()
+        num_answers = [client.result() for client in clients]
+    assert all(num_answers)
+    ended = num_ended(server)
+    assert (ended["failed"], ended["finished"] - before) == (0, sum(num_answers))
+    eventually(lambda: is_ready(server), "all instances are back", deadline_s=ANSWER_DEADLINE_S)
+
+
+def living(server: Server) -> list[int]:
+    """The workers, once there is one."""
+    workers: list[int] = []
+    eventually(lambda: bool(workers.extend(server.pids_of("workers.service")) or workers), "a worker")
+    return workers

@@ -1,0 +1,76 @@
+"""What README and the pages of docs/ tell a reader to type, as data.
+
+A fenced `sh` block is one that can be pasted into a terminal that stands in a fresh clone. Marks behind `sh`:
+
+- `server`: runs until its section (`##`) ends, in a terminal of its own
+- `host=N`: on that host of several
+- `after=two-hosts`: the section goes on where that section of the quickstart ends
+- `needs=THING`: is not run by tests, for want of that thing
+
+A `python` block is a program, unless it is marked `excerpt`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
+PAGES = sorted([README, *(ROOT / "docs").glob("*.md")])
+MARKS = {"server", "excerpt"}
+NEEDS = {"docker", "gpu", "rdma", "internet", "hours", "hosts", "systemd"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, where it stands, and what its marks say."""
+
+    section: str
+    language: str
+    text: str
+    marks: frozenset[str] = frozenset()
+    host: int | None = None
+    after: str | None = None
+    needs: str | None = None
+
+    @property
+    def is_server(self) -> bool:
+        return "server" in self.marks
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a test runs it. `make` is how tests themselves were installed."""
+        is_program = self.language in ("sh", "python") and "excerpt" not in self.marks
+        return is_program and self.needs is None and not self.text.startswith("make ")
+
+    @property
+    def commands(self) -> Iterator[str]:
+        """Its lines without comments, those that end with a backslash joined."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if command := re.sub(r"(^|\s)#\s.*", "", line).strip():
+                yield command
+
+
+def blocks(page: Path) -> list[Block]:
+    """In the order of the page. Raises ValueError for a mark that nobody knows."""
+    found = []
+    section = ""
+    for match in re.finditer(r"(?ms)^## (.+?)$|^```(\w*)([^\n]*)\n(.*?)^```$", page.read_text()):
+        heading, language, marks, text = match.groups()
+        if heading is not None:
+            section = heading
+            continue
+        words = marks.split()
+        told = dict(word.split("=", 1) for word in words if "=" in word)
+        plain = frozenset(word for word in words if "=" not in word)
+        if not plain <= MARKS or not told.keys() <= {"host", "after", "needs"}:
+            raise ValueError(f"{page.name}, {section}: unknown marks {marks!r}")
+        host = int(told["host"]) if "host" in told else None
+        found.append(Block(section, language, text, plain, host, told.get("after"), told.get("needs")))
+    return found
+
+
+def anchor(heading: str) -> str:
+    """What GitHub calls a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
