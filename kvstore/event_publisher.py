@@ -26,7 +26,7 @@ import zmq.asyncio
 from kvstore.events import Batch, BlockTokens, EventLog
 from kvstore.open_peers import OpenPeers
 from mooncake.blocks import BlockKey
-from mooncake.curve import Gate
+from mooncake.curve import Doubling, Gate
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.kv_events import (
@@ -86,6 +86,7 @@ class _Publisher(ABC):
         self._woken = asyncio.Event()
         self._answers: dict[bytes, asyncio.Task[None]] = {}
         """by peer"""
+        self._num_malformed, self._warnings = 0, Doubling(1)
         self._pub, self._router = pub, router
         self._pub.sndhwm = PUB_QUEUE_LEN
         self._router.router_mandatory = True  # else what does not fit into a peer's queue is lost silently
@@ -142,12 +143,22 @@ class _Publisher(ABC):
             peer, *request = await self._router.recv_multipart()
             messages = self._answer(request)
             if messages is None:
-                text = str([frame[:LOGGED_CHARS] for frame in request[:4]])[:LOGGED_CHARS]
-                log.warning("ignored a malformed request on %s: %s", self.request_endpoint, text)
+                self._ignore(request)
                 continue
             if previous := self._answers.get(peer):
                 previous.cancel()
             self._answers[peer] = tasks.create_task(self._send_answer(peer, messages))
+
+    def _ignore(self, request: list[bytes]) -> None:
+        self._num_malformed += 1
+        if self._warnings.has_come(self._num_malformed):
+            text = str([frame[:LOGGED_CHARS] for frame in request[:4]])[:LOGGED_CHARS]
+            log.warning(
+                "ignored %d malformed requests so far on %s, the last one: %s",
+                self._num_malformed,
+                self.request_endpoint,
+                text,
+            )
 
     async def _send_answer(self, peer: bytes, messages: Iterator[list[bytes]]) -> None:
         try:
@@ -294,7 +305,7 @@ class VllmPublisher(_Publisher):
     """The same events as vLLM sends them: `[topic, 8-byte number, payload]`, and replays.
 
     - Open to everybody who reaches the sockets: the routers that follow this format know no keys. How many
-      they are is bounded (`OpenPeers`).
+      they are, and what they say, is bounded (`OpenPeers`).
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.
     - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads

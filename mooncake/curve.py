@@ -61,7 +61,7 @@ class Gate:
         self._admitted = z85.decode(public)
         self._context = zmq.asyncio.Context()
         self._lock = threading.Lock()
-        self._refusals, self._unfinished = _Doubling(1), _Doubling(FAILURES_BEFORE_WARNING)
+        self._refusals, self._unfinished = Doubling(1), Doubling(FAILURES_BEFORE_WARNING)
         self._handshakes: list[Handshakes] = []
         self._unauthenticated: list[Unauthenticated] = []
         self._num_ended = 0
@@ -195,7 +195,7 @@ class ConnectionWatch:
         self._num_connections = 0
         self._is_in_handshake = False
         self._num_failures = 0
-        self._warnings = _Doubling(FAILURES_BEFORE_WARNING)
+        self._warnings = Doubling(FAILURES_BEFORE_WARNING)
         self._monitor = Monitor(socket, self._on_event)
 
     @property
@@ -222,7 +222,7 @@ class ConnectionWatch:
                 )
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_connections += 1
-            self._num_failures, self._warnings = 0, _Doubling(FAILURES_BEFORE_WARNING)
+            self._num_failures, self._warnings = 0, Doubling(FAILURES_BEFORE_WARNING)
         if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # which is followed by the connection's end
             self._is_in_handshake = event == zmq.EVENT_CONNECTED
 
@@ -235,7 +235,7 @@ def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
     socket.curve_secretkey = secret
 
 
-class _Doubling:
+class Doubling:
     """When to log a count that grows: at `first`, and each time that it has doubled since."""
 
     def __init__(self, first: int) -> None:

@@ -1,7 +1,7 @@
 """The handshakes of those who connect to one bound ZeroMQ socket, as libzmq's monitor tells of them.
 
 Owns: the counts of connections that were refused or have not come through, the bound on connections whose
-peers have not shown the key. Does not know: the key, messages.
+peers have not shown the key, what the kernel knows of a connection. Does not know: the key, messages.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ MOST_UNAUTHENTICATED = 256
 """connections to one socket whose peers have not shown the key. Each costs up to 55 KiB"""
 GREETING_BYTES = 64
 """that a socket sends to everybody; it says more only to a peer that knows its key (ZeroMQ RFC 26)"""
-_TCP_INFO_BYTES = 128
-_BYTES_ACKED = slice(120, 128)  # tcpi_bytes_acked of Linux's struct tcp_info
+_TCP_INFO_BYTES = 136
+_BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
 
 
 class Handshakes:
@@ -145,7 +145,16 @@ def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
     return None
 
 
+def num_bytes_received(connection: socket.socket) -> int:
+    """What the peer of a TCP connection has sent by now."""
+    return _tcp_info(connection, _BYTES_RECEIVED)
+
+
 def _has_shown_key(connection: socket.socket) -> bool:
     """Whether its peer has taken more than everybody is told."""
+    return _tcp_info(connection, _BYTES_ACKED) > GREETING_BYTES
+
+
+def _tcp_info(connection: socket.socket, field: slice) -> int:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    return int.from_bytes(info[_BYTES_ACKED], sys.byteorder) > GREETING_BYTES
+    return int.from_bytes(info[field], sys.byteorder)

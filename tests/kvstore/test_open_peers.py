@@ -13,6 +13,9 @@ from kvstore import open_peers
 from kvstore.open_peers import OpenPeers
 from tests.deadline import DEADLINE_S
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
 
 def run(test: Awaitable[None]) -> None:
     async def bounded() -> None:
@@ -40,6 +43,26 @@ def ends(peer: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         while peer.recv(1000):
             pass
+
+
+def say_much(peer: socket.socket) -> None:
+    """A message of frames of nothing, behind each of which there is more."""
+    peer.settimeout(DEADLINE_S)
+    peer.sendall(GREETING + READY)
+    answer = b""
+    while b"READY" not in answer:
+        answer += peer.recv(1000)
+    with contextlib.suppress(ConnectionError):
+        peer.sendall(b"\x01\x00" * (1 << 20))
+
+
+def test_a_message_without_end_ends_its_connection() -> None:
+    async def test() -> None:
+        with open_socket() as (_, port), socket.create_connection(("127.0.0.1", port)) as peer:
+            await asyncio.to_thread(say_much, peer)
+            await asyncio.to_thread(ends, peer)
+
+    run(test())
 
 
 def test_one_peer_too_many_puts_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
