@@ -115,6 +115,7 @@ class Child:
             sys.executable,
             "-m",
             self.spec.module,
+            self.spec.name,  # for people who look at processes
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

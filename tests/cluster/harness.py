@@ -77,19 +77,31 @@ class Server:
         assert len(found) >= count, f"no {pattern!r} in:\n" + "\n".join(self.lines)
         return found[-1]
 
-    def pids_of(self, module: str) -> list[int]:
-        """Process ids of the children that run `module`, oldest first."""
+    def children(self) -> dict[str, int]:
+        """Ids of the processes that run, by their names: `conductor`, `prefill-0`, `prefill-0/messenger`."""
         parent = self.process.pid
-        children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-        return sorted((pid for pid in children if self._runs(pid, module)), key=_age_rank)
+        pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        named = ((self._name_of(int(pid)), int(pid)) for pid in pids)
+        return {name: pid for name, pid in named if name is not None}
 
-    def _runs(self, pid: int, module: str) -> bool:
-        """Whether this is a `python -m module`; not if it is ending or has ended."""
+    def pid_of(self, name: str) -> int:
+        """Id of the process of this name, once there is one."""
+        found: dict[str, int] = {}
+
+        def runs() -> bool:
+            found.update(self.children())
+            return name in found
+
+        eventually(runs, f"{name} runs")
+        return found[name]
+
+    def _name_of(self, pid: int) -> str | None:
+        """The name of a `python -m MODULE NAME`; None if that has ended, or is about to begin."""
         try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         except OSError:
-            return False
-        return arguments[2:3] == [module.encode()]
+            return None
+        return arguments[3] if len(arguments) > 3 and arguments[2].endswith(".service") else None
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> float:
         """End it; seconds that it took. The exit code is in `process.returncode`.
@@ -122,15 +134,6 @@ class Server:
                 self.process.kill()
                 self.process.wait()
         self._reader.join()
-
-
-def _age_rank(pid: int) -> tuple[int, int]:
-    """Lower for those that were started earlier. Process ids alone begin anew every now and then."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0, pid
-    return int(stat.rpartition(")")[2].split()[19]), pid  # clock ticks since boot
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:

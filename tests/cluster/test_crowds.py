@@ -28,7 +28,6 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-MODULES = ("conductor.service", "kvstore.service", "workers.service")
 NUM_EACH = 1000
 MOST_MORE_BYTES, MOST_KEPT_BYTES = 100 * MIB, 50 * MIB
 OPENINGS: list[Opening] = [
@@ -88,7 +87,7 @@ def cluster(tmp_path: Path, run_dir: Path) -> Iterator[Cluster]:
             )
         )
         servers = [conductor, *(stack.enter_context(instance(role)) for role in ("prefill", "decode"))]
-        pids = [pid for server in servers for module in MODULES for pid in server.pids_of(module)]
+        pids = [pid for server in servers for pid in server.children().values()]
         cluster = Cluster(conductor.url, {pid: listening_ports(pid) for pid in pids})
         eventually(lambda: httpx.get(f"{cluster.url}/ready").status_code == 200, "the cluster is ready")
         cluster.answers()

@@ -111,13 +111,12 @@ def wait_until_idle(server: Server, num_stages: int = 1) -> None:
 TOTAL_PAGES = float((8 << 20) // (8 * 4 * 1 * 2 * 16 * 4))
 
 
-@pytest.mark.parametrize("module", ["workers.service", "kvstore.service"])
-@pytest.mark.parametrize("index", [0, 1], ids=["prefill", "decode"])
-def test_a_killed_process_changes_no_token(server: Server, module: str, index: int) -> None:
+@pytest.mark.parametrize("name", ["prefill-0", "prefill-0/messenger", "decode-0", "decode-0/messenger"])
+def test_a_killed_process_changes_no_token(server: Server, name: str) -> None:
     expected = text_of(complete(server))
     other = [token + 1 for token in PROMPT]
     expected_other = text_of(complete(server, prompt=other))
-    pid = server.pids_of(module)[index]
+    pid = server.pid_of(name)
     with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client:
         with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
             lines = response.iter_lines()
@@ -128,7 +127,6 @@ def test_a_killed_process_changes_no_token(server: Server, module: str, index: i
                 assert "[DONE]" in [line.removeprefix("data: ") for line in lines]
                 assert text_of(beside.result()) == expected_other
         assert text_of(complete(server)) == expected
-    name = ("prefill-0", "decode-0")[index] + ("/messenger" if module == "kvstore.service" else "")
     server.wait_for_line(rf"\[{name}\] died \(signal 9\)")
     wait_until_idle(server)
 
@@ -140,7 +138,7 @@ def test_a_killed_conductor_loses_what_runs_and_nothing_else(server: Server) -> 
     ) as response:
         lines = response.iter_lines()
         next(lines)
-        os.kill(server.pids_of("conductor.service")[0], signal.SIGKILL)
+        os.kill(server.pid_of("conductor"), signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             list(lines)
     eventually(lambda: is_ready(server), "workers have registered with the next conductor")
@@ -156,7 +154,7 @@ def test_a_killed_conductor_loses_what_runs_and_nothing_else(server: Server) -> 
 
 def test_streamed_text_survives_the_death_of_its_decode_worker(server: Server) -> None:
     expected = text_of(complete(server))
-    [_, decode] = server.pids_of("workers.service")
+    decode = server.pid_of("decode-0")
     text = ""
     killed = False
     with httpx.stream(
@@ -178,7 +176,6 @@ def test_a_request_in_whose_passes_a_worker_fails_again_and_again_ends_with_an_e
     """A fault is a process's own, unlike a kill: its next life says in whose pass it was."""
     other = [token + 1 for token in PROMPT]
     expected = text_of(complete(server, prompt=other))
-    [prefill, _] = server.pids_of("workers.service")
     error, faulted = "", set[int]()
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=DEADLINE_S
@@ -187,7 +184,8 @@ def test_a_request_in_whose_passes_a_worker_fails_again_and_again_ends_with_an_e
             if '"error"' in line:
                 error = line
             elif line.startswith("data: {"):  # some are read when the life that sent them has ended
-                for decode in set(server.pids_of("workers.service")) - {prefill} - faulted:
+                decode = server.pid_of("decode-0")
+                if decode not in faulted:
                     os.kill(decode, signal.SIGSEGV)
                     faulted.add(decode)
     assert "the instances that computed it have failed: decode-0, decode-0, decode-0" in error
@@ -202,9 +200,9 @@ def test_sealed_blocks_outlive_their_worker_and_their_messenger(server: Server) 
 
     assert cached() == 0
     assert cached() == 72
-    for module in ("workers.service", "kvstore.service"):
-        os.kill(server.pids_of(module)[0], signal.SIGKILL)
-        server.wait_for_line(r"\[prefill-0\] ready", count=2 if module == "workers.service" else 3)
+    for num_sessions, name in enumerate(("prefill-0", "prefill-0/messenger"), start=2):
+        os.kill(server.pid_of(name), signal.SIGKILL)
+        server.wait_for_line(r"\[prefill-0\] ready", count=num_sessions)
         assert cached() == 72
 
 
@@ -269,7 +267,7 @@ def test_random_kills_never_change_a_text(server: Server, num_kills: int) -> Non
         answers = [threads.submit(keep_asking, index) for index in range(len(prompts))]
         for _ in range(num_kills):
             over.wait(rng.uniform(0.2, 3.0))
-            victims = [*server.pids_of("workers.service"), *server.pids_of("kvstore.service")]
+            victims = [pid for name, pid in server.children().items() if name != "conductor"]
             if victims:
                 os.kill(rng.choice(victims), signal.SIGKILL)
         over.set()

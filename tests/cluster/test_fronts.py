@@ -109,7 +109,7 @@ def test_what_a_killed_front_had_ends_and_others_go_on(fronts: Fronts) -> None:
         stays = begin(staying, num_tokens=350)
         goes = begin(lost, num_tokens=2000)
         eventually(lambda: fronts.metric("mooncake_requests_by_state") == 2, "both are placed")
-        os.kill(fronts.other.pids_of("conductor.front.service")[0], signal.SIGKILL)
+        os.kill(fronts.other.pid_of("front"), signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             goes.read()  # its first tokens, and then no more
         failed = 'mooncake_ended_requests_total{outcome="failed"}'

@@ -29,11 +29,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def descendants(server: Server) -> list[int]:
-    modules = ("conductor.service", "kvstore.service", "workers.service")
-    return [pid for module in modules for pid in server.pids_of(module)]
-
-
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -51,7 +46,7 @@ def test_ends_within_five_seconds_and_leaves_nothing(
 ) -> None:
     before = shared_memory()
     with Server("--model", tiny, *SMALL, run_dir=run_dir) as server:
-        pids = descendants(server)
+        pids = list(server.children().values())
         assert len(pids) == 5
         # A stream that is running when the signal comes must not hold up the end.
         with (
@@ -78,7 +73,7 @@ def test_ends_within_five_seconds_and_leaves_nothing(
 
 def test_killed_supervisor_takes_its_processes_along(tiny: str, run_dir: Path) -> None:
     with Server("--model", tiny, *SMALL, run_dir=run_dir) as server:
-        pids = descendants(server)
+        pids = list(server.children().values())
         server.process.kill()
         server.process.wait()
         eventually(lambda: not any(map(is_running, pids)), "children end when their supervisor is gone")

@@ -59,7 +59,6 @@ def streamed(server: Server, prompt: list[int]) -> str:
 def test_no_answer_is_lost_or_changed_when_any_worker_dies(server: Server, num_rounds: int) -> None:
     prompts = [[3 + index, *range(3, 3 + 12 * index)] for index in range(NUM_CLIENTS)]
     expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
-    workers = server.pids_of("workers.service")
     num_begun = threading.Semaphore(0)
 
     def ask(client: int) -> None:
@@ -69,10 +68,10 @@ def test_no_answer_is_lost_or_changed_when_any_worker_dies(server: Server, num_r
 
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         clients = [threads.submit(ask, client) for client in range(NUM_CLIENTS)]
-        for worker in workers:
+        for worker in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
             for _ in range(num_rounds):
                 assert num_begun.acquire(timeout=DEADLINE_S)
-            os.kill(worker, signal.SIGKILL)
+            os.kill(server.pid_of(worker), signal.SIGKILL)
         for client in clients:
             client.result()
     eventually(lambda: is_ready(server), "all instances are back")
@@ -105,7 +104,7 @@ def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
         for _ in range(NUM_CLIENTS + 2):
             assert num_begun.acquire(timeout=DEADLINE_S)
         assert drain()["state"] == "draining"
-        os.kill(server.pids_of("workers.service")[1], signal.SIGTERM)
+        os.kill(server.pid_of("prefill-1"), signal.SIGTERM)
         for asked in clients:
             asked.result()
     eventually(lambda: drain()["num_requests"] == 0, "decode-0 has nothing left")

@@ -71,9 +71,7 @@ def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Serve
 
 
 VICTIMS = [
-    (module, place)
-    for place in ("stage 0", "stage 1", "decode side")
-    for module in ("workers.service", "kvstore.service")
+    name for part in ("prefill-0.0", "prefill-0.1", "decode-0") for name in (part, f"{part}/messenger")
 ]
 
 
@@ -85,19 +83,12 @@ VICTIMS = [
     ],
     ids=["each", "soak"],
 )
-def test_process_that_is_killed_in_mid_prefill_fails_no_request(
-    server: Server, victims: list[tuple[str, str]]
-) -> None:
+def test_process_that_is_killed_in_mid_prefill_fails_no_request(server: Server, victims: list[str]) -> None:
     prompts = [LONG[number:] for number in range(4)]
     expected = [text_of(complete(server, prompt=prompt, num_tokens=30)) for prompt in prompts]
-    places = "stage 0", "stage 1", "decode side"
-    pid_of = {
-        (module, place): pid
-        for module in ("workers.service", "kvstore.service")
-        for place, pid in zip(places, server.pids_of(module), strict=True)
-    }
     for number, victim in enumerate(victims):
-        last_stage = pid_of["workers.service", "stage 1"]
+        before = server.children()
+        last_stage = server.pid_of("prefill-0.1")
         os.kill(last_stage, signal.SIGSTOP)  # so that no prompt is through
         with ThreadPoolExecutor(len(prompts)) as threads:
             try:
@@ -106,16 +97,13 @@ def test_process_that_is_killed_in_mid_prefill_fails_no_request(
                     for prompt in prompts
                 ]
                 eventually(lambda: are_prefilling(server, len(prompts)), "all prompts are being prefilled")
-                os.kill(pid_of[victim], signal.SIGKILL)
+                os.kill(server.pid_of(victim), signal.SIGKILL)
             finally:
                 with contextlib.suppress(ProcessLookupError):  # it may be the victim
                     os.kill(last_stage, signal.SIGCONT)
             assert [text_of(answer.result()) for answer in answers] == expected, victim
         wait_until_idle(server, num_stages=NUM_STAGES)
-        running = server.pids_of("workers.service") + server.pids_of("kvstore.service")
-        new = set(running) - set(pid_of.values())
-        assert len(new) == 1, f"{new} beside {pid_of} after {victim}:\n" + "\n".join(server.lines)
-        (pid_of[victim],) = new
+        assert {name for name, _ in server.children().items() - before.items()} == {victim}
 
 
 def are_prefilling(server: Server, num_requests: int) -> bool:
@@ -152,7 +140,7 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
         answers = [threads.submit(keep_asking, index) for index in range(len(prompts))]
         for _ in range(num_kills):
             over.wait(rng.uniform(0.2, 3.0))
-            victims = [*server.pids_of("workers.service"), *server.pids_of("kvstore.service")]
+            victims = [pid for name, pid in server.children().items() if name != "conductor"]
             if victims:
                 os.kill(rng.choice(victims), signal.SIGKILL)
         over.set()
@@ -201,7 +189,7 @@ def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_f
     ):
         answer = complete(front, prompt=LONG, num_tokens=5)
         assert cached_tokens(answer) == 0
-        [pid] = last.pids_of("workers.service")
+        pid = last.pid_of("split.1")
         os.kill(pid, signal.SIGSTOP)
         eventually(lambda: not is_ready(front), "the group has left")
         last.wait_for_line(r"no sign of life for 8 s \(T \(stopped\)\), ending it")

@@ -23,7 +23,6 @@ from tests.tiny_tokenizer import write_tiny_tokenizer
 pytestmark = pytest.mark.cluster
 PROMPTS = [[3 + number % 400 for number in range(length)] for length in (100, 9, 65)]
 NUM_TOKENS = 8
-WORKER = "workers.service"
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +80,17 @@ def wait_until_idle(front: Server, num_pools: int) -> None:
 @pytest.mark.parametrize(
     ("degrees", "ends"),
     [
-        ({"prefill": 2, "decode": 1}, [("kvstore.service", 1, signal.SIGKILL), (WORKER, 1, signal.SIGKILL)]),
-        ({"prefill": 1, "decode": 2}, [(WORKER, 1, signal.SIGSTOP), (WORKER, 0, signal.SIGKILL)]),
+        (
+            {"prefill": 2, "decode": 1},
+            [("prefill.1/messenger", signal.SIGKILL), ("prefill.1", signal.SIGKILL)],
+        ),
+        ({"prefill": 1, "decode": 2}, [("decode.1", signal.SIGSTOP), ("decode.0", signal.SIGKILL)]),
     ],
     ids=["prefill", "decode"],
 )
 def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
     degrees: dict[str, int],
-    ends: list[tuple[str, int, signal.Signals]],
+    ends: list[tuple[str, signal.Signals]],
     model: tuple[Path, transformers.PreTrainedModel],
     common: list[str],
     front: Server,
@@ -111,8 +113,8 @@ def test_ranks_answer_as_one_does_and_no_request_is_lost_with_one(
             (tokens, (len(p) - 1) // 8 * 8) for tokens, p in zip(expected, PROMPTS, strict=True)
         ]
         group = prefill if degrees["prefill"] > 1 else decode
-        for module, rank, end in ends:
-            pid = group.pids_of(module)[rank]
+        for name, end in ends:
+            pid = group.pid_of(name)
             answers = threads.submit(asked)
             os.kill(pid, end)
             if end is signal.SIGSTOP:
