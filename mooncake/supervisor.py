@@ -260,7 +260,7 @@ class Supervisor:
         children have said meanwhile is read before the next one.
         """
         while self._hang_timeout_s is not None:
-            await asyncio.sleep(BEAT_S)
+            await next_beat()
             for child in self._children:
                 if child.num_missed_beats is None or not child.is_ready:
                     continue
@@ -303,6 +303,11 @@ class Supervisor:
             _, pending = await asyncio.wait(pending, timeout=KILL_GRACE_S)
             for keeper in pending:
                 keeper.cancel()
+
+
+async def next_beat() -> None:
+    """Return when a sign of life of every child is due."""
+    await asyncio.sleep(BEAT_S)
 
 
 def _state(pid: int) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from mooncake import process
 from mooncake.errors import ModelError
 from mooncake.lives import ProcessEnd
 from mooncake.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, child_main, report
@@ -89,4 +90,5 @@ async def serve(config: FakeConfig) -> None:
 
 
 if __name__ == "__main__":
+    process.BEAT_S = 0.01
     child_main(FakeConfig, serve)
