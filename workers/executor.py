@@ -5,6 +5,7 @@ Owns: the model, the device's paged KVCache, the thread. Does not know: messages
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -44,6 +45,8 @@ class Executor:
         self.record = record or PassRecord()
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._cutting_in: deque[Callable[[], None]] = deque()
+        """calls that wait for the end of a layer; the loop appends, the device thread takes"""
 
     @property
     def engine(self) -> str:
@@ -58,6 +61,24 @@ class Executor:
         """
         ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
         return await see_out(ended, on_cancel)
+
+    async def cut_in(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
+        """Make `call` as `run` does, but between two layers of the prefill pass that is under way, if any."""
+        ended: Future[T] = Future()
+
+        def make() -> None:
+            try:
+                ended.set_result(call())
+            except Exception as error:  # noqa: BLE001 - whoever waits for the call gets its error
+                ended.set_exception(error)
+
+        self._cutting_in.append(make)
+        self._thread.submit(self._let_in)  # for when no pass is computed, or its last layer
+        return await see_out(asyncio.wrap_future(ended), on_cancel)
+
+    def _let_in(self) -> None:
+        while self._cutting_in:
+            self._cutting_in.popleft()()
 
     async def follow(self, grammar: str) -> GrammarState | None:
         """The beginning of an output that must follow `grammar`; None: it may be any. Raises GrammarError."""
@@ -76,7 +97,7 @@ class Executor:
     ) -> torch.Tensor:
         """One pass of layer-wise prefill: the hidden states `[T, hidden_size]` behind this model's layers, of
         all parts' tokens, one part after the other. `hidden`: those before them, on any device; None in the
-        first stage.
+        first stage. Between two layers calls may cut in.
 
         Loads run one layer ahead, stores behind. Stores may be under way when it returns
         (`PassPart.storing`), loads are not. Raises `CancelledOnDevice` between two layers once all parts are
@@ -93,6 +114,7 @@ class Executor:
             loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
             hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
             transfers.launch_store(layer, parts)
+            self._let_in()
         return hidden
 
     def dropped(self, parts: Sequence[PassPart]) -> list[bool]:

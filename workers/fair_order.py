@@ -7,10 +7,10 @@ another tenant, nor for a hundred, and no prompt ends much later than with equal
 Of a tenant: first come, first served, but the second prompt of an answer counts as if it had come when the
 first one's tokens had been computed (start-time fair queueing, Goyal et al., SIGCOMM 1996).
 
-Both count in virtual time: tokens that each of those that wait would have had by equal parts. Whatever waits
-becomes due in it, so nobody starves.
+A tenant that comes begins with hardly less than the one has had that waits and has had least: so what was not
+wanted earlier counts for nothing, and nobody starves.
 
-Owns: virtual time, what each tenant has had. Does not know: priorities, deadlines, passes.
+Owns: what each tenant has had, virtual time among its answers. Does not know: priorities, deadlines, passes.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ T = TypeVar("T", bound=Waiting)
 @dataclass(slots=True)
 class _Tenant:
     num_had: float
-    """tokens that were computed for it, or that others had had each when it came"""
+    """tokens that were computed for it, and, if that is more, what others had had when it came"""
     now: float = 0.0
     """virtual time among its answers"""
     num_waiting: dict[str, int] = field(default_factory=dict)
@@ -48,18 +48,22 @@ class _Tenant:
 
 
 class FairOrder:
-    """Of all prompts that have entered and not left. It begins anew when there are none."""
+    """Of all prompts that have entered and not left. It begins anew when there are none.
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    A tenant that comes is `lead_tokens` ahead: about a pass, for time is not given in less.
+    """
+
+    def __init__(self, lead_tokens: int = 0) -> None:
+        self._lead_tokens = lead_tokens
         self._tenants: dict[str, _Tenant] = {}
 
     def enter(self, prompt: Waiting) -> None:
         """It waits from now on."""
         tenant_name, answer_id = prompt.flow
-        tenant = self._tenants.setdefault(tenant_name, _Tenant(self._now))
-        if not tenant.num_waiting:
-            tenant.num_had = max(tenant.num_had, self._now)
+        tenant = self._tenants.setdefault(tenant_name, _Tenant(-self._lead_tokens))
+        if not tenant.num_waiting:  # nobody saves up for later
+            waiting = [other.num_had for other in self._tenants.values() if other.num_waiting]
+            tenant.num_had = max(tenant.num_had, min(waiting, default=0.0) - self._lead_tokens)
         prompt.start = max(tenant.now, tenant.next_starts.get(answer_id, 0.0))
         tenant.next_starts[answer_id] = prompt.start + prompt.num_expected
         tenant.num_waiting[answer_id] = tenant.num_waiting.get(answer_id, 0) + 1
@@ -73,14 +77,12 @@ class FairOrder:
             del tenant.num_waiting[answer_id], tenant.next_starts[answer_id]
         if not any(other.num_waiting for other in self._tenants.values()):
             self._tenants.clear()
-            self._now = 0.0
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
         """So many tokens of a prompt are computed that has not left."""
         tenant = self._tenants[prompt.flow.tenant]
         tenant.num_had += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)
-        self._now += num_tokens / sum(bool(other.num_waiting) for other in self._tenants.values())
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
         """Sort prompts that have entered, given in order of arrival: the next to be computed comes first."""
@@ -90,4 +92,5 @@ class FairOrder:
             name = prompt.flow.tenant
             ends[name] = ends.get(name, self._tenants[name].num_had) + prompt.num_expected
             keyed.append((ends[name], prompt))
-        return [prompt for _, prompt in sorted(keyed, key=lambda pair: pair[0])]
+        # Of prompts that would end together the one goes first whose tenant then has least left.
+        return [prompt for _, prompt in sorted(keyed, key=lambda pair: (pair[0], ends[pair[1].flow.tenant]))]

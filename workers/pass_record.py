@@ -32,9 +32,10 @@ class PassRecord:
 
     def __init__(self, fd: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if fd is None else fd, PASS_RECORD_BYTES)
-        self._refs: list[Ref] | None = []
+        self._running: list[Ref] | None = []
+        self._written: list[Ref] | None = []
         self._length = _NOBODY
-        """of what stands in the area of the pass that runs"""
+        """of what was written last to the area of the pass that runs"""
 
     def take(self) -> list[Ref] | None:
         """What the life before has left, which is forgotten by that; None: a pass, and it is not known whose.
@@ -54,11 +55,12 @@ class PassRecord:
     def computing(
         self, refs: list[Ref] | None, expected: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Compute a pass of these requests (None: not known), on the device thread. An error that is not
-        `expected` is what ends this process."""
-        if refs != self._refs:
-            self._refs, self._length = refs, self._write(_RUNNING, refs)
-        self._set_length(_RUNNING, self._length)
+        """Compute a pass of these requests (None: not known), on the device thread.
+
+        An error that is not `expected` is what ends this process. A pass that cuts in stands here meanwhile.
+        """
+        outer, self._running = self._running, refs
+        self._note_running()
         try:
             yield
         except expected:
@@ -67,12 +69,22 @@ class PassRecord:
             self.blame(refs)
             raise
         finally:
-            self._set_length(_RUNNING, _NOBODY)
+            self._running = outer
+            self._note_running()
 
     def blame(self, refs: list[Ref] | None) -> None:
         """The work of these requests has failed, and this process is about to end. The first one counts."""
         if self._read(_FAILED) == []:
             self._set_length(_FAILED, self._write(_FAILED, refs))
+
+    def _note_running(self) -> None:
+        if self._running == []:
+            self._set_length(_RUNNING, _NOBODY)
+            return
+        if self._running != self._written:
+            self._set_length(_RUNNING, _NOBODY)
+            self._written, self._length = self._running, self._write(_RUNNING, self._running)
+        self._set_length(_RUNNING, self._length)
 
     def _write(self, area: int, refs: Sequence[Ref] | None) -> int:
         """What the length is to be."""

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from mooncake.errors import GrammarError, MooncakeError, TransferError
 from mooncake.messages import Prefill, Prefilled, WorkFailed
@@ -20,7 +20,7 @@ from workers.engine.kvcache import OutOfPages
 from workers.errors import SessionLostError
 from workers.jobs import Jobs
 from workers.prefill_job import PrefillJob
-from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt
+from workers.prefill_queue import PrefillQueue, PromptState, QueuedPrompt, Share
 from workers.stage import Stage
 from workers.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
 
@@ -68,8 +68,10 @@ class PrefillRunner:
         """The loop: plan, compute."""
         try:
             while True:
-                shares = [(share.prompt, share.num_tokens) for share in self._queue.plan()]
-                if shares:
+                shares = self._queue.plan()
+                if shares and self._stage.lets_in:
+                    await self._compute_and_let_in(shares)
+                elif shares:
                     await self._compute(shares)
                 else:
                     self._ready.clear()
@@ -166,10 +168,23 @@ class PrefillRunner:
 
     # -- passes -------------------------------------------------------------------------------------
 
-    async def _compute(self, shares: list[tuple[QueuedPrompt, int]]) -> None:
+    async def _compute_and_let_in(self, shares: Sequence[Share]) -> None:
+        """One pass, and within it those of prompts that need not wait for its end."""
+        async with asyncio.TaskGroup() as passes:
+            running = passes.create_task(self._compute(shares))
+            running.add_done_callback(lambda _: self._ready.set())
+            while not running.done():
+                urgent = self._queue.plan_cut_in([share.prompt for share in shares])
+                if urgent:
+                    await self._compute(urgent, cuts_in=True)
+                else:
+                    self._ready.clear()
+                    await self._ready.wait()
+
+    async def _compute(self, shares: Sequence[Share], *, cuts_in: bool = False) -> None:
         in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in shares]
         rounds = [job.round for job, _ in in_pass]
-        computed = await self._stage.compute(in_pass)
+        computed = await self._stage.compute(in_pass, cuts_in=cuts_in)
         for (prompt, _), (job, _), outcome, round_ in zip(
             shares, in_pass, computed.outcomes, rounds, strict=True
         ):

@@ -12,12 +12,14 @@ not move, and sooner or later all prompts that arrive have later ones, of whatev
 Where it is the turn of a prompt without a deadline, one of the same priority without one may have the turn
 instead: these share them fairly between tenants and answers (`workers.fair_order`).
 
+A tenant with little to compute has passes of its own, and does not wait for the end of another one's pass.
+
 Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
 """
 
 import bisect
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -125,7 +127,7 @@ class PrefillQueue:
         self._cut, self._multiple = cut, multiple
         self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
         self._prompts: list[QueuedPrompt] = []
-        self._fair_order = FairOrder()
+        self._fair_order = FairOrder(self._saturating_tokens)
         self._num_arrived = 0
 
     def add(
@@ -194,8 +196,40 @@ class PrefillQueue:
     def plan(self) -> list[Share]:
         """The next pass, which is to be computed: as many tokens of each prompt in turn as there is room for.
 
-        May be empty.
+        Prompts of tenants with little to compute, whose turn it is, have it for themselves. May be empty.
         """
+        return self._counted(self._plan_light([]) or self._plan_full())
+
+    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[Share]:
+        """A pass that goes before the rest of the one of `running`, which may take long. May be empty.
+
+        Those are prompts of tenants with little to compute, whose turn comes before that of all that run.
+        """
+        is_alone = any(prompt.is_alone for prompt in running)
+        return [] if is_alone else self._counted(self._plan_light(running))
+
+    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[Share]:
+        """Whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
+
+        What a tenant with more to compute has next would make such a pass longer, and itself end no sooner.
+        """
+        num_expected: Counter[str] = Counter()
+        for prompt in self._prompts:
+            num_expected[prompt.flow.tenant] += prompt.num_expected
+        shares, room = list[Share](), self._saturating_tokens
+        for prompt in self._in_order():
+            if prompt in running:
+                break
+            if prompt.state is not PromptState.READY:
+                continue
+            is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens and not prompt.is_alone
+            if not is_light or not prompt.num_left == prompt.num_left_of_chunk <= room:
+                break
+            shares.append(Share(prompt, prompt.num_left))
+            room -= prompt.num_left
+        return shares
+
+    def _plan_full(self) -> list[Share]:
         shares, num_taken = list[Share](), 0
         for prompt in self._in_order():
             if shares and (prompt.is_alone or shares[0].prompt.is_alone):
@@ -206,6 +240,9 @@ class PrefillQueue:
                 if num_tokens:
                     shares.append(Share(prompt, num_tokens))
                     num_taken += num_tokens
+        return shares
+
+    def _counted(self, shares: list[Share]) -> list[Share]:
         for share in shares:
             self._fair_order.computed(*share)
         return shares

@@ -108,6 +108,11 @@ class Stage:
         """Of the model."""
         return self._executor.model.layers
 
+    @property
+    def lets_in(self) -> bool:
+        """Whether a pass can cut into another one: where no rank or stage would have to do the same."""
+        return self._behind is None
+
     def job(self, job_id: int, order: Prefill, progress: Progress) -> PrefillJob:
         """A prompt's part here; its time here is to be spent in `serving`."""
         is_windowed = self._executor.kv.window is not None
@@ -261,12 +266,19 @@ class Stage:
     # -- passes -------------------------------------------------------------------------------------
 
     async def compute(
-        self, shares: Sequence[tuple[PrefillJob, int]], hidden: torch.Tensor | None = None
+        self,
+        shares: Sequence[tuple[PrefillJob, int]],
+        hidden: torch.Tensor | None = None,
+        *,
+        cuts_in: bool = False,
     ) -> Computed:
         """One pass: the next tokens of each prompt. Aborted ones are computed on while others need the pass.
 
         `hidden`: the states `[T, hidden_size]` that the stage before has handed on, None in the first one.
+        `cuts_in`: between two layers of another pass, which shares no prompt with this one.
         """
+        assert not cuts_in or self.lets_in
+        run = self._executor.cut_in if cuts_in else self._executor.run
         jobs = [job for job, _ in shares]
         told = [job.share(num_tokens) for job, num_tokens in shares]
         are_last = [job.progress.num_left == num_tokens for job, num_tokens in shares]
@@ -283,7 +295,7 @@ class Stage:
                 return self._pass_on_device(jobs, parts, told, are_last, hidden, announced)
 
         try:
-            done = await self._executor.run(compute_recorded, on_cancel=drop_all)
+            done = await run(compute_recorded, on_cancel=drop_all)
         except CancelledOnDevice:
             pass
         finally:

@@ -98,10 +98,10 @@ class PrefillPart:
 class Receiving:
     """A prompt's pages at the decode side. `grant` opens them."""
 
-    def __init__(self, lab: "Lab", number: int, prompt: Sequence[int]) -> None:
+    def __init__(self, lab: "Lab", number: int, prompt: Sequence[int], tenant: str = "") -> None:
         self.ref = Ref(1, f"r{number}", 1)
         keys = lab.keys_of(prompt)
-        self.request = Request(self.ref.request_id, list(prompt), keys, SAMPLING, "front")
+        self.request = Request(self.ref.request_id, list(prompt), keys, SAMPLING, "front", tenant=tenant)
         self.answered: asyncio.Future[Prefilled | WorkFailed] = asyncio.get_running_loop().create_future()
         self.grant: Grant | None = None
         self._lab = lab
@@ -401,10 +401,11 @@ class Lab:
         prompt: Sequence[int],
         source: PrefixSource | None = None,
         time_left_s: float | None = None,
+        tenant: str = "",
     ) -> Receiving:
         """Reserves at the decode side and gives the order."""
         self._num_prompts += 1
-        receiving = Receiving(self, self._num_prompts, prompt)
+        receiving = Receiving(self, self._num_prompts, prompt, tenant)
         self._receiving[receiving.ref] = receiving
         await receiving.begin()
         assert receiving.grant is not None

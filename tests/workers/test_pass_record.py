@@ -107,3 +107,18 @@ def test_a_pass_of_which_nobody_knows_whose_it_is_or_of_too_many(fd: int) -> Non
 
     assert left_by(fd, unknown) is None
     assert left_by(fd, crowd) is None
+
+
+def test_a_pass_that_cuts_in_stands_there_as_long_as_it_takes(fd: int) -> None:
+    def within(record: PassRecord) -> None:
+        with record.computing([A]), record.computing([B]):
+            die()
+
+    def behind(record: PassRecord) -> None:
+        with record.computing([A]):
+            with record.computing([B]):
+                pass
+            die()
+
+    assert left_by(fd, within) == [B]
+    assert left_by(fd, behind) == [A]

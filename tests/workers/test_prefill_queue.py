@@ -246,6 +246,78 @@ def test_one_that_had_nothing_to_do_has_saved_up_nothing() -> None:
     assert [prompt in heavy for prompt in order].count(True) >= 4
 
 
+def test_what_a_tenant_with_much_to_compute_has_next_shares_no_pass_with_a_short_prompt() -> None:
+    queue = PrefillQueue(100)
+    long = ready(queue, 300, tenant="a")
+    assert compute(queue) == [(long, 100)]
+    short, other = ready(queue, 16, tenant="b"), ready(queue, 20, tenant="c")
+    assert compute(queue) == [(short, 16), (other, 20)]
+    assert compute(queue) == [(long, 100)]
+
+
+def test_a_short_prompt_cuts_into_the_pass_of_another_tenant() -> None:
+    queue = PrefillQueue(100)
+    long = ready(queue, 300, tenant="a")
+    running = [share.prompt for share in queue.plan()]
+    assert running == [long]
+    assert queue.plan_cut_in(running) == []
+    own = ready(queue, 16, tenant="a")
+    assert queue.plan_cut_in(running) == []
+    short = ready(queue, 16, tenant="b")
+    assert queue.plan_cut_in(running) == [(short, 16)]
+    queue.remove(short)
+    assert queue.plan_cut_in(running) == []
+    queue.remove(long)
+    assert compute(queue) == [(own, 16)]
+
+
+def test_what_is_more_than_a_pass_cuts_into_none() -> None:
+    """Of a tenant with many prompts, or a longer one: such a pass would take long itself."""
+    queue = PrefillQueue(1000, saturating_tokens=100)
+    running = [ready(queue, 3000, tenant="a")]
+    queue.plan()
+    for _ in range(11):
+        ready(queue, 10, tenant="b")
+    assert queue.plan_cut_in(running) == []
+    ready(queue, 101, tenant="c")
+    assert queue.plan_cut_in(running) == []
+
+
+@pytest.mark.parametrize("is_alone", ["running", "new"])
+def test_a_prompt_that_is_to_be_alone_neither_cuts_in_nor_lets_in(is_alone: str) -> None:
+    queue = PrefillQueue(100)
+    long = queue.add(300, None, 0.0, flow=Flow("a", ""), is_alone=is_alone == "running")
+    queue.ready(long, 0)
+    running = [share.prompt for share in queue.plan()]
+    short = queue.add(16, None, 0.0, flow=Flow("b", ""), is_alone=is_alone == "new")
+    queue.ready(short, 0)
+    assert queue.plan_cut_in(running) == []
+
+
+def test_a_later_deadline_does_not_cut_in() -> None:
+    queue = PrefillQueue(100)
+    ready(queue, 300, 1.0, tenant="a")
+    running = [share.prompt for share in queue.plan()]
+    ready(queue, 16, 2.0, tenant="b")
+    assert queue.plan_cut_in(running) == []
+    due = ready(queue, 16, 0.5, tenant="c")
+    assert queue.plan_cut_in(running) == [(due, 16)]
+
+
+def test_prompts_that_cut_in_again_and_again_have_no_more_than_their_part() -> None:
+    queue = PrefillQueue(100)
+    long, num_short = ready(queue, 2000, tenant="a"), 0
+    while long.num_left:
+        running = [share.prompt for share in queue.plan()]
+        assert running == [long]
+        for _ in range(5):
+            short = ready(queue, 60, tenant="b")
+            num_short += bool(queue.plan_cut_in(running))
+            queue.remove(short)
+        long.num_done += 100
+    assert 2000 / 60 <= num_short <= (2000 + 100) / 60 + 1
+
+
 def test_tokens_that_are_expected_to_be_reused_do_not_count() -> None:
     queue = PrefillQueue(100, saturating_tokens=1)
     long = ready(queue, 700, tenant="a")

@@ -1,0 +1,238 @@
+"""What one tenant's large requests cost another tenant's small one: TTFT beside each, and on an idle server.
+
+    python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
+
+Starts `mooncake-serve` on a free port with an API key for each of two tenants. One keeps a load under way
+that any client may send; the other asks for two tokens behind a prompt of 16 random ones, again and again,
+with a pause that a user might make. Each load is one row; the first row is the idle server. `times idle`
+compares the p99. `gap` is the p50 of the time between the two tokens.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.arguments import count
+from benchmarks.servers import ServerError, free_port, serving, telling_why
+from mooncake.api_keys import add_api_key
+
+Body = dict[str, Any]
+MODEL = "m"
+NUM_ROUNDS = 100
+PAUSE_S = 0.1
+"""mean, between two of the small requests"""
+SETTLING_S = 3.0
+"""a load is under way before the small requests begin: a burst of arrivals has its own row"""
+NUM_PROMPT, NUM_LONG_PROMPT = 16, 7000
+"""tokens"""
+FLOOD = 64
+"""requests of a load that are under way at the same time, where it consists of many"""
+
+
+class Load(NamedTuple):
+    """Requests of the large tenant, each sent again when it has ended."""
+
+    name: str
+    path: str
+    body: Callable[[random.Random], Body]
+    num_clients: int = 1
+    settles: bool = True
+
+
+class Measured(NamedTuple):
+    """Of the small tenant, in seconds: all its TTFTs, all its whole answers, the gaps between its tokens."""
+
+    ttfts_s: list[float]
+    answers_s: list[float]
+    gaps_s: list[float]
+
+
+def completion(rng: random.Random, num_prompt: int, num_tokens: int, **fields: Any) -> Body:
+    """Random tokens in, so many out."""
+    prompt = [rng.randrange(1000, 40000) for _ in range(num_prompt)]
+    return {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+
+
+LOADS = (
+    Load("idle", "", lambda _: {}, num_clients=0),
+    Load("n=128 of 2,000 tokens", "completions", lambda rng: completion(rng, 16, 2000, n=128)),
+    Load("its first second", "completions", lambda rng: completion(rng, 16, 2000, n=128), settles=False),
+    Load("n=128, logprobs=5", "completions", lambda rng: completion(rng, 16, 2000, n=128, logprobs=5)),
+    Load("n=128, long prompt", "completions", lambda rng: completion(rng, NUM_LONG_PROMPT, 400, n=128)),
+    Load("64 of 2,000 tokens", "completions", lambda rng: completion(rng, 16, 2000), FLOOD),
+    Load("64 long prompts", "completions", lambda rng: completion(rng, NUM_LONG_PROMPT, 1), FLOOD),
+    Load("64 short ones", "completions", lambda rng: completion(rng, 16, 1), FLOOD),
+    Load("64 large /tokenize", "tokenize", lambda rng: {"model": MODEL, "prompt": words(rng, 20_000)}, FLOOD),
+    Load(
+        "64 schemas of 3,000 values",
+        "chat/completions",
+        lambda rng: {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Say x."}],
+            "max_tokens": 64,
+            "response_format": enum_of(rng, 3000),
+        },
+        FLOOD,
+    ),
+)
+
+
+def words(rng: random.Random, num_words: int) -> str:
+    """Text in which no two words are alike by intent."""
+    return " ".join(f"{rng.randrange(1 << 40):x}" for _ in range(num_words))
+
+
+def enum_of(rng: random.Random, num_values: int) -> Body:
+    """A response format that nobody has asked for before."""
+    schema = {
+        "type": "object",
+        "properties": {"x": {"enum": words(rng, num_values).split()}},
+        "required": ["x"],
+    }
+    return {"type": "json_schema", "json_schema": {"name": "values", "schema": schema}}
+
+
+async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, statuses: set[int]) -> None:
+    """Until it is cancelled."""
+    root = "" if load.path == "tokenize" else "/v1"
+    while True:
+        answer = await http.post(f"{root}/{load.path}", json=load.body(rng))
+        statuses.add(answer.status_code)
+        if answer.status_code != 200:
+            await asyncio.sleep(0.2)
+
+
+@contextlib.asynccontextmanager
+async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIterator[set[int]]:
+    """The load, and the status codes of what has been answered of it."""
+    statuses = set[int]()
+    tasks = [
+        asyncio.create_task(keep_asking(http, load, random.Random(1000 * seed + client), statuses))
+        for client in range(load.num_clients)
+    ]
+    try:
+        yield statuses
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[float, float, float]:
+    """TTFT, time to the end, and the gap between the two tokens, in seconds."""
+    body = completion(rng, NUM_PROMPT, 2, stream=True)
+    started_s, seen_s = time.perf_counter(), list[float]()
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ServerError(f"{response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            if line.startswith('data: {"'):
+                seen_s.append(time.perf_counter())
+    return seen_s[0] - started_s, seen_s[-1] - started_s, seen_s[-1] - seen_s[0]
+
+
+async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load, num_rounds: int) -> Measured:
+    """The small tenant's requests beside `load`. One whose arrival counts begins anew for each of them."""
+    rng = random.Random(load.name)
+    rows = []
+    async with contextlib.AsyncExitStack() as stack:
+        if load.settles:
+            statuses = await stack.enter_async_context(under_way(large, load, 0))
+            await asyncio.sleep(SETTLING_S if load.num_clients else 0.0)
+            for _ in range(num_rounds):
+                await asyncio.sleep(rng.expovariate(1 / PAUSE_S))
+                rows.append(await small_request(small, rng))
+        else:
+            for seed in range(num_rounds // 5):
+                async with under_way(large, load, seed) as statuses:
+                    await asyncio.sleep(rng.uniform(0.0, 1.0))
+                    rows.append(await small_request(small, rng))
+                await idle(small)
+    if statuses - {200}:
+        print(f"{load.name}: answered {sorted(statuses)}", file=sys.stderr)
+    await idle(small)
+    return Measured(*(list(column) for column in zip(*rows, strict=True)))
+
+
+async def idle(http: httpx.AsyncClient) -> None:
+    """Returns when no request is under way."""
+    while True:
+        lines = (await http.get("/metrics")).text.splitlines()
+        states = [float(line.split()[-1]) for line in lines if line.startswith("mooncake_requests_by_state{")]
+        if not sum(states):
+            return
+        await asyncio.sleep(0.05)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of them do not exceed."""
+    return sorted(values)[max(0, -(-int(len(values) * share * 1000) // 1000) - 1)]
+
+
+async def measure(url: str, keys: Sequence[str], loads: Sequence[Load], num_rounds: int) -> None:
+    """Print one table, a row as soon as it is known."""
+    async with contextlib.AsyncExitStack() as stack:
+        small, large = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=url,
+                    timeout=600,
+                    headers={"Authorization": f"Bearer {key}"},
+                    limits=httpx.Limits(max_connections=2 * FLOOD),
+                )
+            )
+            for key in keys
+        ]
+        for _ in range(5):
+            await small_request(small, random.Random(0))  # first calls allocate
+        print("| beside | TTFT p50 | p99 | most | times idle | whole answer p50 | p99 | gap |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
+        idle_s = None
+        for load in loads:
+            measured = await beside(small, large, load, num_rounds)
+            p99_s = percentile(measured.ttfts_s, 0.99)
+            idle_s = idle_s or p99_s
+            cells = [statistics.median(measured.ttfts_s), p99_s, max(measured.ttfts_s)]
+            times = [f"{1000 * cell:.0f} ms" for cell in cells] + [f"{p99_s / idle_s:.1f}"]
+            cells = [statistics.median(measured.answers_s), percentile(measured.answers_s, 0.99)]
+            cells.append(statistics.median(measured.gaps_s))
+            times += [f"{1000 * cell:.0f} ms" for cell in cells]
+            print(f"| {load.name} | {' | '.join(times)} |", flush=True)
+
+
+def main() -> None:
+    """Start a server, measure, end it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.isolation",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=count, default=NUM_ROUNDS, metavar="N")
+    parser.add_argument("--only", action="append", choices=[load.name for load in LOADS[1:]])
+    arguments, flags = parser.parse_known_args()
+    loads = [
+        load for load in LOADS if load is LOADS[0] or arguments.only is None or load.name in arguments.only
+    ]
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with telling_why(ServerError) as log, tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "keys.yaml"
+        keys = [add_api_key(file, name, {}) for name in ("small", "large")]
+        command = [sys.executable, "-m", "mooncake", f"--port={port}", f"--http-api-keys-file={file}"]
+        command += [f"--served-model-name={MODEL}", *flags]
+        with serving(command, f"{url}/ready", output=log):
+            asyncio.run(measure(url, keys, loads, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()
