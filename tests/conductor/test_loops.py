@@ -62,7 +62,7 @@ def any_match(draw: np.random.Generator, num_slots: int) -> PrefixMatch:
     return PrefixMatch(num_slots, [depth for depth, _ in held], [mask for _, mask in held], on_ssd)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32))
 def test_compiled_and_with_numpy_the_results_are_the_same_to_the_last_bit(seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -889,9 +889,9 @@ class RequestsEndOnceWithTheBaseline(RequestsEndOnce):
 
 
 TestRequestsEndOnce = RequestsEndOnce.TestCase
-TestRequestsEndOnce.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRequestsEndOnce.settings = settings(max_examples=60, stateful_step_count=40)
 TestRequestsEndOnceWithTheBaseline = RequestsEndOnceWithTheBaseline.TestCase
-TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=20, stateful_step_count=40)
 
 
 def test_same_input_same_output() -> None:

@@ -107,7 +107,7 @@ class Pools(RuleBasedStateMachine):
         return num_blocks, num_dram_blocks
 
 
-Pools.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+Pools.TestCase.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
 TestPools = Pools.TestCase
 
 

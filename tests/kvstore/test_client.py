@@ -197,7 +197,7 @@ def test_large_blocks_travel_in_pieces(pools: Pools, door: str) -> None:
         assert client.get(keys[:2], buffers(2, layout.block_bytes)) == [False, True]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

@@ -651,4 +651,4 @@ class LeaseModel(RuleBasedStateMachine):
 
 
 TestLeasesAgainstModel = LeaseModel.TestCase
-TestLeasesAgainstModel.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestLeasesAgainstModel.settings = settings(max_examples=120, stateful_step_count=50)

@@ -258,4 +258,4 @@ class PoolModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)

@@ -288,7 +288,6 @@ def check(node: Node, num_examples: int) -> None:
             derandomize=True,
             database=None,
             phases=[Phase.generate],  # what depends on the time that a disk takes cannot be shrunk
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -107,7 +107,7 @@ async def check_fetched(folder: Path, splits: Splits, transport: Transport, whol
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(splits=groups(WHOLE))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_group_fills_the_grants_of_any_other(transport: Transport, splits: Splits) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run(check_sent(Path(folder), splits, transport))
@@ -115,7 +115,7 @@ def test_any_group_fills_the_grants_of_any_other(transport: Transport, splits: S
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(splits=groups(WHOLE))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_group_fetches_from_any_other(transport: Transport, splits: Splits) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run(check_fetched(Path(folder), splits, transport))

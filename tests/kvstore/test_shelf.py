@@ -170,7 +170,7 @@ class Churn:
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_under_churn_the_order_is_kept_to_within_one_batch_and_an_idle_page_is_always_found(
     policy: EvictionPolicy, seed: int
 ) -> None:

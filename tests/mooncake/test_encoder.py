@@ -120,7 +120,7 @@ class TestSameIds:
             encoder, backend, texts(400, "<|im_start|>", "<|im_end|>", "<|im_", "user\n", "The", " the")
         )
 
-    @settings(deadline=None, max_examples=200)
+    @settings(max_examples=200)
     @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
     def test_of_any_text(self, default: tuple[Encoder, Tokenizer], text: str) -> None:
         encoder, backend = default

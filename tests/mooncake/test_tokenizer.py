@@ -252,7 +252,7 @@ TOKEN_IDS = st.lists(st.one_of(st.integers(0, VOCAB_SIZE + 5), st.integers(3, 25
 
 class TestIncrementalDetokenizer:
     @given(ids=TOKEN_IDS, sizes=st.lists(st.integers(1, 5)), skip=st.booleans())
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     def test_pieces_add_up_to_the_whole(
         self, tiny: Tokenizer, ids: list[int], sizes: list[int], skip: bool
     ) -> None:
@@ -265,7 +265,7 @@ class TestIncrementalDetokenizer:
             assert "".join(pieces) + detokenizer.flush() == tiny.decode(ids, skip_special_tokens=skip)
 
     @given(text=st.text(st.sampled_from("ab 1é日🎉👩‍👧\n"), max_size=60))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_characters_in_flight_are_held_back(self, tiny: Tokenizer, text: str) -> None:
         ids = tiny.encode(text)
         for detokenizer in (IncrementalDetokenizer(tiny), tiny.detokenizer()):

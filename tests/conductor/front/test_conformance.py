@@ -80,7 +80,6 @@ def ask_what_is_drawn(api: schemathesis.BaseSchema, mode: GenerationMode, num_ea
                 max_examples=num_each,
                 derandomize=True,
                 database=None,
-                deadline=None,
                 phases=[Phase.generate, Phase.shrink],
                 suppress_health_check=list(HealthCheck),
             )

@@ -18,10 +18,9 @@ from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.info import EndpointInfo
 from messenger.rdma.memory import OPEN, WINDOW_BIND, RdmaMemory, register_range
+from tests.deadline import DEADLINE_S
 
 MIB = 1 << 20
-DEADLINE_S = 60.0
-"""generous: the machine is emulated, and other work may run beside it"""
 P = ParamSpec("P")
 
 

@@ -21,10 +21,10 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.requests import ProbeRequest, Urgency
 from messenger.transports import Transport
 from mooncake.errors import TransferError
+from tests.deadline import DEADLINE_S
 from tests.messenger.fabric import KEY, LARGE, Fabric, fabric, run, until
 from tests.rdma.guest.test_resources import verbs_objects
 
-DEADLINE_S = 90.0
 NUM_ROUNDS = 3
 NEIGHBOUR, NOBODY = "02:00:00:00:77:02", "02:00:00:00:77:99"
 
