@@ -1,4 +1,4 @@
-"""The unauthenticated peers of one listener.
+"""The peers of one listener that wait: to be authenticated, or to ask for something.
 
 Owns: who makes room when there are too many. Does not know: sockets, how a peer shows who it is.
 """
@@ -12,8 +12,8 @@ Peer = TypeVar("Peer", bound=Hashable)
 class Crowd(Generic[Peer]):
     """At most `limit` peers; one more puts out the one that has been there longest.
 
-    A peer that belongs here is authenticated within milliseconds, so that peers that only stand there make
-    room for it, and never the other way round.
+    A peer that belongs here does not wait for long, so that peers that only stand there make room for it, and
+    never the other way round.
     """
 
     def __init__(self, limit: int, put_out: Callable[[Peer], None]) -> None:
@@ -29,12 +29,19 @@ class Crowd(Generic[Peer]):
         """One more peer, which is not there yet."""
         self._peers[peer] = None
         if len(self._peers) > self._limit:
-            oldest = next(iter(self._peers))
-            del self._peers[oldest]
-            self._put_out(oldest)
+            self.make_room()
+
+    def make_room(self) -> bool:
+        """Put out the oldest. Whether there was one."""
+        if not self._peers:
+            return False
+        oldest = next(iter(self._peers))
+        del self._peers[oldest]
+        self._put_out(oldest)
+        return True
 
     def leave(self, peer: Peer) -> bool:
-        """The peer is authenticated or gone. Whether it was still there."""
+        """The peer waits no more, or is gone. Whether it was still there."""
         if peer not in self._peers:
             return False
         del self._peers[peer]

@@ -4,7 +4,8 @@ take their answers.
 Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
 request by then; how much all requests that have not arrived whole may hold, and the 503 of who makes room;
 how long a head may be; for how long a client may take nothing of what waits for it; that the request being
-answered hears of the connection's end; the short way for events. Does not know: requests.
+answered hears of the connection's end; when a connection waits (`waiting`); the short way for events. Does
+not know: requests.
 Without it a client that sends a byte now and then, or headers without end, or reads nothing, would keep a
 connection, and what it has sent or is to get, forever.
 """
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from conductor.front.errors import error_body
 from conductor.front.intake import Intake
 from conductor.front.outbox import Outbox, Writer
+from conductor.front.waiting import Listener
 from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 
@@ -39,11 +41,16 @@ class Body(Protocol):
 
 
 def connections(
-    request_timeout_s: float, send_timeout_s: float, most_pending_bytes: int, outbox: Outbox
+    listener: Listener,
+    request_timeout_s: float,
+    send_timeout_s: float,
+    most_pending_bytes: int,
+    outbox: Outbox,
 ) -> type[HttpToolsProtocol]:
     """What uvicorn calls for each connection. `send_timeout_s`: in which a client has to take something.
 
-    `most_pending_bytes`: of all requests that have not arrived whole. Answers leave through `outbox`.
+    `listener` accepts them. `most_pending_bytes`: of all requests that have not arrived whole. Answers leave
+    through `outbox`.
     """
     late = f"the request did not arrive within {request_timeout_s:g} s"
     late_answer = _last_answer(b"408 Request Timeout", late, "request_timeout")
@@ -69,6 +76,7 @@ def connections(
             super().connection_made(transport)
             self._writer = Writer(transport, outbox)
             self._set_deadline()
+            listener.ready(transport.get_extra_info("socket").fileno(), self)
 
         def data_received(self, data: bytes) -> None:
             self._num_unread_bytes += len(data)
@@ -80,6 +88,7 @@ def connections(
 
         def connection_lost(self, exc: Exception | None) -> None:
             intake.left(self)
+            listener.leaves(self)
             self._unset_deadline()
             self._unset_send_deadline()
             super().connection_lost(exc)
@@ -121,6 +130,8 @@ def connections(
             self._writer.flush()  # what waits for the client is told by the transport
             self._set_send_deadline()
             super().on_response_complete()
+            if not self.transport.is_closing() and not self._owes_an_answer():
+                listener.waits(self)
 
         def _set_send_deadline(self) -> None:
             """Nothing is written until it is less: the connection waits for that, or is being closed."""
@@ -163,6 +174,8 @@ def connections(
             intake.left(self)
             self._unset_deadline()
             super().on_message_complete()
+            if self._owes_an_answer():
+                listener.leaves(self)
 
         def _set_deadline(self) -> None:
             if self._deadline is None:
@@ -179,11 +192,17 @@ def connections(
             self.transport.close()
 
         def put_out(self) -> None:
-            """Close the connection, with a 503 if it awaits an answer: others need the room."""
+            """Close the connection, with a 503 if a request arrives over it: others need the room."""
             self._is_put_out = True
-            if not self._one_before_is_being_answered() and not self._is_being_answered():
+            is_arriving = self._has_begun and self._deadline is not None
+            if is_arriving and not self._one_before_is_being_answered() and not self._is_being_answered():
                 self.transport.write(crowded_answer)
-            self.transport.close()
+            self.transport.abort()  # what could be sent has been
+
+        def _owes_an_answer(self) -> bool:
+            """To a whole request."""
+            cycle = self._answered
+            return cycle is not None and not cycle.more_body and not cycle.response_complete
 
         def _is_being_answered(self) -> bool:
             return not self._is_in_head and self.cycle is not None and self.cycle.response_started

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from conductor.front.front import Front
 from conductor.front.link import ConductorPeer
 from conductor.front.model import ServedModel
 from conductor.front.outbox import Outbox
+from conductor.front.waiting import Listener
 from mooncake.config import host_and_port
 from mooncake.errors import ConfigError
 
@@ -36,6 +38,7 @@ _FIRST_ANSWER_S = 1.0  # of the Conductor; without one there is no use in waitin
 _LAST_WORDS_S = 1  # until clients have read why their answers end
 _SEND_TIMEOUT_S = 60.0  # in which a client has to take some of an answer that waits for it
 _LEAST_PENDING_BYTES = 32 << 20  # that requests may hold together before they have arrived whole
+_TLS_READ_BYTES = 16 << 10  # at once, which is a record; asyncio's own buffer of 256 KiB is each connection's
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 
 
@@ -52,7 +55,7 @@ class _Server(uvicorn.Server):
             listener.listen(_BACKLOG)  # asyncio made it as short as what is accepted at once
 
 
-def listen(host: str, port: int, option: str | None = None) -> socket.socket:
+def listen(host: str, port: int, option: str | None = None) -> Listener:
     """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError.
 
     `option`: by which another address can be chosen, if not --host and --port.
@@ -65,7 +68,7 @@ def listen(host: str, port: int, option: str | None = None) -> socket.socket:
         raise ConfigError(
             f"host {host!r} cannot be resolved ({error}); choose another with {option or '--host'}"
         ) from None
-    listener = socket.socket(family, kind, protocol)
+    listener = Listener(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -86,7 +89,7 @@ async def serve(
     model: ServedModel,
     conductor: ConductorPeer,
     registry: CollectorRegistry,
-    listener: socket.socket | None = None,
+    listener: Listener | None = None,
     on_listening: Callable[[str], None] = lambda _: None,
     display: Display | None = None,
 ) -> None:
@@ -98,19 +101,24 @@ async def serve(
     Raises ConfigError for a port, endpoint, certificate or file of API keys that cannot be used.
     """
     certificate = None if config.tls_cert is None else Certificate(config.tls_cert, _key_of(config))
+    SSLProtocol.max_size = _TLS_READ_BYTES  # asyncio has no other way
     with contextlib.ExitStack() as sockets:
         main = sockets.enter_context(contextlib.closing(listener or listen(config.host, config.port)))
         admin = None
         if config.admin_listen is not None:
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
+        if certificate is not None:
+            main.use_tls()
+            if admin is not None:
+                admin.use_tls()
         front = Front(config, model, conductor, registry, display)
         sockets.callback(front.reading.close)
         access = AdminAccess(config, front.metrics)
-        listeners = [(main, _server(create_app(front, access), config, certificate, front.outbox))]
+        listeners = [(main, _server(create_app(front, access), main, config, certificate, front.outbox))]
         if admin is not None:
             admin_app = create_admin_app(front, access)
-            listeners.append((admin, _server(admin_app, config, certificate, front.outbox)))
+            listeners.append((admin, _server(admin_app, admin, config, certificate, front.outbox)))
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(front.link.run()), group.create_task(front.reading.run())]
             if certificate is not None:
@@ -138,11 +146,14 @@ def _key_of(config: FrontConfig) -> Path:
     return config.tls_key
 
 
-def _server(app: FastAPI, config: FrontConfig, certificate: Certificate | None, outbox: Outbox) -> _Server:
+def _server(
+    app: FastAPI, listener: Listener, config: FrontConfig, certificate: Certificate | None, outbox: Outbox
+) -> _Server:
     return _Server(
         uvicorn.Config(
             RequestIds(app),
             http=connections(
+                listener,
                 config.request_timeout_s,
                 _SEND_TIMEOUT_S,
                 max(_LEAST_PENDING_BYTES, 2 * config.max_request_bytes),

@@ -69,8 +69,8 @@ class Transport:
     def abort(self) -> None:
         self.is_aborted = True
 
-    def get_extra_info(self, name: str) -> None:
-        return None
+    def get_extra_info(self, name: str) -> Mock | None:
+        return Mock() if name == "socket" else None
 
     def is_closing(self) -> bool:
         return False
@@ -86,7 +86,7 @@ class Client:
     def __init__(self) -> None:
         self.loop, self.transport, self.outbox = Loop(), Transport(), Outbox()
         config = uvicorn.Config(never, ws="none", log_config=None, timeout_keep_alive=int(LONG_S))
-        kind = connections(LONG_S, SEND_TIMEOUT_S, 1 << 30, self.outbox)
+        kind = connections(Mock(), LONG_S, SEND_TIMEOUT_S, 1 << 30, self.outbox)
         self.connection = kind(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
 
