@@ -88,7 +88,7 @@ LOADS = (
 
 
 def words(rng: random.Random, num_words: int) -> str:
-    """Text in which no two words are alike by intent."""
+    """Random words, practically never repeated."""
     return " ".join(f"{rng.randrange(1 << 40):x}" for _ in range(num_words))
 
 
@@ -125,7 +125,10 @@ async def under_way(http: httpx.AsyncClient, load: Load, seed: int) -> AsyncIter
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, Exception)]
+        if errors:
+            print(f"{load.name}: {len(errors)} clients have ended early: {errors[0]!r}", file=sys.stderr)
 
 
 async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[float, float, float]:
@@ -142,7 +145,7 @@ async def small_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[fl
 
 
 async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load, num_rounds: int) -> Measured:
-    """The small tenant's requests beside `load`. One whose arrival counts begins anew for each of them."""
+    """The small tenant's requests beside `load`. One that does not settle begins anew for each of them."""
     rng = random.Random(load.name)
     rows = []
     async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +156,7 @@ async def beside(small: httpx.AsyncClient, large: httpx.AsyncClient, load: Load,
                 await asyncio.sleep(rng.expovariate(1 / PAUSE_S))
                 rows.append(await small_request(small, rng))
         else:
-            for seed in range(num_rounds // 5):
+            for seed in range(-(-num_rounds // 5)):
                 async with under_way(large, load, seed) as statuses:
                     await asyncio.sleep(rng.uniform(0.0, 1.0))
                     rows.append(await small_request(small, rng))

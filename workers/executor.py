@@ -73,7 +73,7 @@ class Executor:
                 ended.set_exception(error)
 
         self._cutting_in.append(make)
-        self._thread.submit(self._let_in)  # for when no pass is computed, or its last layer
+        self._thread.submit(self._let_in)  # in case no pass is running, or its last layer has ended
         return await see_out(asyncio.wrap_future(ended), on_cancel)
 
     def _let_in(self) -> None:

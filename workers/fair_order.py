@@ -7,12 +7,14 @@ another tenant, nor for a hundred, and no prompt ends much later than with equal
 Of a tenant: first come, first served, but the second prompt of an answer counts as if it had come when the
 first one's tokens had been computed (start-time fair queueing, Goyal et al., SIGCOMM 1996).
 
-A tenant that comes begins with hardly less than the one has had that waits and has had least: so what was not
-wanted earlier counts for nothing, and nobody starves.
+A tenant that comes begins with what the least served one that waits has had: idle time earns no credit, and
+nobody starves. As long as a tenant has little to compute, it is about a pass ahead: turns are given by the
+pass, and with less two prompts that come soon after one another would not both be served at once.
 
 Owns: what each tenant has had, virtual time among its answers. Does not know: priorities, deadlines, passes.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -38,7 +40,7 @@ T = TypeVar("T", bound=Waiting)
 @dataclass(slots=True)
 class _Tenant:
     num_had: float
-    """tokens that were computed for it, and, if that is more, what others had had when it came"""
+    """tokens that were computed for it; what the least served one had had when it came, if that was more"""
     now: float = 0.0
     """virtual time among its answers"""
     num_waiting: dict[str, int] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class _Tenant:
 class FairOrder:
     """Of all prompts that have entered and not left. It begins anew when there are none.
 
-    A tenant that comes is `lead_tokens` ahead: about a pass, for time is not given in less.
+    A tenant with at most `lead_tokens` to compute is so many ahead.
     """
 
     def __init__(self, lead_tokens: int = 0) -> None:
@@ -60,10 +62,10 @@ class FairOrder:
     def enter(self, prompt: Waiting) -> None:
         """It waits from now on."""
         tenant_name, answer_id = prompt.flow
-        tenant = self._tenants.setdefault(tenant_name, _Tenant(-self._lead_tokens))
-        if not tenant.num_waiting:  # nobody saves up for later
+        tenant = self._tenants.setdefault(tenant_name, _Tenant(0.0))
+        if not tenant.num_waiting:  # idle time earns no credit
             waiting = [other.num_had for other in self._tenants.values() if other.num_waiting]
-            tenant.num_had = max(tenant.num_had, min(waiting, default=0.0) - self._lead_tokens)
+            tenant.num_had = max(tenant.num_had, min(waiting, default=0.0))
         prompt.start = max(tenant.now, tenant.next_starts.get(answer_id, 0.0))
         tenant.next_starts[answer_id] = prompt.start + prompt.num_expected
         tenant.num_waiting[answer_id] = tenant.num_waiting.get(answer_id, 0) + 1
@@ -86,11 +88,17 @@ class FairOrder:
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
         """Sort prompts that have entered, given in order of arrival: the next to be computed comes first."""
-        ends: dict[str, float] = {}
+        in_turn = sorted(prompts, key=lambda prompt: prompt.start)
+        num_expected: Counter[str] = Counter()
+        for prompt in in_turn:
+            num_expected[prompt.flow.tenant] += prompt.num_expected
+        ends = {
+            name: self._tenants[name].num_had - (self._lead_tokens if num <= self._lead_tokens else 0)
+            for name, num in num_expected.items()
+        }
         keyed = []
-        for prompt in sorted(prompts, key=lambda prompt: prompt.start):
-            name = prompt.flow.tenant
-            ends[name] = ends.get(name, self._tenants[name].num_had) + prompt.num_expected
-            keyed.append((ends[name], prompt))
-        # Of prompts that would end together the one goes first whose tenant then has least left.
+        for prompt in in_turn:
+            ends[prompt.flow.tenant] += prompt.num_expected
+            keyed.append((ends[prompt.flow.tenant], prompt))
+        # On a tie: the tenant with the least work left after it.
         return [prompt for _, prompt in sorted(keyed, key=lambda pair: (pair[0], ends[pair[1].flow.tenant]))]

@@ -57,7 +57,7 @@ class PassRecord:
     ) -> Iterator[None]:
         """Compute a pass of these requests (None: not known), on the device thread.
 
-        An error that is not `expected` is what ends this process. A pass that cuts in stands here meanwhile.
+        An error that is not `expected` is what ends this process. While a pass cuts in, that one stands here.
         """
         outer, self._running = self._running, refs
         self._note_running()

@@ -169,7 +169,7 @@ class PrefillRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute_and_let_in(self, shares: Sequence[Share]) -> None:
-        """One pass, and within it those of prompts that need not wait for its end."""
+        """One pass; meanwhile those of prompts that need not wait for its end cut in."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(shares))
             running.add_done_callback(lambda _: self._ready.set())

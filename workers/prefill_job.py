@@ -193,6 +193,7 @@ class PrefillJob:
             await_pool=self._await_pool,
             on_stored=self._stored,
             storing=self._storing,
+            is_dropped=self.is_dropped,
         )
         self._pass_ended.clear()
         return self._part

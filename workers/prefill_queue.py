@@ -196,38 +196,48 @@ class PrefillQueue:
     def plan(self) -> list[Share]:
         """The next pass, which is to be computed: as many tokens of each prompt in turn as there is room for.
 
-        Prompts of tenants with little to compute, whose turn it is, have it for themselves. May be empty.
+        If prompts of tenants with little to compute are first in order, it holds only these. May be empty.
         """
-        return self._counted(self._plan_light([]) or self._plan_full())
+        return self._charged(self._plan_light([]) or self._plan_full())
 
     def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[Share]:
         """A pass that goes before the rest of the one of `running`, which may take long. May be empty.
 
-        Those are prompts of tenants with little to compute, whose turn comes before that of all that run.
+        It holds prompts of tenants with little to compute that come before all of `running`; a pass of such
+        tenants is over soon, and nothing cuts into it.
         """
-        is_alone = any(prompt.is_alone for prompt in running)
-        return [] if is_alone else self._counted(self._plan_light(running))
+        num_expected = self._num_expected()
+        is_short = all(num_expected[prompt.flow.tenant] <= self._saturating_tokens for prompt in running)
+        if is_short or any(prompt.is_alone for prompt in running):
+            return []
+        return self._charged(self._plan_light(running))
 
     def _plan_light(self, running: Collection[QueuedPrompt]) -> list[Share]:
         """Whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
 
-        What a tenant with more to compute has next would make such a pass longer, and itself end no sooner.
+        Tokens of a tenant with more to compute would make the pass longer, and end no sooner themselves.
         """
-        num_expected: Counter[str] = Counter()
-        for prompt in self._prompts:
-            num_expected[prompt.flow.tenant] += prompt.num_expected
+        num_expected = self._num_expected()
         shares, room = list[Share](), self._saturating_tokens
         for prompt in self._in_order():
             if prompt in running:
                 break
             if prompt.state is not PromptState.READY:
                 continue
-            is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens and not prompt.is_alone
-            if not is_light or not prompt.num_left == prompt.num_left_of_chunk <= room:
+            is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
+            fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
+            if not is_light or not fits_whole or prompt.is_alone:
                 break
             shares.append(Share(prompt, prompt.num_left))
             room -= prompt.num_left
         return shares
+
+    def _num_expected(self) -> Counter[str]:
+        """Tokens that are still to be computed, by tenant."""
+        num_expected: Counter[str] = Counter()
+        for prompt in self._prompts:
+            num_expected[prompt.flow.tenant] += prompt.num_expected
+        return num_expected
 
     def _plan_full(self) -> list[Share]:
         shares, num_taken = list[Share](), 0
@@ -242,7 +252,8 @@ class PrefillQueue:
                     num_taken += num_tokens
         return shares
 
-    def _counted(self, shares: list[Share]) -> list[Share]:
+    def _charged(self, shares: list[Share]) -> list[Share]:
+        """The shares, charged to their tenants."""
         for share in shares:
             self._fair_order.computed(*share)
         return shares

@@ -110,7 +110,7 @@ class Stage:
 
     @property
     def lets_in(self) -> bool:
-        """Whether a pass can cut into another one: where no rank or stage would have to do the same."""
+        """Whether a pass can cut into another one: not if other ranks or stages would have to do the same."""
         return self._behind is None
 
     def job(self, job_id: int, order: Prefill, progress: Progress) -> PrefillJob:

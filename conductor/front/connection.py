@@ -197,10 +197,13 @@ def connections(
             is_arriving = self._has_begun and self._deadline is not None
             if is_arriving and not self._one_before_is_being_answered() and not self._is_being_answered():
                 self.transport.write(crowded_answer)
-            self.transport.abort()  # what could be sent has been
+            if self.transport.get_write_buffer_size():
+                self.transport.close()  # when the client has taken what waits for it
+            else:
+                self.transport.abort()  # an end of TLS is not waited for
 
         def _owes_an_answer(self) -> bool:
-            """To a whole request."""
+            """A request has arrived whole, and its answer is not complete."""
             cycle = self._answered
             return cycle is not None and not cycle.more_body and not cycle.response_complete
 

@@ -101,7 +101,7 @@ async def serve(
     Raises ConfigError for a port, endpoint, certificate or file of API keys that cannot be used.
     """
     certificate = None if config.tls_cert is None else Certificate(config.tls_cert, _key_of(config))
-    SSLProtocol.max_size = _TLS_READ_BYTES  # asyncio has no other way
+    SSLProtocol.max_size = _TLS_READ_BYTES  # asyncio has no public option; for the whole process
     with contextlib.ExitStack() as sockets:
         main = sockets.enter_context(contextlib.closing(listener or listen(config.host, config.port)))
         admin = None

@@ -36,14 +36,14 @@ class Listener(socket.socket):
         super().__init__(*address)
         self._crowd = Crowd[Waits](_bound(MOST_WAITING), _put_out)
         self._accepted: dict[int, _Accepted] = {}
-        """by descriptor; those whose handshake has failed stay until theirs is used again"""
+        """by descriptor; failed handshakes stay here until their descriptor is used again"""
 
     def use_tls(self) -> None:
         """Say that connections will be encrypted. To be called before the first one."""
         self._crowd = Crowd[Waits](_bound(MOST_WAITING_TLS), _put_out)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As a socket's. When descriptors run out somebody makes room, and the next call succeeds."""
+        """As a socket's. When descriptors run out one that waits makes room, and a later call succeeds."""
         try:
             connection, address = super().accept()
         except OSError as error:
@@ -64,7 +64,7 @@ class Listener(socket.socket):
         self._crowd.enter(waits)
 
     def waits(self, waits: Waits) -> None:
-        """A connection has nothing to be answered any more."""
+        """Its answer is complete; it waits for the next request."""
         self._crowd.enter(waits)
 
     def leaves(self, waits: Waits) -> None:
@@ -73,7 +73,7 @@ class Listener(socket.socket):
 
 
 class _Accepted:
-    """A connection that nobody uses yet."""
+    """A connection that HTTP has not been told of yet."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

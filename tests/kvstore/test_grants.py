@@ -192,7 +192,7 @@ def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: StartNode)
                 for _ in range(MOST_UNKNOWN + 1)
             ]
             assert strangers[0].recv(1) == b""  # the oldest makes room
-            assert (await client.stats()).num_strangers == 1
+            await until(client, lambda stats: stats.num_strangers == 1)
             fd = os.memfd_create("hand-made")
             open_files.callback(os.close, fd)
             os.truncate(fd, 8192)

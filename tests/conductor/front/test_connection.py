@@ -58,7 +58,7 @@ class Transport:
     """`num_bytes` wait for the client."""
 
     num_bytes = 0
-    is_aborted = False
+    is_aborted = is_closed = False
 
     def write(self, data: bytes) -> None:
         self.num_bytes += len(data)
@@ -68,6 +68,9 @@ class Transport:
 
     def abort(self) -> None:
         self.is_aborted = True
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def get_extra_info(self, name: str) -> Mock | None:
         return Mock() if name == "socket" else None
@@ -172,3 +175,11 @@ def test_parts_of_a_body_are_taken_while_the_client_reads(client: Client) -> Non
     assert not body.takes_more()
     client.connection.resume_writing()
     assert body.takes_more()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_who_is_put_out_gets_what_waits_of_an_answer(client: Client, num_bytes: int) -> None:
+    client.transport.num_bytes = num_bytes
+    client.connection.on_response_complete()
+    client.connection.put_out()  # type: ignore[attr-defined]
+    assert (client.transport.is_closed, client.transport.is_aborted) == (num_bytes > 0, num_bytes == 0)
