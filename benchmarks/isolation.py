@@ -1,4 +1,4 @@
-"""What one tenant's large requests cost another tenant's small one: TTFT beside each, and on an idle server.
+"""Measure a tenant's small requests beside another one's large ones, and on an idle server.
 
     python -m benchmarks.isolation [--rounds N] [--only NAME ...] [mooncake-serve flags]
 
@@ -50,7 +50,7 @@ class Load(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of the small tenant, in seconds: all its TTFTs, all its whole answers, the gaps between its tokens."""
+    """Times of the small tenant's requests, in seconds: first tokens, whole answers, gaps between tokens."""
 
     ttfts_s: list[float]
     answers_s: list[float]
