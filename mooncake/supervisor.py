@@ -125,7 +125,7 @@ class Child:
         )
         os.close(status_write)
         if self._signal is not None:
-            self.process.send_signal(self._signal)  # it came while the process was being started
+            self._send(self._signal)  # it came while the process was being started
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         # stdin stays open: its end tells the child that the supervisor is gone.
@@ -165,18 +165,23 @@ class Child:
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to the current life, and to one that is just being started."""
         self._signal = signum
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signum)
+        self._send(signum)
 
     def end_hung(self) -> str:
         """End the current life, which hangs. Returns what the process does, in the kernel's words."""
         assert self.process is not None
         self._hung = True
         doing = _state(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        self._send(signal.SIGKILL)
         return doing
+
+    def _send(self, signum: int) -> None:
+        """Send a signal past the process object, which would look for the exit code first, and take that from
+        the thread that waits for the process.
+        """
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
 
 
 class Supervisor:

@@ -145,6 +145,24 @@ def test_a_child_that_gives_no_sign_of_life_is_ended_and_restarted(
     assert "[c] no sign" not in output
 
 
+def test_a_signal_to_a_process_that_has_just_died_hides_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How the process has ended is still told, when the signal comes before its exit code is taken."""
+    dying = child("a", "crash", tmp_path)
+    waitpid = os.waitpid
+
+    def signal_and_wait(pid: int, options: int) -> tuple[int, int]:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        dying.end_hung()
+        return waitpid(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", signal_and_wait)
+    code, output = supervise([dying], ["ready in"], capsys)
+    assert code == 0
+    assert "[a] died (signal 9)" in output
+
+
 def test_lines_of_any_length_and_broken_statuses_do_no_harm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
