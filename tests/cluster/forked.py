@@ -103,13 +103,6 @@ class _Child:
         assert self.returncode is not None
         return self.returncode
 
-    def send_signal(self, signum: signal.Signals) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 def _run(
     module: str, name: str, environ: dict[str, str], stdin: int, stdout: int, pass_fds: Sequence[int]
