@@ -26,7 +26,8 @@ import zmq.asyncio
 from kvstore.events import Batch, BlockTokens, EventLog
 from kvstore.open_peers import OpenPeers
 from mooncake.blocks import BlockKey
-from mooncake.curve import Doubling, Gate
+from mooncake.curve import Gate
+from mooncake.doubling import Doubling
 from mooncake.errors import ConfigError
 from mooncake.keys import ClusterKey
 from mooncake.kv_events import (

@@ -97,8 +97,7 @@ async def serve_client(
             await client.greet(host, tasks)
         await client.serve()
     except StrangerError as error:
-        traffic.num_strangers += 1
-        log.info("a stranger is turned away: %s", error)
+        traffic.count_stranger(str(error))
     except MooncakeError as error:
         log.warning("a client on another host is sent away: %s", error)
         with contextlib.suppress(OSError):

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 256
 """connections whose other end has not shown yet that it knows the cluster's key"""
+_SILENT = "it said nothing in time"
 
 
 class Threshold:
@@ -66,7 +67,7 @@ class Sessions:
                         introduction = await admit(frames, door.key)
                     lane = await self._welcome(frames, introduction)
             except (StrangerError, TimeoutError) as error:
-                _count_stranger(door.traffic, error)
+                door.traffic.count_stranger(str(error) or _SILENT)
             except (OSError, TransferError, MismatchError) as error:
                 log.info("a connection was refused: %s", error)
             else:
@@ -141,11 +142,6 @@ async def _shake_hands(stream: Stream) -> None:
         raise StrangerError(f"no TLS: {error}") from None
 
 
-def _count_stranger(traffic: Traffic, error: Exception) -> None:
-    traffic.num_strangers += 1
-    log.info("a stranger is turned away: %s", str(error) or "it said nothing in time")
-
-
 async def turn_away(
     stream: Stream, reason: str, key: ClusterKey, traffic: Traffic, threshold: Threshold, *, timeout_s: float
 ) -> None:
@@ -157,7 +153,7 @@ async def turn_away(
                 await admit(Frames(stream, Side.RECEIVER), key)
                 await handshake.refuse(stream, reason)
     except (StrangerError, TimeoutError) as error:
-        _count_stranger(traffic, error)
+        traffic.count_stranger(str(error) or _SILENT)
     except (OSError, TransferError, MismatchError) as error:
         log.info("a peer left before it was refused: %s", error)
     finally:

@@ -10,6 +10,7 @@ Owns: choice of transport, opening sockets, moving one frame's bytes. Does not k
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections import defaultdict
@@ -25,6 +26,7 @@ from messenger.pacing import begin_unpaced
 from messenger.protocol import SAME_TLS
 from messenger.stream import Stream
 from messenger.tls import Tls
+from mooncake.doubling import Doubling
 from mooncake.errors import TransferError
 from mooncake.mapping import MappedFile
 from mooncake.pools import MessengerAddress
@@ -40,6 +42,7 @@ _TURN_BYTES = 1 << 20
 
 
 Number = TypeVar("Number", int, float)
+log = logging.getLogger(__name__)
 
 
 class Transport(StrEnum):
@@ -74,6 +77,16 @@ class Traffic:
     num_checksum_failures: int = 0
     num_strangers: int = 0
     """connections that were closed because their other end had not the cluster's key"""
+    _stranger_lines: Doubling = field(default_factory=lambda: Doubling(1))
+
+    def count_stranger(self, reason: str) -> None:
+        """One more. The log hears of it each time that there are twice as many: whoever reaches a port can
+        connect as often as he likes."""
+        self.num_strangers += 1
+        if self._stranger_lines.has_come(self.num_strangers):
+            log.info(
+                "%d strangers have been turned away so far, the last one: %s", self.num_strangers, reason
+            )
 
 
 class Path(NamedTuple):

@@ -23,6 +23,7 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from mooncake.doubling import Doubling
 from mooncake.handshakes import HANDSHAKE_S, MOST_UNAUTHENTICATED, Handshakes, Unauthenticated
 from mooncake.keys import ClusterKey
 
@@ -233,20 +234,6 @@ def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
     socket.curve_serverkey = public
     socket.curve_publickey = public
     socket.curve_secretkey = secret
-
-
-class Doubling:
-    """When to log a count that grows: at `first`, and each time that it has doubled since."""
-
-    def __init__(self, first: int) -> None:
-        self._next = first
-
-    def has_come(self, count: int) -> bool:
-        """Whether to log it now."""
-        is_due = count >= self._next
-        if is_due:
-            self._next = 2 * count
-        return is_due
 
 
 class _Reader:

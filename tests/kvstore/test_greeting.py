@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 import struct
@@ -209,6 +210,15 @@ def test_stranger_is_hung_up_on_and_counted_once(speak: Callable[[socket.socket]
     assert heard == b""  # but for a challenge that was asked for
     assert door.traffic.num_strangers == 1
     assert door.num_admitted == 0
+
+
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    door = Door(timeout_s=DEADLINE_S)
+    for _ in range(9):
+        door.visit(sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+    assert door.traffic.num_strangers == 9
+    assert [record.args[0] for record in caplog.records if record.args] == [1, 2, 4, 8]  # type: ignore[index]
 
 
 def connects(sock: socket.socket) -> None:
