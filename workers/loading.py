@@ -21,12 +21,12 @@ from mooncake.process_config import (
 from mooncake.sections import KVCacheConfig
 from mooncake.segments import GIB, available_bytes
 from mooncake.tokenizer import load_vocabulary
-from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.process_group import shard_of
 from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.tensor_parallel import kv_heads_of
+from workers.engine.warm_up import warm_up
 from workers.engine.weights import WeightsError
 from workers.executor import Executor
 from workers.model_spec import spec_of

@@ -15,10 +15,10 @@ from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write, rotate_and
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.spans import Spans, attention_reference, plan_spans
 from workers.engine.batch import Batch, Chunk
-from workers.engine.cuda import warm_up
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, RopeKind, RopeScaling
+from workers.engine.warm_up import warm_up
 
 _NUM_KV_HEADS = 2
 # (new tokens, tokens in all)

@@ -1,4 +1,4 @@
-"""What computes on a GPU, found out without importing what is not there, and its first run.
+"""What computes on a GPU, found out without importing what is not there.
 
 Owns: that choice. Does not know: how anything is computed.
 """
@@ -11,14 +11,12 @@ import torch
 
 from kernels.cuda import why_unavailable
 from kernels.cuda.launch import FLOATS, MAX_HEAD_DIM
-from workers.engine.batch import Batch, Chunk
 from workers.engine.spec import ModelSpec
 from workers.engine.weights import Weights
 
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
     from workers.engine.kvcache import DeviceKVCache
-    from workers.engine.model import DecoderModel
     from workers.engine.triton_layers import TritonLayers
 
 _MAX_GROUP = 32
@@ -48,30 +46,3 @@ def decode_graphs(layers: TritonLayers, kv: DeviceKVCache) -> DecodeGraphs:
     from workers.engine.decode_graphs import CudaCapture, DecodeGraphs
 
     return DecodeGraphs(layers, kv, CudaCapture(kv.device))
-
-
-def warm_up(model: DecoderModel, kv: DeviceKVCache) -> None:
-    """Lets kernels be compiled before a request has to wait for it: one prompt, and one step after it.
-
-    A whole model captures its first graph, a stage computes its layers. Blocks for seconds; the pages that it
-    uses are free again.
-    """
-    pages = kv.allocate(1)
-    for chunk in (Chunk([0, 0], 0, pages), Chunk([0], 2, pages)):
-        batch = Batch.build([chunk], kv)
-        if model.is_first_stage and model.is_last_stage:
-            model.forward(batch, kv)
-        else:
-            _compute_stage(model, batch, kv)
-    kv.free(pages)
-
-
-def _compute_stage(model: DecoderModel, batch: Batch, kv: DeviceKVCache) -> None:
-    if model.is_first_stage:
-        hidden = model.embed(batch)
-    else:
-        hidden = torch.zeros(batch.num_tokens, model.spec.hidden_size, dtype=model.dtype, device=model.device)
-    for layer in model.layers:
-        hidden = model.forward_layer(layer, hidden, batch, kv)
-    if model.is_last_stage:
-        model.logits(hidden[batch.last_rows])
