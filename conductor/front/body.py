@@ -16,6 +16,7 @@ from conductor.front.schema import shortened
 from mooncake.errors import RequestError
 
 Schema = TypeVar("Schema", bound=BaseModel)
+_PIECE_BYTES = 1 << 17
 
 # Pydantic's words are about Python; a client has written JSON.
 _EXPECTED = {
@@ -32,6 +33,31 @@ _EXPECTED = {
     "string_type": "a string",
     "too_short": "at least one item",
 }
+
+
+class Received:
+    """A body as it came, in pieces: the event loop would stand still while a large one is copied, above all
+    into memory that this machine uses for the first time."""
+
+    def __init__(self) -> None:
+        self.pieces = [bytearray()]
+        """each but the last has at least `_PIECE_BYTES`, and few have many more"""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def add(self, part: bytes) -> None:
+        if len(self.pieces[-1]) >= _PIECE_BYTES:
+            self.pieces.append(bytearray())
+        self.pieces[-1] += part
+
+    def count(self, byte: bytes) -> int:
+        """How often it has this byte."""
+        return sum(piece.count(byte) for piece in self.pieces)
+
+    def whole(self) -> bytes:
+        """A copy in one piece."""
+        return b"".join(self.pieces)
 
 
 @contextlib.contextmanager

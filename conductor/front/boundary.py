@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from conductor.front.body import Received
 from conductor.front.errors import UnavailableError, error_response
 from conductor.front.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
@@ -31,21 +32,21 @@ _ID_HEADERS = frozenset({b"x-request-id", b"traceparent"})
 log = logging.getLogger(__name__)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> Received:
     """Raises RequestError for more than `max_bytes`, ClientDisconnect if the client hangs up."""
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    body, has_more = bytearray(), True
+    body, has_more = Received(), True
     while has_more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        body += message.get("body", b"")
+        body.add(message.get("body", b""))
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
         has_more = message.get("more_body", False)
-    return bytes(body)
+    return body
 
 
 def _too_large(max_bytes: int) -> RequestError:

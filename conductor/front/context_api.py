@@ -73,7 +73,7 @@ def context_caches(front: Front) -> APIRouter:
 
     @router.post("/{cache}", openapi_extra=described(ExtendRequest))
     async def extend(request: Request, cache: str) -> Response:
-        wanted = parse(ExtendRequest, await read_body(request, _MAX_EXTEND_BYTES))
+        wanted = parse(ExtendRequest, (await read_body(request, _MAX_EXTEND_BYTES)).whole())
         found = front.caches.find(key_of(request), cache, _now())
         if found.expires_s is None:
             message = f"the context cache {found.id} is still being made"

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from conductor.display import Display
 from conductor.front.access import KeyUse
+from conductor.front.body import Received
 from conductor.front.boundary import read_body
 from conductor.front.config import FrontConfig
 from conductor.front.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
@@ -96,11 +97,11 @@ class Front:
             raise UnavailableError(f"not ready: {' and '.join(missing)}")
         return cluster
 
-    async def read_body(self, request: Request) -> bytes:
+    async def read_body(self, request: Request) -> Received:
         """Raises RequestError if it is too large, ClientDisconnect if the client hangs up."""
         return await read_body(request, self.config.max_request_bytes)
 
-    async def read_job(self, endpoint: Endpoint, body: bytes, key: ApiKey | None) -> Job:
+    async def read_job(self, endpoint: Endpoint, body: Received, key: ApiKey | None) -> Job:
         """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
 
         Whether there are instances to serve it is the Conductor's to say: a lost one may come back.

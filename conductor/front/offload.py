@@ -54,8 +54,10 @@ class Answer(NamedTuple):
     parts: Sequence[bytes] = ()
 
 
-Work = Callable[[Any], Answer]
-"""Raises RequestError, or another MooncakeError that the caller expects."""
+Pieces = Sequence[bytes | bytearray]
+"""Each is brief enough to be copied in one turn of the event loop."""
+Work = Callable[[Any, bytes], Answer]
+"""What `Offload.do` is called with. Raises RequestError, or another MooncakeError that the caller expects."""
 
 
 class Offload:
@@ -83,13 +85,13 @@ class Offload:
             self._socket.close()
             os.waitpid(self._pid, 0)
 
-    async def do(self, lane: Lane, task: Any, tenant: str = "") -> Answer:
-        """What the lane's work makes of `task`, whose parts may be large if they are bytes.
+    async def do(self, lane: Lane, task: Any, tenant: str = "", body: Pieces = ()) -> Answer:
+        """What the lane's work makes of `task`, which is small, and `body`, which may be large.
 
         Raises what the work raises; RequestError if it took too much; OverloadedError if too many wait.
         Cancelled, a task that has not begun is not begun.
         """
-        return await self._lanes[lane].do(task, tenant)
+        return await self._lanes[lane].do(task, tenant, body)
 
     def num_waiting(self, lane: Lane) -> int:
         """Tasks that have not ended."""
@@ -105,6 +107,7 @@ class Offload:
 
 class _Task(NamedTuple):
     value: Any
+    body: Pieces
     answered: asyncio.Future[Answer]
 
 
@@ -117,11 +120,11 @@ class _Line:
         self._has_come = asyncio.Event()
         self.num_waiting = 0
 
-    async def do(self, value: Any, tenant: str) -> Answer:
+    async def do(self, value: Any, tenant: str, body: Pieces) -> Answer:
         queue = self._waiting.setdefault(tenant, deque())
         if self.num_waiting >= MAX_WAITING or len(queue) >= MAX_WAITING_OF_TENANT:
             raise OverloadedError(f"{self.num_waiting} requests are being read", RETRY_AFTER_S)
-        task = _Task(value, asyncio.get_running_loop().create_future())
+        task = _Task(value, body, asyncio.get_running_loop().create_future())
         queue.append(task)
         self.num_waiting += 1
         self._has_come.set()
@@ -169,7 +172,7 @@ class _Process:
         answer: Answer | Exception
         try:
             async with asyncio.timeout(_MAX_S):
-                answer = await self._ask(task.value)
+                answer = await self._ask(task.value, task.body)
             is_well = True
         except (OSError, asyncio.IncompleteReadError):  # a TimeoutError is an OSError
             with contextlib.suppress(ProcessLookupError):
@@ -182,10 +185,13 @@ class _Process:
                 task.answered.set_exception(answer)
         return is_well
 
-    async def _ask(self, value: Any) -> Answer | Exception:
-        for part in _packed(value):
+    async def _ask(self, value: Any, body: Pieces) -> Answer | Exception:
+        for part in (*_packed(value), _SIZE.pack(sum(map(len, body)))):
             self._writer.write(part)
         await self._writer.drain()
+        for piece in body:
+            self._writer.write(piece)
+            await self._writer.drain()
         head = await self._read()
         num_parts, answer = pickle.loads(head)
         parts = [await self._read() for _ in range(num_parts)]
@@ -244,19 +250,20 @@ def _serve(connection: socket.socket, work: Work) -> None:
         answers.flush()
         while size := tasks.read(_SIZE.size):
             value = pickle.loads(tasks.read(*_SIZE.unpack(size)))
+            body = tasks.read(*_SIZE.unpack(tasks.read(_SIZE.size)))
             _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + _MAX_CPU_S)
-            answer = _answer(work, value)
+            answer = _answer(work, value, body)
             parts = answer.parts if isinstance(answer, Answer) else ()
             head = Answer(answer.value) if isinstance(answer, Answer) else answer
             for part in itertools.chain(_packed((len(parts), head)), *map(_framed, parts)):
                 answers.write(part)
             answers.flush()
-            del value, answer, parts, head
+            del value, body, answer, parts, head
 
 
-def _answer(work: Work, value: Any) -> Answer | Exception:
+def _answer(work: Work, value: Any, body: bytes) -> Answer | Exception:
     try:
-        return work(value)
+        return work(value, body)
     except MooncakeError as error:
         return error
     except MemoryError:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from conductor.front.body import Received
 from conductor.front.context_beginnings import NewBeginning, read_beginning
 from conductor.front.context_caches import Beginning
 from conductor.front.errors import RETRY_AFTER_S
@@ -45,19 +46,16 @@ FindCache = Callable[[str], Beginning]
 
 class _JobTask(NamedTuple):
     endpoint: Endpoint
-    body: bytes
     key: ApiKey | None
     cache: Beginning | None
 
 
 class _BeginningTask(NamedTuple):
-    body: bytes
     key: ApiKey | None
 
 
 class _TokensTask(NamedTuple):
     kind: AboutTokens
-    body: bytes
 
 
 class Reading:
@@ -77,43 +75,43 @@ class Reading:
         """Idempotent."""
         self._offload.close()
 
-    async def job(self, endpoint: Endpoint, body: bytes, key: ApiKey | None, find_cache: FindCache) -> Job:
+    async def job(self, endpoint: Endpoint, body: Received, key: ApiKey | None, find_cache: FindCache) -> Job:
         """The valid job in `body`; its grammar is one. Raises RequestError."""
         cache = None
         if len(body) <= MAX_BRIEF_BYTES:
-            request = read_request(endpoint, body, self._model, self._name)
+            request = read_request(endpoint, body.whole(), self._model, self._name)
             if is_brief(request):
                 return await self._checked(job_of(request, self._model, self._max_choices, key), key)
             if request.context_cache is not None:
                 cache = find_cache(request.context_cache)
-        answer = await self._ask(_JobTask(endpoint, body, key, cache), body, key)
+        answer = await self._ask(_JobTask(endpoint, key, cache), body, key)
         if isinstance(answer.value, CacheWantedError):
             cache = find_cache(answer.value.name)
-            answer = await self._ask(_JobTask(endpoint, body, key, cache), body, key)
+            answer = await self._ask(_JobTask(endpoint, key, cache), body, key)
         return await self._checked(await _unpacked(answer.value, answer.parts), key)
 
-    async def beginning(self, body: bytes, key: ApiKey | None) -> NewBeginning:
+    async def beginning(self, body: Received, key: ApiKey | None) -> NewBeginning:
         """What a new context cache is to have. Raises RequestError."""
         if len(body) <= MAX_BRIEF_BYTES:
-            return read_beginning(body, self._model, self._name, key)
-        answer = await self._ask(_BeginningTask(body, key), body, key)
+            return read_beginning(body.whole(), self._model, self._name, key)
+        answer = await self._ask(_BeginningTask(key), body, key)
         new: NewBeginning = answer.value
         return new._replace(job=await _unpacked(new.job, answer.parts))
 
-    async def about_tokens(self, kind: AboutTokens, body: bytes, key: ApiKey | None) -> bytes:
+    async def about_tokens(self, kind: AboutTokens, body: Received, key: ApiKey | None) -> bytes:
         """The answer to `/tokenize` or `/detokenize`, in JSON. Raises RequestError."""
         if kind is AboutTokens.DETOKENIZE:
             check_num_ids(body, self._model)
         if len(body) <= MAX_BRIEF_BYTES:
-            answer = answer_about_tokens(kind, body, self._model, self._name, only_brief=True)
+            answer = answer_about_tokens(kind, body.whole(), self._model, self._name, only_brief=True)
             if answer is not None:
                 return answer
-        [data] = (await self._ask(_TokensTask(kind, body), body, key)).parts
+        [data] = (await self._ask(_TokensTask(kind), body, key)).parts
         return data
 
-    async def _ask(self, task: Any, body: bytes, key: ApiKey | None) -> Answer:
+    async def _ask(self, task: Any, body: Received, key: ApiKey | None) -> Answer:
         lane = Lane.SHORT if len(body) <= _MAX_SHORT_BYTES else Lane.LONG
-        return await self._offload.do(lane, task, _tenant(key))
+        return await self._offload.do(lane, task, _tenant(key), body.pieces)
 
     async def _checked(self, job: Job, key: ApiKey | None) -> Job:
         if job.grammar is not None:
@@ -139,25 +137,25 @@ class Reading:
 
     # -- in other processes ---------------------------------------------------------------------------
 
-    def _read(self, task: _JobTask | _BeginningTask | _TokensTask) -> Answer:
+    def _read(self, task: _JobTask | _BeginningTask | _TokensTask, body: bytes) -> Answer:
         model, name = self._model, self._name
         match task:
-            case _JobTask(endpoint, body, key, cache):
+            case _JobTask(endpoint, key, cache):
                 try:
                     job = read_job(endpoint, body, model, name, self._max_choices, key, cache)
                 except CacheWantedError as wanted:
                     return Answer(wanted)
                 return Answer(*_packed(job))
-            case _BeginningTask(body, key):
+            case _BeginningTask(key):
                 new = read_beginning(body, model, name, key)
                 head, parts = _packed(new.job)
                 return Answer(new._replace(job=head), parts)
-            case _TokensTask(kind, body):
+            case _TokensTask(kind):
                 answer = answer_about_tokens(kind, body, model, name)
                 assert answer is not None, "it may have any length"
                 return Answer(None, [answer])
 
-    def _compile(self, text: str) -> Answer:
+    def _compile(self, text: str, _body: bytes) -> Answer:
         self._model.grammars.compile(text)
         return Answer(None)
 

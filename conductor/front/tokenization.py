@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field, SkipValidation
 
-from conductor.front.body import parse, refusing_depth
+from conductor.front.body import Received, parse, refusing_depth
 from conductor.front.fields import MAX_FIELDS, KnownFields, ListOf
 from conductor.front.model import ServedModel
 from conductor.front.prompt import (
@@ -64,7 +64,7 @@ def answer_about_tokens(
     return msgspec.json.encode(_tokenized(request, model, served_model_name))
 
 
-def check_num_ids(body: bytes, model: ServedModel) -> None:
+def check_num_ids(body: Received, model: ServedModel) -> None:
     """Raises RequestError for more ids than a prompt may have, before anything is made of the body."""
     num_ids = body.count(b",") + 1
     if num_ids > model.context_len + MAX_FIELDS:

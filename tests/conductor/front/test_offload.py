@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from mooncake.errors import GrammarError, OverloadedError, RequestError
 from tests.deadline import DEADLINE_S
 
 
-def work(task: Any) -> Answer:
+def work(task: Any, body: bytes) -> Answer:
     """What the tests ask for."""
     match task:
         case "refuse":
@@ -38,7 +39,7 @@ def work(task: Any) -> Answer:
         case ("tell", str(path), str(name)):
             with Path(path).open("a") as file:
                 file.write(f"{name}\n")
-    return Answer(os.getpid(), [b"whole", bytes(1 << 20)])
+    return Answer(os.getpid(), [b"whole", bytes(1 << 20), body])
 
 
 def running(test: Callable[[Offload], Coroutine[Any, Any, None]]) -> None:
@@ -74,11 +75,13 @@ def no_process_left() -> Iterator[None]:
 
 def test_tasks_are_done_in_one_other_process_a_lane() -> None:
     async def test(offload: Offload) -> None:
-        answers = [await offload.do(Lane.SHORT, bytes(8 << 20)) for _ in range(2)]
+        pieces = [random.Random(seed).randbytes(1 << 18) for seed in range(32)]
+        answers = [await offload.do(Lane.SHORT, "", body=pieces) for _ in range(2)]
         other = await offload.do(Lane.LONG, "")
         assert answers[0] == answers[1]
         assert len({os.getpid(), answers[0].value, other.value}) == 3
-        assert [len(part) for part in other.parts] == [5, 1 << 20]
+        assert answers[0].parts[2] == b"".join(pieces)
+        assert [len(part) for part in other.parts] == [5, 1 << 20, 0]
 
     with no_process_left():
         running(test)
