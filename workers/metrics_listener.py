@@ -5,6 +5,7 @@ Owns: the HTTP listener, in a thread of its own. Does not know: what is measured
 
 import errno
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -81,6 +82,11 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             self._crowd.leave(request)
         super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that hang up, or are put out: they can do that as often as they like."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _end(connection: socket.socket) -> None:

@@ -163,7 +163,7 @@ def _server(
             lifespan="off",
             backlog=_ACCEPTS_AT_ONCE,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # its warnings are of what clients send, who would fill the log
             access_log=False,
             proxy_headers=False,
             server_header=False,

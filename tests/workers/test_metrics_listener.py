@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import struct
 
 import httpx
 import pytest
@@ -59,3 +60,14 @@ def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch
         assert httpx.get(f"http://127.0.0.1:{port}/nowhere", timeout=DEADLINE_S).status_code == 404
         oldest.settimeout(DEADLINE_S)
         assert oldest.recv(1000) == b""
+
+
+def test_clients_that_hang_up_do_not_fill_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    reset = struct.pack("ii", 1, 0)
+    with listening("127.0.0.1:0", "model", InstanceStatus()) as port:
+        for said in (b"", b"GET /metrics HTTP/1.1\r\n", b"\xff" * 100):
+            with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
+                client.sendall(said)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        assert httpx.get(f"http://127.0.0.1:{port}/nowhere", timeout=DEADLINE_S).status_code == 404
+    assert capfd.readouterr().err == ""

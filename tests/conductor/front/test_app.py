@@ -467,6 +467,23 @@ def test_a_hang_up_behind_a_second_request_cancels_the_first(front: Running) -> 
     assert front.metric("mooncake_requests_total", outcome="aborted") == aborted + 1
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"\x16\x03\x01 is no HTTP\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
+    ],
+    ids=["no HTTP", "another protocol"],
+)
+def test_clients_that_speak_something_else_do_not_fill_the_log(
+    front: Running, caplog: pytest.LogCaptureFixture, said: bytes, status: int
+) -> None:
+    with socket.create_connection(front.address, DEADLINE_S) as connection:
+        connection.sendall(said)
+        assert connection.recv(100).startswith(b"HTTP/1.1 %d" % status)
+    assert not caplog.records
+
+
 def test_metrics(front: Running, client: openai.OpenAI) -> None:
     names = [
         "mooncake_prompt_tokens_total",
