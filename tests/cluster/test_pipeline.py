@@ -52,7 +52,9 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def server(arguments: list[str], run_dir: Path) -> Iterator[Server]:
-    with ForkedServer(*arguments, f"--pipeline-stages={NUM_STAGES}", run_dir=run_dir) as running:
+    """A stage that a test stops is not missed before the test goes on."""
+    patient = ["--conductor-peer-timeout-s=30", "--hang-timeout-s=never"]
+    with ForkedServer(*arguments, *patient, f"--pipeline-stages={NUM_STAGES}", run_dir=run_dir) as running:
         yield running
 
 
