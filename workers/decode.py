@@ -128,7 +128,7 @@ class DecodeRunner:
 
     def reserve(self, order: Reserve) -> None:
         """Take on a request: first its pages. `Jobs.cancel` stops it and gives everything back."""
-        self._jobs.start(order.ref, self._serve(order))
+        self._jobs.start(order.ref, lambda: self._serve(order))
 
     def decode(self, order: Decode) -> None:
         """Prefill of a reserved request is done. Unknown work has just been aborted."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from mooncake.errors import MooncakeError
@@ -27,15 +27,15 @@ class Jobs:
         """What is being worked on."""
         return list(self._tasks)
 
-    def start(self, ref: Ref, work: Coroutine[Any, Any, None]) -> None:
-        """Start the work named `ref`; a name is used once."""
+    def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
+        """Start the work named `ref`; a name is used once. `work` is not called if it is cancelled before."""
         task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")
         self._tasks[ref] = task
         task.add_done_callback(lambda _: self._tasks.pop(ref, None))
 
-    async def _do(self, ref: Ref, work: Coroutine[Any, Any, None]) -> None:
+    async def _do(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except (MooncakeError, RankLost):
             raise
         except Exception:

@@ -47,7 +47,7 @@ class PrefillRunner:
 
     def start(self, order: Prefill) -> None:
         """Queue a prompt. `Jobs.cancel` stops it and gives everything back."""
-        self._jobs.start(order.ref, self._serve(order))
+        self._jobs.start(order.ref, lambda: self._serve(order))
 
     async def hear(self, message: AboutJob) -> None:
         """What the stages behind say. Words of earlier rounds, or of prompts that have left, are dropped."""
