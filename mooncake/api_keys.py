@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mooncake.errors import ConfigError
+from mooncake.yaml_errors import what_is_wrong
 
 _PREFIX = "mck-"
 _SECRET_BYTES = 32
@@ -110,7 +111,7 @@ def _parsed(path: Path, text: str) -> dict[str, ApiKey]:
         content = yaml.safe_load(text)
         keys = _KEYS.validate_python([] if content is None else content)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {what_is_wrong(error)}") from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])

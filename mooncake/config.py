@@ -28,6 +28,7 @@ from mooncake.sections import (
     WorkerConfig,
 )
 from mooncake.spelling import did_you_mean
+from mooncake.yaml_errors import what_is_wrong
 
 ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
@@ -215,7 +216,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file} is not valid YAML: {what_is_wrong(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -267,6 +268,9 @@ def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
     """The nearest key, and all beside it. Nothing for what is unknown within the value of `key`."""
     if key is not None:
         return ""
+    dotted = tuple(path[0].split("."))
+    if len(path) == 1 and dotted in leaf_keys():
+        return f"; in a file its section stands around it, as in {dotted[0]}: {{{dotted[1]}: ...}}"
     section = path[:-1]
     known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
     beside = [".".join((*section, name)) for name in known]

@@ -27,6 +27,16 @@ run here if the role has none of them. Flags have no abbreviations.
 `.venv/bin/mooncake-serve --help` shows the flags that are needed first, `--help-all` all of them, and
 `--print-config` the result of all sources.
 
+In a file keys stand below the name of their section:
+
+```yaml
+role: all
+http:
+  port: 8001
+kvcache:
+  pool_bytes: 4GiB
+```
+
 Sizes take units (`512MiB`, `2GiB`), durations are in seconds, lists are YAML lists, or separated by commas
 elsewhere.
 """

@@ -82,7 +82,15 @@ def test_defaults_need_no_source() -> None:
         ),
         ("http: {admin_listen: '::1:9000'}", ["http.admin_listen:", "::1:9000"]),
         ("[1, 2]", ["expected keys and values, found list"]),
-        ("a: b: c", ["not valid YAML"]),
+        (
+            "http.port: 1",
+            ["http.port: unknown key (", "); in a file its section stands around it, as in http: {"],
+        ),
+        ("a: b: c", ["c.yaml is not valid YAML: line 1, column 5: mapping values are not allowed here"]),
+        (
+            "http: {\n  port: 1\n",
+            ["line 3, column 1: ", "(while parsing a flow mapping that begins in line 1)"],
+        ),
     ],
 )
 def test_bad_files_are_refused_by_key(tmp_path: Path, text: str, expected: list[str]) -> None:
