@@ -1,18 +1,22 @@
 """What is looked at before any process of a node starts, so that a mistake is told in a second.
 
-Owns: which mistakes those are: a model that is not there or not whole, ports that others have. Does not know:
-what the processes do with them.
+Owns: which mistakes those are: a model that is not there or not whole, ports that others have, keys and
+certificates of the API that cannot be read. Does not know: what the processes do with them.
 """
 
+import ssl
 from pathlib import Path
 
+from mooncake.api_keys import load_api_keys
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
 from mooncake.errors import ModelError
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import pre_tokenizer_of
+from mooncake.https import load_certificate
 from mooncake.listeners import check_free, places
 from mooncake.model_files import opened, read_json
+from mooncake.sections import HttpConfig
 from mooncake.template_trial import check_templates
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -33,6 +37,15 @@ def check_node(config: Config) -> None:
     checkpoint = open_checkpoint(config.model, config.load_format)
     if config.role not in ("prefill", "decode"):
         _check_tokenizer(checkpoint)
+        _check_api(config.http)
+
+
+def _check_api(http: HttpConfig) -> None:
+    for file in (http.api_keys_file, http.admin_keys_file):
+        if file is not None:
+            load_api_keys(file)
+    if http.tls_cert is not None and http.tls_key is not None:
+        load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), http.tls_cert, http.tls_key)
 
 
 def _check_tokenizer(checkpoint: Checkpoint) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from conductor.front.watching import WatchedFiles
 from mooncake.errors import ConfigError
+from mooncake.https import load_certificate
 
 _LOOK_S = 1.0
 
@@ -46,12 +47,4 @@ class Certificate:
             log.warning("the certificate has been read again")
 
     def _load_into(self, context: ssl.SSLContext) -> None:
-        try:
-            # A password would be asked for on the terminal.
-            context.load_cert_chain(self._cert, self._key, password=lambda: "")
-        except (OSError, ssl.SSLError) as error:
-            reason = error.strerror or error
-            raise ConfigError(
-                f"http.tls_cert {self._cert} and http.tls_key {self._key} cannot be used ({reason});"
-                " expected a PEM certificate chain and its private key without password"
-            ) from None
+        load_certificate(context, self._cert, self._key)

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from mooncake import commands
 from mooncake.config import load_config
-from mooncake.errors import ModelError
+from mooncake.errors import ConfigError, ModelError
 from mooncake.preflight import check_node
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -66,6 +67,24 @@ def test_a_gguf_file_needs_a_tokenizer_that_can_be_rebuilt(tmp_path: Path) -> No
         check(write_tiny_gguf(tmp_path / "m.gguf"))
     keys = {"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "gpt-2"}
     check(write_tiny_gguf(tmp_path / "m.gguf", **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("api_keys_file",), "cannot read the API keys .*nothing: No such file or directory; make the first"),
+        (("admin_keys_file",), "cannot read the API keys .*nothing: No such file"),
+        (("tls_cert", "tls_key"), "http.tls_cert .*nothing and http.tls_key .*nothing cannot be used"),
+    ],
+)
+def test_keys_and_certificates_of_the_api_are_read_by_who_has_an_api(
+    model: Path, tmp_path: Path, keys: tuple[str, ...], message: str
+) -> None:
+    named = {("http", key): str(tmp_path / "nothing") for key in keys}
+    for role in ("all", "conductor", "front", "prefill"):
+        flags = {("model",): str(model), ("role",): role, ("http", "port"): "0", **named}
+        with nullcontext() if role == "prefill" else pytest.raises(ConfigError, match=message):
+            check_node(load_config(None, {}, flags))
 
 
 @pytest.mark.parametrize(
