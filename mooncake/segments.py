@@ -16,14 +16,21 @@ from mooncake.mapping import allocate
 from mooncake.sections import KVCacheConfig
 
 GIB = 1 << 30
+SMALLEST_POOL_BYTES = 1 << 16
 LOCK_PATIENCE_S = 3.0
 
 
 def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
-    """Taking more memory than there is would not fail: it would get some process killed. Raises ConfigError.
+    """Taking more memory than there is would not fail: it would get some process killed. Less than a block
+    needs is most often a number that lacks its unit. Raises ConfigError.
 
     `names` of the pools that are to be here.
     """
+    if names and kvcache.pool_bytes < SMALLEST_POOL_BYTES:
+        raise ConfigError(
+            f"kvcache.pool_bytes: {int(kvcache.pool_bytes)} bytes are too few for any block;"
+            " a size takes a unit, such as 4GiB"
+        )
     kept_in = kvcache.segment_dir
     new = [name for name in names if kept_in is None or not _segment_path(kept_in, name).exists()]
     wanted = len(new) * int(kvcache.pool_bytes)

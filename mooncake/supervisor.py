@@ -46,8 +46,13 @@ _status_decoder = msgspec.json.Decoder(Status)
 
 async def supervise(config: Config) -> int:
     """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
+    started_at_s = time.monotonic()
     stopping = Stopping()  # before there is anything that a signal could leave behind
     with RunDirectory() as run_dir:
+        if config.runs_instances:
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                size = config.kvcache.pool_bytes.human_readable()
+                print(f"taking memory for the KVCache pool, {size} an instance", file=sys.stderr, flush=True)
         specs = await _planned(config, run_dir, stopping)
         if specs is None:
             run_dir.remove()
@@ -56,7 +61,7 @@ async def supervise(config: Config) -> int:
         # Without a conductor nothing that runs can end.
         drain_s = config.worker.drain_timeout_s if config.role in ("prefill", "decode") else 0.0
         hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
-        supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s)
+        supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s, started_at_s)
         code = await supervisor.run()
     if supervisor.is_stuck:
         os._exit(code)  # the interpreter would wait for the console's writer
@@ -196,6 +201,7 @@ class Supervisor:
         stopping: Stopping,
         drain_s: float = 0.0,
         hang_timeout_s: float | None = None,
+        started_at_s: float | None = None,
     ) -> None:
         self._children, self._drain_s = children, drain_s
         self._stop, self._hurry = stopping.is_wanted, stopping.is_urgent
@@ -204,7 +210,7 @@ class Supervisor:
         self._fatal: str | None = None
         self._hint = ""
         self._announced = False
-        self._started_at_s = time.monotonic()
+        self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
 
     @property
     def is_stuck(self) -> bool:

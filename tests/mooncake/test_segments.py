@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.errors import ConfigError
 from mooncake.mapping import HUGE_PAGE_BYTES
-from mooncake.segments import create_segment
+from mooncake.sections import KVCacheConfig
+from mooncake.segments import check_memory, create_segment
 
 SIZE = 4 << 20
 
@@ -61,3 +62,10 @@ def test_memory_is_allocated_from_its_first_byte_to_its_last(size_bytes: int) ->
     assert (status.st_size, status.st_blocks * 512) == (size_bytes, size_bytes)
     assert os.pread(descriptor, size_bytes, 0) == bytes(size_bytes)
     os.close(descriptor)
+
+
+def test_a_pool_without_a_unit_is_told_by_its_key() -> None:
+    kvcache = KVCacheConfig.model_validate({"pool_bytes": "8"})
+    with pytest.raises(ConfigError, match=r"kvcache.pool_bytes: 8 bytes are too few .* such as 4GiB"):
+        check_memory(["prefill-0"], kvcache)
+    check_memory([], kvcache)  # a conductor has none
