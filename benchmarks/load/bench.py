@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 
 import rich.console
 
@@ -18,6 +18,7 @@ from benchmarks.load.measures import Slo, summarize
 from benchmarks.load.outcomes import Kind, Outcome, RunResult
 from benchmarks.load.report import Measured
 from benchmarks.load.sources import Load, Run
+from mooncake.errors import ConfigError
 from mooncake.steps import Steps
 
 MODELS_TIMEOUT_S = 10.0
@@ -34,8 +35,10 @@ class Server(NamedTuple):
 
 
 def find_server(url: str, model: str | None, context_len: int | None) -> Server:
-    """Asks for the server's models; the first one is taken. Raises ClientError."""
+    """Asks for the server's models; the first one is taken. Raises ClientError, ConfigError."""
     url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no server's URL, which begins with http:// or https://")
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=api_key_header())
         with urllib.request.urlopen(request, timeout=MODELS_TIMEOUT_S) as response:
@@ -43,7 +46,12 @@ def find_server(url: str, model: str | None, context_len: int | None) -> Server:
         found = next(entry for entry in models if model in (None, entry["id"]))
     except StopIteration:
         raise ClientError(f"{url} has no model {model}") from None
-    except (URLError, OSError, ValueError, KeyError, TypeError) as error:
+    except HTTPError as error:
+        hint = "; the variable OPENAI_API_KEY says which API key is sent" if error.code in (401, 403) else ""
+        raise ClientError(f"{url}/v1/models answers with status {error.code}{hint}") from None
+    except URLError as error:
+        raise ClientError(f"{url} does not answer: {error.reason}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ClientError(f"{url}/v1/models does not name the server's models: {error}") from None
     return Server(url, found["id"], context_len or found.get("max_model_len"))
 

@@ -58,7 +58,10 @@ def _run(options: argparse.Namespace) -> int:
         from benchmarks.load.bench import Bench, find_server
         from benchmarks.load.clients import Clients
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}: sending needs more, pip install 'mooncake-serve[bench]'") from None
+        raise ConfigError(
+            f"{error}: sending needs more packages; in the clone, `make install`, or"
+            " `.venv/bin/pip install --editable '.[bench]'`"
+        ) from None
     source, slo = _source(options), _slo(options)
     loads = _loads(options, source)
     if options.num_requests is None and options.duration is None and not isinstance(source, TraceSource):

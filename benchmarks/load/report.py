@@ -113,9 +113,8 @@ def _notes(of_run: Summary, slo: Slo) -> Iterable[str]:
 
 def _client_note(client: ClientSummary) -> str:
     lag = "" if client.lag_s is None else f", sends {_two(client.lag_s)} (p50 / p99) behind schedule"
-    note = (
-        f"client: {client.num_processes} processes, the busiest at {client.max_cpu_share:.0%} of a core{lag}"
-    )
+    who = "1 process," if client.num_processes == 1 else f"{client.num_processes} processes, the busiest"
+    note = f"client: {who} at {client.max_cpu_share:.0%} of a core{lag}"
     if client.is_limit:
         note += ". THE CLIENT WAS LATE: use more --processes, or a machine that does nothing else"
     return note

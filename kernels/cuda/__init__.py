@@ -12,4 +12,6 @@ from importlib.util import find_spec
 @cache
 def why_unavailable() -> str:
     """Why these kernels cannot run in this Python, for people; empty if they can."""
-    return "" if find_spec("triton") else "triton is not installed (pip install 'mooncake-serve[cuda]')"
+    return (
+        "" if find_spec("triton") else "triton is not installed (.venv/bin/pip install --editable '.[cuda]')"
+    )

@@ -56,6 +56,9 @@ class FakeServer:
     async def models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": "fake/model", "max_model_len": CONTEXT_LEN}]})
 
+    async def refuse(self, _: Request) -> Response:
+        return JSONResponse({}, status_code=401)
+
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
@@ -68,6 +71,7 @@ def fake_server() -> Iterator[FakeServer]:
     fake = FakeServer()
     routes = [
         Route("/v1/models", fake.models),
+        Route("/locked/v1/models", fake.refuse),
         Route("/v1/completions", fake.complete, methods=["POST"]),
     ]
     config = uvicorn.Config(Starlette(routes=routes), port=0, log_config=None, lifespan="off")

@@ -434,12 +434,21 @@ def test_options_that_do_not_go_together_are_refused(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("url", "code", "reason"),
+    [
+        ("http://127.0.0.1:9", FAILED, "http://127.0.0.1:9 does not answer: [Errno 111] Connection refused"),
+        ("127.0.0.1:9", WRONG_USE, "'127.0.0.1:9' is no server's URL, which begins with http://"),
+        ("SERVER/wrong", FAILED, "/wrong/v1/models answers with status 404\n"),
+        ("SERVER/locked", FAILED, "answers with status 401; the variable OPENAI_API_KEY says which API key"),
+    ],
+)
 def test_a_server_that_does_not_answer_is_an_error_before_anything_is_measured(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
+    server: FakeServer, capsys: pytest.CaptureFixture[str], url: str, code: int, reason: str
 ) -> None:
     arguments = ["--lengths", "10/2", "--concurrency", "1", "--num-requests", "1"]
-    assert cli.run(["run", "http://127.0.0.1:9", *arguments]) == FAILED
-    assert "does not name the server's models" in capsys.readouterr().err
+    assert cli.run(["run", url.replace("SERVER", server.url), *arguments]) == code
+    assert reason in capsys.readouterr().err
 
 
 def test_fit_prints_and_writes_what_run_can_use(
