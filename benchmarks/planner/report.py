@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 
@@ -34,12 +35,25 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Clusters from the best on, the questions, the advice."""
+    """Clusters from the best on, in 80 columns; the questions, the advice."""
     plan, best = report.plan, report.plan.best
-    table = Table(title=f"goodput: {report.attainment:.0%} of the requests within both SLOs")
+    table = Table(
+        title=f"goodput: {report.attainment:.0%} of the requests within both SLOs",
+        box=SIMPLE_HEAVY,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("cluster", no_wrap=True)
-    for name in ("devices each", "all", "goodput, req/s", "TTFT p90, s", "TBT p90, ms", "missed first"):
-        table.add_column(name, justify="right")
+    for name in (
+        "devices\neach",
+        "\nall",
+        "goodput,\nreq/s",
+        "TTFT\np90, s",
+        "TBT\np90, ms",
+        "missed\nfirst",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
     same_size = [plan.disaggregated, plan.coupled, *plan.neighbours, *plan.others]
     ranked = sorted(
         (candidate for candidate in same_size if candidate is not None),

@@ -79,6 +79,8 @@ def test_prints_advice_and_writes_the_plan(
     assert run([*arguments, *limits, "--out", str(out)]) == 0
     seen = capsys.readouterr()
     assert re.search(r"^simulation 1: .* req/s \(\d+ s\)$", seen.err, re.MULTILINE)
+    assert max(map(len, seen.out.splitlines())) <= 80
+    assert "…" not in seen.out  # no heading is cut
     printed = " ".join(seen.out.split())
     report = json.loads(out.read_text())
     assert report["advice"] in printed
