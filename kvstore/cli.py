@@ -277,7 +277,7 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
 
 
 def _drop(options: argparse.Namespace, pools: _Pools) -> int:
-    what = "every block of these pools" if options.all else f"{len(options.keys)} blocks"
+    what = "every block of these pools" if options.all else _blocks(len(options.keys))
     if not options.yes and sys.stdin.isatty() and not _confirms(f"Drop {what}?"):
         return FAILED
     num_dropped = 0
@@ -288,8 +288,17 @@ def _drop(options: argparse.Namespace, pools: _Pools) -> int:
             num_dropped += num_copies
             rows.add((instance, num_copies), {"instance": instance, "num_dropped": num_copies})
     if not num_dropped and not options.all:
-        raise PoolError(f"none of these {len(options.keys)} blocks is in a pool")
+        several = len(options.keys) > 1
+        raise PoolError(
+            f"none of these {len(options.keys)} blocks is in a pool"
+            if several
+            else "this block is in no pool"
+        )
     return 0
+
+
+def _blocks(number: int) -> str:
+    return "1 block" if number == 1 else f"{number} blocks"
 
 
 def _confirms(question: str) -> bool:

@@ -140,12 +140,12 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         path, code, headers = shortened(request.url.path), None, dict(error.headers or {})
         if error.status_code == 404:
-            hint = ""
+            hint = ";"
             if request.url.path.startswith(unserved):
                 code = "unsupported_endpoint"
             elif near := difflib.get_close_matches(path, app.openapi()["paths"], n=1):
                 hint = f"; did you mean {near[0]}?"
-            message = f"there is no {request.method} {path} here{hint}; GET /openapi.json lists what there is"
+            message = f"there is no {request.method} {path} here{hint} GET /openapi.json lists what there is"
         elif error.status_code == 405:
             # Starlette names those of the first route that fits.
             allowed = ", ".join(_methods_of(app, request.url.path))

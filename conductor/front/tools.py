@@ -126,8 +126,8 @@ def tool_use(
         )
     if tool_format is None:
         raise RequestError(
-            "this model's chat template is not known to take tools; start the server with --http-tool-parser,"
-            " which says how the model writes calls, or leave tools out",
+            "this model's chat template is not known to take tools; start the server with --http-tool-parser"
+            " hermes, llama3_json or mistral, as the model writes calls, or leave tools out",
             param="tools",
             code="unsupported_parameter",
         )

@@ -270,7 +270,7 @@ def test_drop_forgets_blocks(pool: Pool, keys: list[BlockKey]) -> None:
     dropped = json_lines(run("drop", keys[0].hex(), "--pool", pool.unix, "--json"))
     assert dropped == [{"instance": "worker-0", "num_dropped": 1}]
     again = run("drop", keys[0].hex(), "--pool", pool.unix)
-    assert (again.returncode, again.stderr) == (1, "error: none of these 1 blocks is in a pool\n")
+    assert (again.returncode, again.stderr) == (1, "error: this block is in no pool\n")
     assert json_lines(run("drop", "--all", "--pool", pool.unix, "--json"))[0]["num_dropped"] == 2
 
 
@@ -280,7 +280,7 @@ def test_drop_asks_on_a_terminal(pool: Pool, keys: list[BlockKey]) -> None:
     assert "Drop every block of these pools? [y/N]" in seen
     assert len(json_lines(run("ls", "--pool", pool.unix, "--json"))) == 3
     code, seen = run_on_terminal("drop", keys[0].hex(), "--pool", pool.unix, typed="y\n")
-    assert (code, "Drop 1 blocks?" in seen) == (0, True)
+    assert (code, "Drop 1 block?" in seen) == (0, True)
     code, seen = run_on_terminal("drop", "--all", "--yes", "--pool", pool.unix)
     assert (code, "[y/N]" in seen) == (0, False)
     assert json_lines(run("ls", "--pool", pool.unix, "--json")) == []

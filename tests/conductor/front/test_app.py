@@ -353,7 +353,8 @@ def test_models(client: openai.OpenAI) -> None:
 def test_a_wrong_base_url_is_told_the_right_one(front: Running, path: str) -> None:
     response = httpx.post(front.url + path, json={}, timeout=DEADLINE_S)
     assert response.status_code == 404
-    assert "did you mean /v1/chat/completions?" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert message.endswith("here; did you mean /v1/chat/completions? GET /openapi.json lists what there is")
 
 
 def test_head_is_get_without_a_body(front: Running) -> None:
