@@ -153,8 +153,8 @@ def _table(
     errors = [costs.seconds(of.first, of.second) / of.seconds - 1 for _, of in points]
     mean = sum(map(abs, errors)) / len(errors)
     table = rich.table.Table(
-        title=f"{title}: {_us(costs.constant_s)}, {_us(costs.first_s)} for a {units[0]},"
-        f" {_us(costs.second_s)} for a {units[1]}",
+        title=f"{title}: {_time(costs.constant_s)}, {_time(costs.first_s)} for a {units[0]},"
+        f" {_time(costs.second_s)} for a {units[1]}",
         caption=f"mean error {mean:.1%}",
     )
     for column in (*columns, "measured ms", "fitted ms", "error"):
@@ -171,8 +171,8 @@ def _table(
     return table
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.4g} us"
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:,.4g} us" if seconds < 1e-3 else f"{1e3 * seconds:,.4g} ms"
 
 
 def draw(made: Profile, path: Path) -> bool:

@@ -5,6 +5,7 @@
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -12,8 +13,11 @@ from typing import Any
 def call(method: str, url: str, body: Any, key: str) -> Any:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as response:
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{method} {url} is answered with status {error.code}: {error.read().decode()}")
 
 
 def main(server: str, file: str, key: str = "none") -> None:

@@ -93,6 +93,7 @@ def test_people_see_measurements_fit_and_errors(tmp_path: Path) -> None:
     assert prefill.row_count == 3
     assert decode.row_count == 2
     assert "300 us for a new token" in str(prefill.title)
+    assert "one step: 10 ms, 1 ms for a request, 0.1 us for a KV token" in str(decode.title)
     assert draw(PROFILE, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
