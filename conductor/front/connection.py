@@ -1,6 +1,8 @@
 """HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size, and
 take their answers.
 
+Requests are read one after the other: while one is being answered, what has come behind it waits unread.
+
 Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
 request by then; how much all requests that have not arrived whole may hold, and the 503 of who makes room;
 how long a head may be; for how long a client may take nothing of what waits for it; that the request being
@@ -11,6 +13,7 @@ connection, and what it has sent or is to get, forever.
 """
 
 import asyncio
+import re
 import weakref
 from typing import Any, Protocol
 
@@ -26,6 +29,9 @@ from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
 
 MAX_HEAD_BYTES = 1 << 16
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+_CHUNKED_PIECE_BYTES = 256
+"""read at once of a body whose length is not known: behind its end there may be requests of 18 bytes"""
 BODY = "mooncake.body"
 """extension of the scope: the `Body` of the answer, which takes parts of it once its start has been sent"""
 
@@ -66,7 +72,12 @@ def connections(
             self._is_put_out = False
             self._is_in_head = False
             """of the latest one; `cycle` is the one before until the head is whole"""
-            self._num_unread_bytes = 0
+            self._is_in_body = False
+            self._num_body_bytes_left = 0
+            """of a body whose length is known"""
+            self._unread, self._unread_from = b"", 0
+            """what has come, and where in it the parser goes on"""
+            self._num_unparsed_bytes = 0
             """since the last whole head or piece of a body; they are kept until there is more"""
             self._send_deadline: asyncio.TimerHandle | None = None
             self._answered: RequestResponseCycle | None = None
@@ -79,12 +90,40 @@ def connections(
             listener.ready(transport.get_extra_info("socket").fileno(), self)
 
         def data_received(self, data: bytes) -> None:
-            self._num_unread_bytes += len(data)
-            if not self._is_put_out:
-                intake.came(self, len(data))
-            super().data_received(data)
-            if self._num_unread_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response("The request's head is too long.")
+            if self._is_put_out:
+                return
+            self._unread, self._unread_from = self._unread[self._unread_from :] + data, 0
+            intake.came(self, len(data))
+            self._read_on()
+
+        def _read_on(self) -> None:
+            """Give the parser what has come, up to the end of one request.
+
+            The parser cannot be stopped, so it gets pieces behind whose end there is one more request at most,
+            or a few behind a chunked body.
+            """
+            while self._unread and not self.transport.is_closing():
+                if self._owes_an_answer():
+                    self.flow.pause_reading()
+                    return
+                end = self._end_of_piece()
+                piece = memoryview(self._unread)[self._unread_from : end]
+                self._unread_from = end
+                if end == len(self._unread):
+                    self._unread, self._unread_from = b"", 0
+                self._num_unparsed_bytes += len(piece)
+                if self._is_in_body and self._num_body_bytes_left:
+                    self._num_body_bytes_left -= len(piece)
+                super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
+                if self._num_unparsed_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                    self.send_400_response("The request's head is too long.")
+
+        def _end_of_piece(self) -> int:
+            most = len(self._unread)
+            if self._is_in_body:
+                return min(most, self._unread_from + (self._num_body_bytes_left or _CHUNKED_PIECE_BYTES))
+            end = _END_OF_HEAD.search(self._unread, self._unread_from)
+            return most if end is None else end.end()
 
         def connection_lost(self, exc: Exception | None) -> None:
             intake.left(self)
@@ -130,6 +169,7 @@ def connections(
             self._writer.flush()  # what waits for the client is told by the transport
             self._set_send_deadline()
             super().on_response_complete()
+            self._read_on()
             if not self.transport.is_closing() and not self._owes_an_answer():
                 listener.waits(self)
 
@@ -161,17 +201,23 @@ def connections(
             self._set_deadline()
 
         def on_headers_complete(self) -> None:
-            self._num_unread_bytes = 0
-            self._is_in_head = False
+            self._num_unparsed_bytes = 0
+            self._is_in_head, self._is_in_body = False, True
+            self._num_body_bytes_left = next(
+                (int(value) for name, value in self.headers if name == b"content-length"), 0
+            )
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            self._num_unread_bytes = 0
+            self._num_unparsed_bytes = 0
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._num_unread_bytes = 0
+            self._num_unparsed_bytes = 0
+            self._is_in_body = False
             intake.left(self)
+            if self._unread:
+                intake.came(self, len(self._unread) - self._unread_from)
             self._unset_deadline()
             super().on_message_complete()
             if self._owes_an_answer():
@@ -194,6 +240,7 @@ def connections(
         def put_out(self) -> None:
             """Close the connection, with a 503 if a request arrives over it: others need the room."""
             self._is_put_out = True
+            self._unread, self._unread_from = b"", 0
             is_arriving = self._has_begun and self._deadline is not None
             if is_arriving and not self._one_before_is_being_answered() and not self._is_being_answered():
                 self.transport.write(crowded_answer)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 import socket
 import struct
 import threading
@@ -466,6 +467,30 @@ def test_a_hang_up_behind_a_second_request_cancels_the_first(front: Running) -> 
     front.cluster.loop.call_soon_threadsafe(has_left.set)
     front.cluster.wait_until(lambda: len(front.cluster.cancelled) == 1)
     assert front.metric("mooncake_requests_total", outcome="aborted") == aborted + 1
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+def test_requests_behind_each_other_are_answered_in_turn(front: Running, piece_bytes: int) -> None:
+    texts = [f"{number} \n\n" * number for number in range(40)]
+    requests = []
+    for number, text in enumerate(texts):
+        body = json.dumps({"prompt": text}, indent=number).replace("\n", "\r\n\r\n").encode()
+        length = b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        chunks = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        requests += [b"POST /tokenize HTTP/1.1\r\nhost: x\r\n", chunks if number % 2 else length]
+        requests += [b"GET /health HTTP/1.1\r\n\r\n"] * (number % 4)
+    said = b"".join(requests) + b"GET /version HTTP/1.1\r\nconnection: close\r\n\r\n"
+    with socket.create_connection(front.address, DEADLINE_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(said), piece_bytes):
+            connection.sendall(said[start : start + piece_bytes])
+        with connection.makefile("rb") as heard:
+            answers = heard.read()
+    expected = []
+    for number, text in enumerate(texts):
+        expected += [b'"count":%d,' % len(text.encode())] + [b'{"status":"ok"}'] * (number % 4)
+    assert re.findall(rb'"count":\d+,|{"status":"ok"}|"version"', answers) == [*expected, b'"version"']
+    assert answers.count(b"HTTP/1.1 200 ") == len(expected) + 1
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,17 @@ def test_a_head_without_end(front: Front, headers: bytes) -> None:
             assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
+def test_many_requests_behind_each_other(front: Front) -> None:
+    requests = b"GET / HTTP/1.1\r\n\r\n" * (MIB // 18)
+    with contextlib.ExitStack() as open_ones, front.serving_others(at_most_bytes=40 * MIB):
+        for _ in range(50):
+            connection = open_ones.enter_context(socket.create_connection(front.address, DEADLINE_S))
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                connection.sendall(requests)
+        assert front.answer_s() < SERVED_WITHIN_S
+
+
 def test_2000_idle_connections(front: Front) -> None:
     with contextlib.ExitStack() as open_ones, front.serving_others(at_most_bytes=80 * MIB):
         for _ in range(2000):
