@@ -1,6 +1,7 @@
 """Decoding beside loads, seals, preemptions and refusals, with real messengers."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -163,10 +164,13 @@ def test_another_tenants_answer_ends_while_one_tenant_wants_all_slots(
 
     async def test() -> None:
         async with mini_cluster(model, tmp_path, Sizes(max_batch=2, num_pool_pages=256)) as cluster:
-            executor, may_go_on = decode_of(cluster).executor, threading.Event()
-            compute, prepare = executor.decode, executor.prepare
+            executor, may_go_on, are_many = decode_of(cluster).executor, threading.Event(), threading.Event()
+            compute, prepare, numbers = executor.decode, executor.prepare, itertools.count()
 
             def slow(batch: Batch, draws: Draws) -> Drawn:
+                if next(numbers) == 8:
+                    may_go_on.clear()  # until the short one has its slot
+                    are_many.set()
                 assert may_go_on.wait(DEADLINE_S)
                 return compute(batch, draws)
 
@@ -177,18 +181,17 @@ def test_another_tenants_answer_ends_while_one_tenant_wants_all_slots(
 
             executor.decode, executor.prepare = slow, noted  # type: ignore[method-assign]
             heavy = [
-                cluster.submit(f"heavy {index}", prompt, greedy(80), tenant="a")
+                cluster.submit(f"heavy {index}", prompt, greedy(40), tenant="a")
                 for index, prompt in enumerate(prompts[:3])
             ]
             await until(lambda: all(answer.tokens for answer in heavy))
             may_go_on.set()
-            await until(lambda: sum(len(answer.tokens) for answer in heavy) > 30)
-            may_go_on.clear()  # until the short one has its slot
+            await until(are_many.is_set)
             short = cluster.submit("short", prompts[3], greedy(12), tenant="b")
             assert await tokens_of(short) == reference(model, prompts[3], 12)
             assert not any(answer.ended.is_set() for answer in heavy)
             for prompt, answer in zip(prompts, heavy, strict=False):
-                assert await tokens_of(answer) == reference(model, prompt, 80)
+                assert await tokens_of(answer) == reference(model, prompt, 40)
             await cluster.assert_nothing_is_held()
 
     run(test())
