@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.deadline import DEADLINE_S
+
 MIB = 1 << 20
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + b"\x00" + bytes(31)
 QUIET_S = 2.0
@@ -44,7 +46,9 @@ def crowd(ports: Sequence[int], openings: Sequence[Opening], num_each: int) -> I
                 itertools.cycle(ports), itertools.cycle(openings), range(num_each * len(ports)), strict=False
             ):
                 with contextlib.suppress(OSError):
-                    peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+                    peer = peers.enter_context(
+                        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+                    )
                     peer.setblocking(False)
                     selector.register(peer, selectors.EVENT_WRITE, list(opening))
             while selector.get_map() and (ready := selector.select(QUIET_S)):

@@ -48,7 +48,7 @@ class Cluster:
 
     def answers(self) -> None:
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=DEADLINE_S)
         assert answer.status_code == 200, answer.text
 
 
@@ -89,7 +89,10 @@ def cluster(tmp_path: Path, run_dir: Path) -> Iterator[Cluster]:
         servers = [conductor, *(stack.enter_context(instance(role)) for role in ("prefill", "decode"))]
         pids = [pid for server in servers for pid in server.children().values()]
         cluster = Cluster(conductor.url, {pid: listening_ports(pid) for pid in pids})
-        eventually(lambda: httpx.get(f"{cluster.url}/ready").status_code == 200, "the cluster is ready")
+        eventually(
+            lambda: httpx.get(f"{cluster.url}/ready", timeout=DEADLINE_S).status_code == 200,
+            "the cluster is ready",
+        )
         cluster.answers()
         yield cluster
 

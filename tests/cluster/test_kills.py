@@ -14,6 +14,7 @@ import pytest
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_faults import PROMPT, body, complete, is_ready, text_of
+from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -50,7 +51,7 @@ def answer_to(server: Server, prompt: list[int], over: threading.Event) -> str:
 
 def num_ended(server: Server) -> dict[str, float]:
     """Of all requests, by how they ended."""
-    state = httpx.get(f"{server.url}/dashboard/state", timeout=30).json()
+    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
     ended: dict[str, float] = state["num_ended"]
     return ended
 

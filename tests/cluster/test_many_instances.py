@@ -90,7 +90,7 @@ def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
     def num_starts() -> int:
         return sum("ready" in line and "prefill-1" in line for line in server.lines)
 
-    assert httpx.post(f"{server.url}/admin/instances/nobody/drain").status_code == 404
+    assert httpx.post(f"{server.url}/admin/instances/nobody/drain", timeout=DEADLINE_S).status_code == 404
     started = num_starts()
     num_begun = threading.Semaphore(0)
 

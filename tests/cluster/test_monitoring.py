@@ -191,7 +191,7 @@ def test_alerts_are_as_their_own_tests_say() -> None:
 def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
     tool = fetched("prometheus", "usr/bin/promtool")
     for port in (monitored.server.port, monitored.metrics_port, monitored.metrics_port + 1):
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).text
         done = subprocess.run(
             [tool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=DEADLINE_S
         )
@@ -202,8 +202,8 @@ def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
 def test_each_instance_answers_for_itself(monitored: Monitored) -> None:
     for number, name in enumerate(("prefill-0", "decode-0")):
         url = f"http://127.0.0.1:{monitored.metrics_port + number}"
-        assert httpx.get(f"{url}/ready").status_code == 200
-        text = httpx.get(f"{url}/metrics").text
+        assert httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
+        text = httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text
         assert f'mooncake_instance_device_pages{{instance="{name}"}}' in text
         other = {"prefill-0": "decode-0", "decode-0": "prefill-0"}[name]
         assert f'instance="{other}"' not in text
@@ -219,7 +219,9 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         assert "overloaded" in browser.text("#rejections tbody")
         book = {"name": "book", "prompt": [5 + token for token in range(40)]}
         url = f"{monitored.server.url}/v1/context_caches"
-        eventually(lambda: httpx.post(url, json=book).is_success, "room for a context cache")
+        eventually(
+            lambda: httpx.post(url, json=book, timeout=DEADLINE_S).is_success, "room for a context cache"
+        )
         browser.wait(lambda: "cache-" in browser.text("#contexts tbody"), "a context cache")
         rows = "[...document.querySelectorAll('#requests tr')]"
         finished = f"{rows}.find(row => row.innerText.includes('finished'))"
@@ -249,7 +251,7 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
 
 
 def test_what_the_page_has_already_is_not_sent_again(monitored: Monitored) -> None:
-    with httpx.Client(base_url=monitored.server.url) as client:
+    with httpx.Client(base_url=monitored.server.url, timeout=DEADLINE_S) as client:
         for path in ("", "/app.js", "/app.css"):
             known = client.get(f"/dashboard{path}").headers["etag"]
             again = client.get(f"/dashboard{path}", headers={"if-none-match": known})

@@ -173,7 +173,9 @@ def test_a_cancelled_call_of_each_client_ends_its_work(
         await asyncio.to_thread(eventually, lambda: num_requests(running) == 0, "nothing runs")
 
     async def test() -> None:
-        client = openai.AsyncOpenAI(base_url=f"{default_server.url}/v1", api_key="any", max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url=f"{default_server.url}/v1", api_key="any", max_retries=0, timeout=DEADLINE_S
+        )
         for call in (
             client.chat.completions.create(model=MODEL, messages=STORY, extra_body={"ignore_eos": True}),
             langchain(max_tokens=None, extra_body={"ignore_eos": True}).ainvoke("Tell me a very long story."),

@@ -121,9 +121,9 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
     expected = [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts]
     over = threading.Event()
 
-    def keep_asking(index: int) -> int:
+    def keep_asking(index: int) -> None:
         num_answers, patience = 0, random.Random(index)
-        while not over.is_set():
+        while not (over.is_set() and num_answers):
             if patience.random() < 0.3:
                 with contextlib.suppress(httpx.TimeoutException):
                     httpx.post(f"{server.url}/v1/completions", json=body(prompts[index], 100), timeout=0.05)
@@ -136,7 +136,6 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
                 num_answers += 1
             else:
                 assert answer.status_code in (500, 503), answer.text
-        return num_answers
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         answers = [threads.submit(keep_asking, index) for index in range(len(prompts))]
@@ -146,7 +145,8 @@ def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills
             if victims:
                 os.kill(rng.choice(victims), signal.SIGKILL)
         over.set()
-        assert sum(answer.result() for answer in answers) > 0
+        for answer in answers:
+            answer.result()
     eventually(lambda: is_ready(server), "all instances are back")
     assert [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts] == expected
     wait_until_idle(server, num_stages=NUM_STAGES)

@@ -22,9 +22,9 @@ def test_the_latest_heartbeat_and_the_process_are_told() -> None:
     status = InstanceStatus()
     with listening("127.0.0.1:0", "model", status) as port:
         url = f"http://127.0.0.1:{port}"
-        assert "mooncake_instance_requests{" not in httpx.get(f"{url}/metrics").text
+        assert "mooncake_instance_requests{" not in httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text
         status.report = REPORT
-        samples = parsed(httpx.get(f"{url}/metrics").text)
+        samples = parsed(httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text)
         assert of(samples, "mooncake_instance_requests", instance="p0", state="waiting") == 2
         assert of(samples, "vllm:kv_cache_usage_perc", model_name="model", engine="p0") == 0.7
         assert of(samples, "process_resident_memory_bytes") > 0
@@ -34,9 +34,9 @@ def test_ready_is_what_the_conductor_says() -> None:
     status = InstanceStatus()
     with listening("127.0.0.1:0", "model", status) as port:
         url = f"http://127.0.0.1:{port}/ready"
-        assert httpx.get(url).status_code == 503
+        assert httpx.get(url, timeout=DEADLINE_S).status_code == 503
         status.is_registered = True
-        assert httpx.get(url).status_code == 200
+        assert httpx.get(url, timeout=DEADLINE_S).status_code == 200
 
 
 def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
@@ -48,7 +48,7 @@ def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
             listening(address, "model", status),
         ):
             pass
-        assert httpx.get(f"http://{address}/nowhere").status_code == 404
+        assert httpx.get(f"http://{address}/nowhere", timeout=DEADLINE_S).status_code == 404
 
 
 def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,9 @@ def test_web_pages_of_named_origins_may_ask(guarded: tuple[Running, str]) -> Non
         headers = {"origin": origin, **asking}
         response = httpx.options(f"{front.url}/v1/completions", headers=headers, timeout=DEADLINE_S)
         assert response.status_code == status
-    response = httpx.get(f"{front.url}/v1/models", headers={"origin": "https://page.example"})
+    response = httpx.get(
+        f"{front.url}/v1/models", headers={"origin": "https://page.example"}, timeout=DEADLINE_S
+    )
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "https://page.example"
 
@@ -362,7 +364,9 @@ def test_what_keys_may_and_do_is_measured_and_no_key_is_told(
         for path in ("/v1/completions", "/dashboard", "/metrics"):
             told.append(httpx.get(front.url + path, auth=login, timeout=DEADLINE_S).text)
         add_api_key(keys, "bob", {})
-        bare = httpx.post(f"{front.url}/v1/completions", json=PROMPT, headers={"authorization": secret})
+        bare = httpx.post(
+            f"{front.url}/v1/completions", json=PROMPT, headers={"authorization": secret}, timeout=DEADLINE_S
+        )
         told.append(bare.text)
         assert front.metric("mooncake_api_key_limit", key="alice", limit="requests_per_minute") == 2
         assert front.metric("mooncake_api_key_limit", key="alice", limit="max_context_cache_tokens") == 5

@@ -321,14 +321,14 @@ def test_prompt_larger_than_the_pool_is_refused(front: Running, client: openai.O
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 1), (1, 0), (0, 0)])
 def test_incomplete_cluster_is_not_ready(front: Running, num_prefill: int, num_decode: int) -> None:
-    assert httpx.get(f"{front.url}/ready").status_code == 200
+    assert httpx.get(f"{front.url}/ready", timeout=DEADLINE_S).status_code == 200
     front.publish(ClusterState(1, num_prefill, num_decode, 10))
-    response = httpx.get(f"{front.url}/ready")
+    response = httpx.get(f"{front.url}/ready", timeout=DEADLINE_S)
     assert response.status_code == 503
     message = response.json()["error"]["message"]
     assert ("prefill" in message) == (num_prefill == 0)
     assert ("decode" in message) == (num_decode == 0)
-    assert httpx.get(f"{front.url}/health").status_code == 200
+    assert httpx.get(f"{front.url}/health", timeout=DEADLINE_S).status_code == 200
 
 
 @pytest.mark.parametrize("drained", list(Role))
@@ -337,7 +337,7 @@ def test_what_is_missing_says_whether_it_drains_or_has_never_been_there(
 ) -> None:
     [absent] = set(Role) - {drained}
     front.publish(ClusterState(1, 0, 0, 10, num_draining={drained: 2, absent: 0}))
-    response = httpx.get(f"{front.url}/ready")
+    response = httpx.get(f"{front.url}/ready", timeout=DEADLINE_S)
     assert response.status_code == 503
     assert set(response.json()["error"]["message"].removeprefix("not ready: ").split(" and ")) == {
         f"all {drained.value} instances are draining",
@@ -362,7 +362,7 @@ def test_head_is_get_without_a_body(front: Running) -> None:
     assert httpx.head(f"{front.url}/nothing").status_code == 404
     wrong = httpx.head(f"{front.url}/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert httpx.post(f"{front.url}/health").headers["allow"] == "GET, HEAD"
+    assert httpx.post(f"{front.url}/health", timeout=DEADLINE_S).headers["allow"] == "GET, HEAD"
     with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
         for path in ("/health", "/v1/models", "/metrics"):
             head, get = client.head(path), client.get(path)  # by one connection: nothing is left in between
@@ -375,7 +375,7 @@ def test_the_trace_of_a_request_names_it(front: Running) -> None:
 
     def answered(**headers: str) -> str:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.get(f"{front.url}/health", headers=named).headers["x-request-id"]
+        return httpx.get(f"{front.url}/health", headers=named, timeout=DEADLINE_S).headers["x-request-id"]
 
     assert answered(traceparent=f"00-{trace}-00f067aa0ba902b7-01") == trace
     assert answered(traceparent=f"00-{trace}-00f067aa0ba902b7-01", x_request_id="mine") == "mine"
@@ -523,7 +523,7 @@ def test_metrics(front: Running, client: openai.OpenAI) -> None:
     after = [front.metric(name) for name in names]
     gains = [new - old for old, new in zip(before, after, strict=True)]
     assert gains == [NUM_PROMPT_TOKENS, 16, 7, 1, 6]
-    text = httpx.get(f"{front.url}/metrics").text
+    text = httpx.get(f"{front.url}/metrics", timeout=DEADLINE_S).text
     for name in ("mooncake_requests_total", "vllm:prefix_cache_hits_total", "vllm:request_success_total"):
         assert f"\n{name}{{" in text
     assert front.metric("mooncake_requests_running") == 0
@@ -531,7 +531,7 @@ def test_metrics(front: Running, client: openai.OpenAI) -> None:
 
 
 def test_openapi_describes_the_bodies(front: Running) -> None:
-    paths = httpx.get(f"{front.url}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{front.url}/openapi.json", timeout=DEADLINE_S).json()["paths"]
     body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"model", "messages", "cache_salt"} <= set(body["properties"])
 

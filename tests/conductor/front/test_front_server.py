@@ -148,7 +148,7 @@ def test_default_model_speaks(tmp_path: Path) -> None:
 
     with running_front(tmp_path, model) as front:
         front.cluster.behaviour = speak
-        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
         answer = client.chat.completions.create(
             model=MODEL_NAME, messages=[{"role": "user", "content": "hi"}]
         )

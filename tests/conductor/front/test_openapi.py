@@ -7,6 +7,7 @@ import httpx
 
 from mooncake.api_keys import add_api_key
 from tests.conductor.front.fakes import Running, byte_model, running_front
+from tests.deadline import DEADLINE_S
 
 
 def references(value: Any) -> set[str]:
@@ -19,7 +20,7 @@ def references(value: Any) -> set[str]:
 
 
 def test_every_reference_leads_somewhere(front: Running) -> None:
-    document = httpx.get(f"{front.url}/openapi.json").json()
+    document = httpx.get(f"{front.url}/openapi.json", timeout=DEADLINE_S).json()
     known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
     found = references(document)
     assert {"#/components/schemas/Message", "#/components/schemas/Error"} <= found
@@ -32,7 +33,7 @@ def test_what_needs_a_key_says_so(tmp_path: Path) -> None:
     key = add_api_key(keys, "alice", {})
     with running_front(tmp_path, byte_model(), api_keys_file=keys) as front:
         headers = {"authorization": f"Bearer {key}"}
-        document = httpx.get(f"{front.url}/openapi.json", headers=headers).json()
+        document = httpx.get(f"{front.url}/openapi.json", headers=headers, timeout=DEADLINE_S).json()
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert document["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
     assert "security" not in document["paths"]["/ready"]["get"]

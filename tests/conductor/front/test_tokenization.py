@@ -67,5 +67,5 @@ def test_over_http(front: Running) -> None:
     assert post("/detokenize", tokens=tokens).json() == {"prompt": "hi"}
     refused = post("/detokenize", tokens=[EOS + 1])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens[0]")
-    assert httpx.get(f"{front.url}/version").json().keys() == {"version"}
-    assert httpx.get(f"{front.url}/live").status_code == 200
+    assert httpx.get(f"{front.url}/version", timeout=DEADLINE_S).json().keys() == {"version"}
+    assert httpx.get(f"{front.url}/live", timeout=DEADLINE_S).status_code == 200
