@@ -385,7 +385,9 @@ def _parser() -> Parser:
     what.add_argument(
         "--all", action="store_true", help="all blocks of these pools, which must be of one cluster"
     )
-    drop.add_argument("--yes", action="store_true", help="do not ask")
+    drop.add_argument(
+        "--yes", action="store_true", help="do not ask; where stdin is no terminal nobody is asked"
+    )
     return parser
 
 

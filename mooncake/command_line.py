@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
     value for a command, or say what is missing instead.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, no_command: str = "", **settings: Any) -> None:
+        """`no_command` says, behind the commands, what else a word may have been meant for."""
+        self._no_command = no_command
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
 
@@ -79,8 +81,9 @@ class Parser(argparse.ArgumentParser):
         """For commands, and options that have choices."""
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            meant = did_you_mean(str(value), known) or f"; expected one of {', '.join(known)}"
             what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+            hint = f"; {self._no_command}" if what == "command" and self._no_command else ""
+            meant = did_you_mean(str(value), known) or f"; expected one of {', '.join(known)}{hint}"
             raise argparse.ArgumentError(
                 None if what == "command" else action, f"unknown {what} {value}{meant}"
             )

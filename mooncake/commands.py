@@ -106,6 +106,7 @@ def _parser(*, shows_all: bool) -> Parser:
         "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE",
         description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
         epilog=EXAMPLES,
+        no_command="serving needs no command, a model is named with --model",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="show the resulting configuration and exit"

@@ -191,10 +191,14 @@ class ConductorConfig(Section):
         description="requests beyond it get HTTP 429, unless their API key has less than an equal part",
     )
     ttft_slo_s: PositiveSeconds | None = Field(
-        None, description="when a first token is due: prefill takes prompts in this order; default: arrival"
+        None,
+        description="when a first token is due: prompts are computed in this order, what would miss it gets"
+        " HTTP 429; default: in order of arrival",
     )
     tbt_slo_s: PositiveSeconds | None = Field(
-        None, description="how long a token may take: decode instances refuse requests beyond; default: any"
+        None,
+        description="how long a token may take: requests with which it would take longer get HTTP 429;"
+        " default: any time",
     )
     slo_classes: Annotated[dict[SLOClassName, SLOClass], BeforeValidator(_from_json)] = Field(
         {},

@@ -169,11 +169,17 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--scheduling", type=one_of(Scheduling), choices=list(Scheduling))
-    group.add_argument("--kvcache-balancing-threshold", type=positive)
-    group.add_argument("--overload", type=one_of(Overload), choices=list(Overload))
-    group.add_argument("--eviction", type=one_of(EvictionPolicy), choices=list(EvictionPolicy))
-    group.add_argument("--ttft-slo", type=positive, dest="ttft_slo_s", metavar="SECONDS")
-    group.add_argument("--tbt-slo", type=positive, dest="tbt_slo_s", metavar="SECONDS")
+    for option, policies, policy_help in (
+        ("--scheduling", Scheduling, "how prefill instances are chosen"),
+        ("--overload", Overload, "what refuses requests that would miss an SLO"),
+        ("--eviction", EvictionPolicy, "which block goes first from a full pool"),
+    ):
+        group.add_argument(option, type=one_of(policies), choices=list(policies), help=policy_help)
+    threshold_help = "fetch a prefix from elsewhere if it is so many times as long as the own one"
+    group.add_argument("--kvcache-balancing-threshold", type=positive, metavar="X", help=threshold_help)
+    ttft_help = "longest time of a first token; default: any"
+    group.add_argument("--ttft-slo", type=positive, dest="ttft_slo_s", metavar="SECONDS", help=ttft_help)
+    tbt_help = "longest time between two tokens; default: any"
+    group.add_argument("--tbt-slo", type=positive, dest="tbt_slo_s", metavar="SECONDS", help=tbt_help)
     rejection_help = "measure by the SLOs, reject nothing"
     group.add_argument("--no-rejection", action="store_false", dest="rejects", help=rejection_help)

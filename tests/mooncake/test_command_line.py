@@ -38,7 +38,11 @@ def refusal_of(program: Program, arguments: str, capsys: pytest.CaptureFixture[s
         ("serve", "--port", "argument --port/--http-port: expected one argument"),
         ("serve", "--port many", "http.port: "),
         ("serve", "keygn f", "unknown command keygn; did you mean keygen?"),
-        ("serve", "some-model", "unknown command some-model; expected one of keygen, profile, apikey"),
+        (
+            "serve",
+            "some-model",
+            "unknown command some-model; expected one of keygen, profile, apikey; serving needs no command",
+        ),
         ("serve", "keygen a b", "'b' is one argument too many"),
         ("serve", "keygen a --port 3", "unknown option --port"),
         ("serve", "apikey a b --max-concurrnt 3", "unknown option --max-concurrnt; did you mean --max-con"),
