@@ -215,7 +215,7 @@ def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: b
     headers = "-H 'Content-Type: application/json'"
     if front.api_keys_file is not None:
         headers += ' -H "Authorization: Bearer $OPENAI_API_KEY"'
-    return Ready(url, f"curl -s {reachable}/v1/{path} {headers} -d {shlex.quote(body)}")
+    return Ready(url, f"curl -sS {reachable}/v1/{path} {headers} -d {shlex.quote(body)}")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def _download(hub_id: str, load_format: LoadFormat) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors and the HTTP client's derive from these
         raise ModelError(
             f"model {hub_id!r} is no directory here and cannot be fetched from the Hugging Face Hub:"
-            f" {first_line(error)}"
+            f" {first_line(error).removeprefix('Got: ')}"
         ) from error
 
 

@@ -304,6 +304,14 @@ def test_hub_id_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "no directory here and cannot be fetched" in message
 
 
+def test_the_reason_of_a_failed_download_stands_behind_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("Got: ConnectError: no such host\nTry again.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert error_of("no-such-org/no-such-model").endswith(" Hub: ConnectError: no such host")
+
+
 @pytest.mark.parametrize(("load_format", "wants_weights"), [("auto", True), ("dummy", False)])
 def test_hub_id_is_downloaded_and_names_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: Any, wants_weights: bool
