@@ -8,8 +8,6 @@ messages.
 """
 
 import asyncio
-import contextlib
-import ctypes
 import hmac
 import itertools
 import logging
@@ -23,6 +21,7 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from mooncake import freed_memory
 from mooncake.doubling import Doubling
 from mooncake.handshakes import HANDSHAKE_S, MOST_UNAUTHENTICATED, Handshakes, Unauthenticated
 from mooncake.keys import ClusterKey
@@ -182,8 +181,7 @@ class Gate:
     def _give_memory_back(self) -> None:
         """What a crowd has taken is free again, but still this process's."""
         self._num_ended = self._num_unauthenticated_ended()
-        with contextlib.suppress(AttributeError):  # another C library than glibc
-            ctypes.CDLL(None).malloc_trim(0)
+        freed_memory.give_back()
 
 
 class ConnectionWatch:

@@ -99,8 +99,8 @@ def connections(
         def _read_on(self) -> None:
             """Give the parser what has come, up to the end of one request.
 
-            The parser cannot be stopped, so it gets pieces behind whose end there is one more request at most,
-            or a few behind a chunked body.
+            The parser cannot be stopped, so it gets pieces behind whose end there is one more request at
+            most, or a few behind a chunked body.
             """
             while self._unread and not self.transport.is_closing():
                 if self._owes_an_answer():

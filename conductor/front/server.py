@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from conductor.display import Display
+from conductor.front.accepting import Accepting
 from conductor.front.admin_access import AdminAccess
 from conductor.front.admin_app import create_admin_app
 from conductor.front.app import create_app
@@ -29,30 +30,41 @@ from conductor.front.link import ConductorPeer
 from conductor.front.model import ServedModel
 from conductor.front.outbox import Outbox
 from conductor.front.waiting import Listener
+from mooncake import freed_memory
 from mooncake.config import host_and_port
 from mooncake.errors import ConfigError
 
 _BACKLOG = 2048
-_ACCEPTS_AT_ONCE = 64  # asyncio tries, and logs, each of them when descriptors run out
 _FIRST_ANSWER_S = 1.0  # of the Conductor; without one there is no use in waiting longer
 _LAST_WORDS_S = 1  # until clients have read why their answers end
 _SEND_TIMEOUT_S = 60.0  # in which a client has to take some of an answer that waits for it
 _LEAST_PENDING_BYTES = 32 << 20  # that requests may hold together before they have arrived whole
 _TLS_READ_BYTES = 16 << 10  # at once, which is a record; asyncio's own buffer of 256 KiB is each connection's
+_TIDY_S = 5.0
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone: they belong to the process that embeds it. Many may connect at once."""
+    """Leaves signals alone: they belong to the process that embeds it. Accepts connections in its own way."""
+
+    def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
+        super().__init__(config)
+        self._listener = listener
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio made it as short as what is accepted at once
+        accepting = Accepting(self._listener, self._connection, self.config.ssl)
+        self.servers = [accepting]  # type: ignore[list-item]  # it is closed as a server is
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        # mypy has no names for the arguments of what uvicorn calls
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 def listen(host: str, port: int, option: str | None = None) -> Listener:
@@ -121,6 +133,7 @@ async def serve(
             listeners.append((admin, _server(admin_app, admin, config, certificate, front.outbox)))
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(front.link.run()), group.create_task(front.reading.run())]
+            beside.append(group.create_task(_tidy_up_behind([listener for listener, _ in listeners])))
             if certificate is not None:
                 beside.append(group.create_task(certificate.follow()))
             with contextlib.suppress(TimeoutError):  # requests are told then that it does not answer
@@ -139,6 +152,15 @@ async def serve(
                 await asyncio.gather(*serving)
                 for task in beside:
                     task.cancel()
+
+
+async def _tidy_up_behind(listeners: list[Listener]) -> None:
+    """Give the memory of connections that have gone back to the system, beside the loop."""
+    while True:
+        await asyncio.sleep(_TIDY_S)
+        have_gone = [listener.crowd_has_gone() for listener in listeners]
+        if any(have_gone):
+            await asyncio.to_thread(freed_memory.give_back)
 
 
 def _key_of(config: FrontConfig) -> Path:
@@ -161,7 +183,6 @@ def _server(
             ),
             ws="none",
             lifespan="off",
-            backlog=_ACCEPTS_AT_ONCE,
             log_config=None,
             log_level="error",  # its warnings are of what clients send, who would fill the log
             access_log=False,
@@ -170,5 +191,6 @@ def _server(
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=config.shutdown_grace_s + _LAST_WORDS_S,
             ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
-        )
+        ),
+        listener,
     )

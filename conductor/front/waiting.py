@@ -15,6 +15,8 @@ from mooncake.crowd import Crowd
 
 MOST_WAITING, MOST_WAITING_TLS = 2048, 512
 """12 KiB of memory each, and up to 130 KiB with TLS"""
+CROWD_LEN = 64
+"""connections whose memory is worth a search for what can go back to the system"""
 _SHARE_OF_DESCRIPTORS = 4
 """one of so many of this process; others are for answers, for workers, for another listener"""
 
@@ -36,7 +38,9 @@ class Listener(socket.socket):
         super().__init__(*address)
         self._crowd = Crowd[Waits](_bound(MOST_WAITING), _put_out)
         self._accepted: dict[int, _Accepted] = {}
-        """by descriptor; failed handshakes stay here until their descriptor is used again"""
+        """by descriptor"""
+        self._most_waiting = 0
+        """since a crowd has gone"""
 
     def use_tls(self) -> None:
         """Say that connections will be encrypted. To be called before the first one."""
@@ -54,33 +58,51 @@ class Listener(socket.socket):
         if (gone := self._accepted.get(descriptor)) is not None:
             self._crowd.leave(gone)
         self._accepted[descriptor] = accepted
-        self._crowd.enter(accepted)
+        self._enter(accepted)
         return connection, address
+
+    def failed(self, descriptor: int, connection: socket.socket) -> None:
+        """An accepted connection, which had this descriptor, has ended before it could be used."""
+        accepted = self._accepted.get(descriptor)
+        if accepted is not None and accepted.connection is connection:
+            del self._accepted[descriptor]
+            self._crowd.leave(accepted)
+
+    def crowd_has_gone(self) -> bool:
+        """Whether many connections that waited have gone since this was last so."""
+        has_gone = self._most_waiting - len(self._crowd) >= CROWD_LEN
+        if has_gone:
+            self._most_waiting = len(self._crowd)
+        return has_gone
 
     def ready(self, descriptor: int, waits: Waits) -> None:
         """An accepted connection can be used, and waits on as `waits`."""
         if (accepted := self._accepted.pop(descriptor, None)) is not None:
             self._crowd.leave(accepted)
-        self._crowd.enter(waits)
+        self._enter(waits)
 
     def waits(self, waits: Waits) -> None:
         """Its answer is complete; it waits for the next request."""
-        self._crowd.enter(waits)
+        self._enter(waits)
 
     def leaves(self, waits: Waits) -> None:
         """A connection is to be answered, or has ended."""
         self._crowd.leave(waits)
+
+    def _enter(self, waits: Waits) -> None:
+        self._crowd.enter(waits)
+        self._most_waiting = max(self._most_waiting, len(self._crowd))
 
 
 class _Accepted:
     """A connection that HTTP has not been told of yet."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        self.connection = connection
 
     def put_out(self) -> None:
         with contextlib.suppress(OSError):  # it has gone already
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _bound(most: int) -> int:

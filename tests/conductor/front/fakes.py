@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 import tokenizers
+import uvloop
 import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
@@ -288,9 +289,16 @@ class Running:
 
 @contextmanager
 def running_front(
-    directory: Path, model: ServedModel, display: Display | None = None, **config: Any
+    directory: Path,
+    model: ServedModel,
+    display: Display | None = None,
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+    **config: Any,
 ) -> Iterator[Running]:
-    """A front on a free port of the loopback, until the block ends. `display`: of a Conductor beside it."""
+    """A front on a free port of the loopback, until the block ends. `display`: of a Conductor beside it.
+
+    `new_event_loop`: by default of the product's kind.
+    """
     listener = server.listen("127.0.0.1", 0)
     started: list[Running] = []
     stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
@@ -323,7 +331,11 @@ def running_front(
         faking.cancel()
         await asyncio.wait([faking])
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         assert is_up.wait(DEADLINE_S)

@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from conductor.front import waiting
+from conductor.front import accepting, waiting
+from mooncake.crowd import Crowd
 from mooncake.requests import Request
 from tests.conductor.front.fakes import MODEL_NAME, FakeCluster, answer_hello, byte_model, running_front
 from tests.conductor.front.test_access import certificate
@@ -99,7 +100,8 @@ def test_one_that_has_had_its_answer_waits_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_a_handshake_that_does_not_end_makes_room(tmp_path: Path) -> None:
+def test_a_handshake_that_does_not_end_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "HANDSHAKE_S", 10 * DEADLINE_S)
     trusted = ssl.create_default_context(cafile=certificate(tmp_path))
     paths = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
     with running_front(tmp_path, byte_model(), **paths) as front:
@@ -126,3 +128,16 @@ def test_where_there_are_no_descriptors_the_oldest_makes_room(monkeypatch: pytes
         listener.leaves(new)
         with pytest.raises(OSError, match="Too many open files"):
             listener.accept()
+
+
+def test_a_crowd_has_gone_once() -> None:
+    peers = [Mock() for _ in range(waiting.CROWD_LEN)]
+    with waiting.Listener() as listener:
+        listener._crowd = Crowd(len(peers), Mock())
+        for peer in peers:
+            listener.waits(peer)
+        assert not listener.crowd_has_gone()
+        for peer in peers:
+            listener.leaves(peer)
+        assert listener.crowd_has_gone()
+        assert not listener.crowd_has_gone()
