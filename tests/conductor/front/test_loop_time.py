@@ -158,7 +158,10 @@ def _output(request: Request, position: int, finish: FinishReason | None) -> Tok
 def serve_with_probe(folder: Path) -> None:
     """Answers each line of stdin by the cost since the one before."""
     probe = Probe()
-    options = {"new_event_loop": asyncio.new_event_loop, "max_request_bytes": 8 * MIB}  # uvloop's has no probe
+    options = {
+        "new_event_loop": asyncio.new_event_loop,
+        "max_request_bytes": 8 * MIB,
+    }  # uvloop's has no probe
     with running_front(folder, model(), **options) as front:
         front.cluster.behaviour = InStep()
         front.publish(ClusterState(epoch=1, num_prefill=2, num_decode=1, max_sequence_blocks=1 << 20))
