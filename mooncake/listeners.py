@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mooncake.config import Config, host_and_port
+from mooncake.config import Config, env_name, flag_name, host_and_port
 from mooncake.errors import ConfigError
 from mooncake.messages import Role
 
@@ -70,8 +70,11 @@ def check_free(wanted: list[Place]) -> None:
             raise ConfigError(f"{key}: cannot listen on {host}: {error.strerror}") from None
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                option = "--" + key.replace(".", "-").replace("_", "-")
-                raise ConfigError(f"port {port} on {host} is in use; choose another with {option}") from None
+                path = tuple(key.split("."))
+                raise ConfigError(
+                    f"port {port} on {host} is in use; choose another with {flag_name(path)} or"
+                    f" {env_name(path)}"
+                ) from None
             raise ConfigError(f"{key}: cannot listen on port {port} of {host}: {error.strerror}") from None
 
 

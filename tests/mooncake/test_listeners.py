@@ -103,7 +103,7 @@ def test_what_nobody_can_listen_at_is_named_with_its_key() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
             check_free([Place("http.port", "127.0.0.1", port)])
-        option = "choose another with --http-port"
+        option = "choose another with --http-port or MOONCAKE_HTTP_PORT"
         assert str(caught.value) == f"port {port} on 127.0.0.1 is in use; {option}"
         with pytest.raises(ConfigError, match=f"port {port} on 0.0.0.0 is in use"):
             check_free([Place("kvcache.listen", "0.0.0.0", port)])
