@@ -31,6 +31,7 @@ _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=Fals
 _MAX_REASON_CHARS = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _SOURCE = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+_UNREADABLE = re.compile(r'failed to parse "%json": (.*?)( at line \d+ column \d+)?')
 _UNSERVED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -164,5 +165,8 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
         reason = "a reference ($ref) leads back to itself, with nothing in between to write"
     elif (unserved := _UNSERVED.fullmatch(reason)) is not None:
         reason = f"the schema has keywords that cannot be held to: {unserved[1]}"
+    elif (unreadable := _UNREADABLE.fullmatch(reason)) is not None:
+        is_deep = unreadable[1] == "recursion limit exceeded"
+        reason = f"the schema cannot be read: {'it is nested too deeply' if is_deep else unreadable[1]}"
     reason = reason or "a token does not fit"
     return reason if len(reason) <= _MAX_REASON_CHARS else reason[:_MAX_REASON_CHARS] + "..."

@@ -112,6 +112,8 @@ def _first_error(error: ValidationError) -> RequestError:
     path = shortened(path)
     if first["type"] == "missing":
         return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {path!r}", param=path, code="unknown_parameter")
     if first["type"] == "too_long":
         most, given = first["ctx"]["max_length"], first["input"]
         num = len(given) if isinstance(given, list | dict) else "more"

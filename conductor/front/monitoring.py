@@ -4,6 +4,7 @@ Owns: these paths. Does not know: what is measured, what the page draws.
 """
 
 import asyncio
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -20,6 +21,8 @@ from mooncake.errors import RequestError
 
 _KEPT_S = 0.5
 """for others who ask at the same time: several open pages cost as much as one"""
+_METRICS_KEPT_S = 0.1
+"""the same for scrapes, which need no key: whoever asks all the time takes little of the event loop's"""
 _PAGE = {
     "": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -39,16 +42,35 @@ def monitoring(
     """Without a Conductor in this process (`display`) there are the front's metrics alone."""
     router = APIRouter()
 
+    def metrics_text() -> bytes:
+        own = generate_latest(registry)
+        return own if display is None else own + display.metrics_text().encode()
+
+    text = _Kept(metrics_text, _METRICS_KEPT_S)
+
     @router.get("/metrics")
     async def metrics() -> Response:
-        body = generate_latest(registry)
-        if display is not None:
-            body += display.metrics_text().encode()
-        return Response(body, media_type=CONTENT_TYPE_LATEST)
+        return Response(text.latest(), media_type=CONTENT_TYPE_LATEST)
 
     if display is not None:
         router.include_router(_dashboard(_State(display, link), access))
     return router
+
+
+class _Kept:
+    """What `make` makes, and that is told again for `kept_s`."""
+
+    def __init__(self, make: Callable[[], bytes], kept_s: float) -> None:
+        self._make, self._kept_s = make, kept_s
+        self._body = b""
+        self._made_s: float | None = None
+
+    def latest(self) -> bytes:
+        """At most `kept_s` old."""
+        now_s = asyncio.get_running_loop().time()
+        if self._made_s is None or now_s > self._made_s + self._kept_s:
+            self._body, self._made_s = self._make(), now_s
+        return self._body
 
 
 class _State:
@@ -56,16 +78,11 @@ class _State:
 
     def __init__(self, display: Display, link: Link) -> None:
         self._display, self._link = display, link
-        self._body = b""
-        self._made_s: float | None = None
+        self._kept = _Kept(lambda: msgspec.json.encode(display.state(link.num_received)), _KEPT_S)
 
     def body(self) -> bytes:
-        """The cluster; at most `_KEPT_S` old."""
-        now_s = asyncio.get_running_loop().time()
-        if self._made_s is None or now_s > self._made_s + _KEPT_S:
-            self._body = msgspec.json.encode(self._display.state(self._link.num_received))
-            self._made_s = now_s
-        return self._body
+        """The cluster."""
+        return self._kept.latest()
 
     def timeline(self, request_id: str) -> bytes | None:
         """One request."""

@@ -132,6 +132,10 @@ def test_large_schemas_are_refused_before_they_are_compiled() -> None:
     assert (caught.value.param, caught.value.code) == ("response_format", "invalid_schema")
 
 
+def nested(depth: int) -> Any:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
 def test_over_http(front: Running) -> None:
     def post(**fields: Any) -> httpx.Response:
         body = {"model": MODEL_NAME, "prompt": "x", **fields}
@@ -141,6 +145,8 @@ def test_over_http(front: Running) -> None:
     assert front.cluster.submitted[0].sampling.grammar.startswith("start: ")
     for schema, reason in (
         ({"type": "array", "uniqueItems": True}, 'keywords that cannot be held to: "uniqueItems"'),
+        ({"const": nested(200)}, "the schema cannot be read: it is nested too deeply"),
+        ({"const": 10**400}, "the schema cannot be read: number out of range"),
         (
             {"$ref": "#"},
             "a reference ($ref) leads back to itself, with nothing in between to write",

@@ -59,6 +59,12 @@ def test_what_cannot_be_tokenized_is_named(fields: dict[str, Any], param: str) -
     assert caught.value.param == param
 
 
+def test_an_unknown_field_is_called_so() -> None:
+    with pytest.raises(RequestError, match="unknown field 'mood'") as caught:
+        tokenized(prompt="x", mood=1)
+    assert (caught.value.param, caught.value.code) == ("mood", "unknown_parameter")
+
+
 def test_over_http(front: Running) -> None:
     def post(path: str, **body: Any) -> httpx.Response:
         return httpx.post(front.url + path, json=body, timeout=DEADLINE_S)
