@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mooncake.sections import MessengerConfig
+from tests.deadline import DEADLINE_S
 from tests.kvstore.forked import enter
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node
 
 LINKS = ("link0", "link1")
-_DEADLINE_S = 10.0
 
 
 class Unavailable(Exception):
@@ -35,7 +35,7 @@ class Host:
         """What leaves over `link` gets lost, and nobody is told. Raises Unavailable."""
         change = ["add", "root", "blackhole"] if silent else ["del", "root"]
         command = ["tc", "-n", self.namespace, "qdisc", change[0], "dev", link, *change[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode:
             raise Unavailable(f"tc cannot make a link silent: {done.stderr.strip()}")
 
@@ -94,5 +94,5 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 def _ip(*arguments: str) -> str:
     command = ["ip", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     return done.stdout

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-import time
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,8 @@ from kvstore.worker_client import WorkerClient
 from mooncake.errors import TransferError
 from mooncake.sections import MessengerConfig
 from tests.cluster.namespaces import LINKS, Host, HostNode, Unavailable, two_hosts
+from tests.core_clock import CoreClock
+from tests.deadline import DEADLINE_S
 from tests.kvstore.nodes import LAYOUT, assert_holds, prompt_keys, until, unused, write_layers
 
 pytestmark = pytest.mark.cluster
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.cluster
 NUM_PAGES = 300
 NUM_AT_ONCE = 4
 NUM_BLOCKS = 24
-TRANSFER_DEADLINE_S = 10.0
+GONE_S = 10.0
+"""until the connections of a host that is gone end"""
 INTERRUPTION_S = 5.0
 """after a cut, until transfers succeed again"""
 RETURN_S = 20.0
@@ -36,6 +39,7 @@ class Traffic:
 
     prefill: WorkerClient
     decode: WorkerClient
+    clock: CoreClock
     succeeded_s: list[float] = field(default_factory=list)
     slowest_s: float = 0.0
     """transfer, since somebody last set this to nothing"""
@@ -50,14 +54,15 @@ class Traffic:
 
     async def _repeat(self) -> None:
         while not self.is_stopping:
-            begun_s = time.monotonic()
+            begun_s = self.clock.now_s()
             try:
-                async with asyncio.timeout(TRANSFER_DEADLINE_S):
+                async with asyncio.timeout(DEADLINE_S):
                     await self._transfer(next(self.num_begun))
-                self.succeeded_s.append(time.monotonic())
-                self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
+                now_s = self.clock.now_s()
+                self.succeeded_s.append(now_s)
+                self.slowest_s = max(self.slowest_s, now_s - begun_s)
             except TransferError as error:
-                self.failures.append((time.monotonic(), str(error)))
+                self.failures.append((self.clock.now_s(), str(error)))
 
     async def _transfer(self, number: int) -> None:
         """Layer by layer, as a prefill does."""
@@ -112,16 +117,29 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield hosts
 
 
-async def both_used(hosts: tuple[Host, Host], deadline_s: float) -> float:
-    """Waits until the first host has sent `USED_BYTES` more over each link. Returns how long it took."""
-    host, started_s = hosts[0], time.monotonic()
-    before = host.sent_bytes()
-    while True:
-        sent = host.sent_bytes()
-        if all(sent[link] - before[link] >= USED_BYTES for link in LINKS):
-            return time.monotonic() - started_s
-        assert time.monotonic() - started_s < deadline_s, f"not both links are used: {before} -> {sent}"
+async def within(clock: CoreClock, most_s: float, condition: Callable[[], bool], what: str) -> float:
+    """Wait until `condition` holds. Returns how long it took."""
+    begun_s = clock.now_s()
+    while not condition():
+        assert clock.now_s() - begun_s < most_s, f"not within {most_s:g} s: {what}"
         await asyncio.sleep(0.1)
+    return clock.now_s() - begun_s
+
+
+async def both_used(hosts: tuple[Host, Host], clock: CoreClock) -> float:
+    """Waits until the first host has sent `USED_BYTES` more over each link. Returns how long it took."""
+    before = hosts[0].sent_bytes()
+
+    def are_used() -> bool:
+        sent = hosts[0].sent_bytes()
+        return all(sent[link] - before[link] >= USED_BYTES for link in LINKS)
+
+    return await within(clock, RETURN_S, are_used, "both links are used")
+
+
+def clock_of(nodes: list[HostNode]) -> CoreClock:
+    """What messengers and their clients take, without what they wait for a core."""
+    return CoreClock([os.getpid(), *(node.process.pid for node in nodes if node.process is not None)])
 
 
 @contextlib.contextmanager
@@ -143,9 +161,9 @@ async def traffic_between(hosts: tuple[Host, Host], folder: Path) -> AsyncIterat
     """Runs over both links; afterwards nothing is in use."""
     with nodes_on(hosts, folder) as nodes:
         clients = [await node.connect() for node in nodes]
-        traffic = Traffic(*clients)
+        traffic = Traffic(*clients, clock_of(nodes))
         task = asyncio.create_task(traffic.run())
-        await both_used(hosts, RETURN_S)
+        await both_used(hosts, traffic.clock)
         assert traffic.failures == []
         traffic.slowest_s = 0.0
         yield traffic
@@ -164,7 +182,7 @@ def test_transfers_go_on_over_the_other_link_and_over_both_when_it_is_back(
     async def test() -> None:
         async with traffic_between(hosts, tmp_path) as traffic:
             make(cut, hosts)
-            cut_s = time.monotonic()
+            cut_s = traffic.clock.now_s()
             await over_one_link(traffic, hosts, cut_s, is_two_way=cut is not answers_lost)
             assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
             assert traffic.slowest_s < INTERRUPTION_S
@@ -172,14 +190,14 @@ def test_transfers_go_on_over_the_other_link_and_over_both_when_it_is_back(
             assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures), traffic.failures
             slowest_s = traffic.slowest_s
             cut(*hosts, False)
-            return_s = await both_used(hosts, RETURN_S)
+            return_s = await both_used(hosts, traffic.clock)
             assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
             print(
                 f"{cut.__name__}: {len(traffic.succeeded_s)} transfers, {len(traffic.failures)} failed,"
                 f" slowest {slowest_s:.2f} s, both links again after {return_s:.1f} s"
             )
 
-    asyncio.run(asyncio.wait_for(test(), 90.0))
+    asyncio.run(test())
 
 
 def both_silent(prefill: Host, decode: Host, is_cut: bool) -> None:
@@ -199,21 +217,20 @@ def test_connections_of_a_host_that_is_gone_end_at_both_sides_though_nothing_is_
 ) -> None:
     async def test() -> None:
         with nodes_on(hosts, tmp_path) as nodes:
-            traffic = Traffic(*[await node.connect() for node in nodes])
+            traffic = Traffic(*[await node.connect() for node in nodes], clock_of(nodes))
             await traffic._transfer(1)
             num_lanes = len(LINKS) * MessengerConfig().streams
-            async with asyncio.timeout(TRANSFER_DEADLINE_S):
-                while [num_connections(node) for node in nodes] != [num_lanes, num_lanes]:
-                    await asyncio.sleep(0.1)
+            while [num_connections(node) for node in nodes] != [num_lanes, num_lanes]:
+                await asyncio.sleep(0.1)
             make(both_silent, hosts)
-            async with asyncio.timeout(TRANSFER_DEADLINE_S):
-                while any(num_connections(node) for node in nodes):
-                    await asyncio.sleep(0.1)
+            await within(
+                traffic.clock, GONE_S, lambda: not any(map(num_connections, nodes)), "connections have ended"
+            )
             for client in (traffic.prefill, traffic.decode):
                 await until(client, unused)
                 await client.close()
 
-    asyncio.run(asyncio.wait_for(test(), 60.0))
+    asyncio.run(test())
 
 
 def test_cut_of_both_links_fails_transfers_soon_and_the_next_succeed_when_they_are_back(
@@ -222,20 +239,19 @@ def test_cut_of_both_links_fails_transfers_soon_and_the_next_succeed_when_they_a
     async def test() -> None:
         async with traffic_between(hosts, tmp_path) as traffic:
             make(both_silent, hosts)
-            cut_s = time.monotonic()
-            async with asyncio.timeout(TRANSFER_DEADLINE_S):
-                while len(traffic.failures) < NUM_AT_ONCE:
-                    await asyncio.sleep(0.1)
+            cut_s = traffic.clock.now_s()
+            while len(traffic.failures) < NUM_AT_ONCE:
+                await asyncio.sleep(0.1)
             assert all("connection to decode" in reason for _, reason in traffic.failures)
             assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures)
             both_silent(*hosts, False)
             num_before = len(traffic.succeeded_s)
-            async with asyncio.timeout(RETURN_S):
-                while len(traffic.succeeded_s) < num_before + 10:
-                    await asyncio.sleep(0.1)
-            await both_used(hosts, RETURN_S)
+            await within(
+                traffic.clock, RETURN_S, lambda: len(traffic.succeeded_s) >= num_before + 10, "transfers"
+            )
+            await both_used(hosts, traffic.clock)
 
-    asyncio.run(asyncio.wait_for(test(), 90.0))
+    asyncio.run(test())
 
 
 def make(cut: Cut, hosts: tuple[Host, Host]) -> None:
@@ -249,12 +265,12 @@ async def over_one_link(
     traffic: Traffic, hosts: tuple[Host, Host], cut_s: float, *, is_two_way: bool
 ) -> None:
     """Until the time of an interruption has passed and transfers go on behind it."""
-    while time.monotonic() < cut_s + INTERRUPTION_S:
+    while traffic.clock.now_s() < cut_s + INTERRUPTION_S:
         await asyncio.sleep(0.1)
     num_before, before = len(traffic.succeeded_s), hosts[0].sent_bytes()
-    async with asyncio.timeout(INTERRUPTION_S):
-        while len(traffic.succeeded_s) < num_before + 10:
-            await asyncio.sleep(0.1)
+    await within(
+        traffic.clock, INTERRUPTION_S, lambda: len(traffic.succeeded_s) >= num_before + 10, "transfers"
+    )
     sent = hosts[0].sent_bytes()
     assert sent[LINKS[1]] - before[LINKS[1]] >= USED_BYTES
     if is_two_way:

@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.deadline import DEADLINE_S
 from tests.rdma.vm.__main__ import GUEST_TESTS, run
 from tests.rdma.vm.image import CannotBuildError
 
-TIMEOUT_S = 540.0
+TIMEOUT_S = 6 * DEADLINE_S  # of all tests in the guest, each of which has less
 
 
 @pytest.mark.cluster

@@ -1,0 +1,27 @@
+"""A clock for what processes may take, on a machine whose cores others use too.
+
+Owns: the time for which they wait for a core. Does not know: what is measured.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class CoreClock:
+    """Stands still while the main thread of one of the processes `pids` could run and has no core.
+
+    Of these it is the one that has waited longest since the clock was made; with idle cores none waits.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._stats = [Path(f"/proc/{pid}/schedstat") for pid in pids]
+        self._begun_s = self._waited_s()
+
+    def now_s(self) -> float:
+        """Seconds since some time in the past."""
+        waits_s = (now_s - begun_s for now_s, begun_s in zip(self._waited_s(), self._begun_s, strict=True))
+        return time.monotonic() - max(waits_s)
+
+    def _waited_s(self) -> list[float]:
+        return [int(stat.read_text().split()[1]) / 1e9 for stat in self._stats]
