@@ -66,16 +66,20 @@ class Server:
     def wait_for_line(self, pattern: str, count: int = 1, deadline_s: float = DEADLINE_S) -> str:
         """Wait until `count` lines match; the last of them."""
 
-        def matches() -> list[str]:
-            return [line for line in self.lines if re.search(pattern, line)]
-
         with self._new_line:
             self._new_line.wait_for(
-                lambda: len(matches()) >= count or not self._reader.is_alive(), timeout=deadline_s
+                lambda: self.num_lines(pattern) >= count or not self._reader.is_alive(), timeout=deadline_s
             )
-            found = matches()
+            found = self._matches(pattern)
         assert len(found) >= count, f"no {pattern!r} in:\n" + "\n".join(self.lines)
         return found[-1]
+
+    def num_lines(self, pattern: str) -> int:
+        """So far."""
+        return len(self._matches(pattern))
+
+    def _matches(self, pattern: str) -> list[str]:
+        return [line for line in self.lines if re.search(pattern, line)]
 
     def children(self) -> dict[str, int]:
         """Ids of the processes that run, by their names: `conductor`, `prefill-0`, `prefill-0/messenger`."""

@@ -200,9 +200,11 @@ def test_sealed_blocks_outlive_their_worker_and_their_messenger(server: Server) 
 
     assert cached() == 0
     assert cached() == 72
-    for num_sessions, name in enumerate(("prefill-0", "prefill-0/messenger"), start=2):
+    ready = r"\[prefill-0\] ready"
+    for name in ("prefill-0", "prefill-0/messenger"):
+        num_sessions = server.num_lines(ready)  # a busy machine may have lost one
         os.kill(server.pid_of(name), signal.SIGKILL)
-        server.wait_for_line(r"\[prefill-0\] ready", count=num_sessions)
+        server.wait_for_line(ready, count=num_sessions + 1)
         assert cached() == 72
 
 
