@@ -19,6 +19,8 @@ import fastokens
 from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from mooncake.errors import RequestError, first_line, is_panic
+
 # The libraries' regexes differ in these: U+180E is white space to one of them, and a long s (or the kelvin
 # sign) is an s (or a k) in another case. The last ones are numbers since Unicode 17.
 _DISPUTED = re.compile("[\u180e\u017f\u212a\U00011de0-\U00011de9\U00016ff4-\U00016ff6]")
@@ -57,7 +59,7 @@ class Encoder:
         return self._quick is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of `Backend.encode`. `text` is valid Unicode."""
+        """The ids of `Backend.encode`. `text` is valid Unicode. Raises RequestError if it cannot be read."""
         if self._quick is not None and (text.isascii() or _DISPUTED.search(text) is None):
             try:
                 return _quickly(self._quick, text, add_special_tokens)
@@ -71,15 +73,20 @@ def _quickly(quick: fastokens.Tokenizer, text: str, add_special_tokens: bool) ->
     try:
         ids: list[int] = quick.encode(text, add_special_tokens).ids
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # Rust's: no Exception, and no module has it
+        if not is_panic(error):
             raise
         raise ValueError(f"it panicked: {error}") from None
     return ids
 
 
 def _surely(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
-    # As a batch of one: only batches let other threads run meanwhile.
-    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    try:
+        # As a batch of one: only batches let other threads run meanwhile.
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise RequestError(f"the model's tokenizer cannot read this text: {first_line(error)}") from None
     ids: list[int] = encoding.ids
     return ids
 

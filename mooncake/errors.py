@@ -26,6 +26,11 @@ class MooncakeError(Exception):
     """Base of all errors that are not programming mistakes."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up. It is no Exception, and no module has its class."""
+    return type(error).__name__ == "PanicException"
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line that is not long; its type if it says nothing."""
     lines = str(error).strip().splitlines()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from mooncake.byte_level import ByteLevelDetokenizer, pieces_of
 from mooncake.checkpoint import Checkpoint
 from mooncake.encoder import Encoder
-from mooncake.errors import ModelError, RequestError, first_line
+from mooncake.errors import ModelError, RequestError, first_line, is_panic
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import build_tokenizer
 from mooncake.grammar import Vocabulary
@@ -106,7 +106,7 @@ class Tokenizer:
         """Token ids of `text`. Special tokens written out in the text become those tokens.
 
         `add_special_tokens`: put the model's own bos (or what it wants) around the text.
-        Raises RequestError for text that is no valid Unicode (lone surrogates).
+        Raises RequestError for text that is no valid Unicode (lone surrogates), or that it gives up on.
         """
         try:
             text.encode()
@@ -240,7 +240,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     except ModelError:
         raise
     except BaseException as error:  # `tokenizers` raises bare Exception for a damaged file, or panics
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(
             f"{checkpoint.path} has no tokenizer that can be loaded ({first_line(error)}); put tokenizer.json"

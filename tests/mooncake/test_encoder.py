@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.encoder import Encoder
+from mooncake.errors import RequestError
 from mooncake.tokenizer import load_tokenizer
 from tests.tiny_tokenizer import tiny_backend
 
@@ -229,3 +230,12 @@ class TestWhereIdsWouldDiffer:
         encoder = Encoder(default[1])
         encoder._quick = Panicking()
         assert encoder.encode("a b", True) == default[1].encode("a b").ids
+
+
+def test_a_text_that_the_tokenizer_gives_up_on_is_refused() -> None:
+    backend = tiny_backend()
+    backend.pre_tokenizer = splits("(a+)+$")
+    encoder = Encoder(backend)
+    assert encoder.encode("ab", add_special_tokens=False)
+    with pytest.raises(RequestError, match="the model's tokenizer cannot read this text: Onig"):
+        encoder.encode("a" * 40 + "b", add_special_tokens=False)
