@@ -22,6 +22,7 @@ from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import part_of
 from workers.engine.torch_layers import TorchLayers
 from workers.engine.triton_layers import TritonLayers
+from workers.engine.warm_up import warm_up
 from workers.engine.weights import Weights
 from workers.model_spec import model_spec
 
@@ -270,7 +271,7 @@ def test_a_warm_up_takes_no_pages_and_leaves_the_model_as_it_was() -> None:
     for is_warm in (False, True):
         kv = DeviceKVCache(spec, model.layers, 4, 8, torch.float32, DEVICE)
         if is_warm:
-            cuda.warm_up(model, kv)
+            warm_up(model, kv)
         assert kv.num_free_pages == 4
         results.append(model.forward(Batch.build([Chunk([1, 2, 3], 0, kv.allocate(1))], kv), kv))
     assert torch.equal(*results)
@@ -282,7 +283,7 @@ def test_a_stage_of_a_pipeline_is_warmed_up_too(layers: range) -> None:
     model = DecoderModel(spec, layers, torch.float32, DEVICE)
     model.init_dummy_weights()
     kv = DeviceKVCache(spec, layers, 4, 8, torch.float32, DEVICE)
-    cuda.warm_up(model, kv)
+    warm_up(model, kv)
     assert kv.num_free_pages == 4
 
 
