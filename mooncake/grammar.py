@@ -7,6 +7,7 @@ Owns: llguidance, its limits, what is kept. Does not know: what grammars are for
 """
 
 import asyncio
+import contextlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import llguidance
 import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from mooncake.errors import GrammarError
+from mooncake.errors import GrammarError, MooncakeError
 from mooncake.token_bytes import PieceBytes
 
 if TYPE_CHECKING:
@@ -113,12 +114,20 @@ class Grammars:
     """Compiles one after the other in a thread of its own, and keeps the latest."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        """`load` is called in that thread, when the first grammar comes."""
+        """`load` is called by `prepare`, or else in that thread when the first grammar comes."""
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self.num_waiting = 0
+
+    def prepare(self) -> None:
+        """Load the vocabulary now, so that no stream stands still for it later.
+
+        If that cannot be, it is tried again, and told, when the first grammar comes.
+        """
+        with contextlib.suppress(MooncakeError):
+            self._vocabulary = self._load()
 
     async def get(self, text: str) -> Grammar:
         """Raises GrammarError with what is wrong with `text`."""

@@ -6,6 +6,7 @@ Byte-level vocabularies (GPT-2's) have a character for each byte; SentencePiece'
 Owns: these two ways of writing. Does not know: text of several tokens (`tokenizer`).
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Container
@@ -38,8 +39,9 @@ class PieceBytes:
             return b""
         if token_id in self._added:
             return piece.encode()
-        if self._is_byte_level and all(character in BYTE_OF for character in piece):
-            return bytes(BYTE_OF[character] for character in piece)
+        if self._is_byte_level:
+            with contextlib.suppress(UnicodeEncodeError):
+                return piece.translate(_LATIN_1_OF).encode("latin-1")
         if match := _BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(match[1])
         return piece.replace(_SPACE, " ").encode()
@@ -55,3 +57,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_level_alphabet()
+_LATIN_1_OF = dict.fromkeys(range(256), "\uffff") | {
+    ord(character): chr(byte) for character, byte in BYTE_OF.items()
+}
+"""each character's byte as Latin-1 has it; what stands for no byte cannot be encoded"""

@@ -4,7 +4,8 @@ Owns: a checkpoint's tokenizer and chat template behind a few calls, and when a 
 certain. Does not know: HTTP, stop strings. transformers is imported with the first tokenizer, torch never.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from mooncake.byte_level import ByteLevelDetokenizer, pieces_of
 from mooncake.checkpoint import Checkpoint
 from mooncake.encoder import Encoder
-from mooncake.errors import ModelError, RequestError, first_line, is_panic
+from mooncake.errors import ModelError, MooncakeError, RequestError, first_line, is_panic
 from mooncake.gguf_file import read_gguf_header
 from mooncake.gguf_tokenizer import build_tokenizer
 from mooncake.grammar import Vocabulary
@@ -229,15 +230,41 @@ class IncrementalDetokenizer:
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer that comes with `checkpoint`. Raises ModelError if there is none or it is damaged."""
-    is_gguf = checkpoint.path.suffix == ".gguf" and checkpoint.path.is_file()
-    try:
-        wrapped = _from_gguf(checkpoint) if is_gguf else _from_directory(checkpoint)
+    with _damage_told(checkpoint):
+        wrapped = _from_gguf(checkpoint) if _is_gguf(checkpoint) else _from_directory(checkpoint)
         _check(checkpoint, wrapped)
         eos_token_ids = checkpoint.eos_token_ids
         if not eos_token_ids and wrapped.eos_token_id is not None:
             eos_token_ids = (wrapped.eos_token_id,)
         return Tokenizer(wrapped, eos_token_ids)
-    except ModelError:
+
+
+def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
+    """The tokens that grammars choose from, without transformers where it is not needed.
+
+    Raises ModelError as `load_tokenizer`, GrammarError if no token ends a text.
+    """
+    vocab_size, eos_token_ids = checkpoint.model.vocab_size, checkpoint.eos_token_ids
+    file = checkpoint.path / "tokenizer.json"
+    with _damage_told(checkpoint):
+        if eos_token_ids and file.is_file():
+            return Vocabulary(Backend.from_file(str(file)), eos_token_ids, vocab_size)
+        if eos_token_ids and _is_gguf(checkpoint):
+            backend = build_tokenizer(read_gguf_header(checkpoint.path))
+            return Vocabulary(backend, eos_token_ids, vocab_size)
+    return load_tokenizer(checkpoint).vocabulary(vocab_size)
+
+
+def _is_gguf(checkpoint: Checkpoint) -> bool:
+    return checkpoint.path.suffix == ".gguf" and checkpoint.path.is_file()
+
+
+@contextlib.contextmanager
+def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
+    """Whatever fails within is a ModelError that names the checkpoint."""
+    try:
+        yield
+    except MooncakeError:
         raise
     except BaseException as error:  # `tokenizers` raises bare Exception for a damaged file, or panics
         if not isinstance(error, Exception) and not is_panic(error):
@@ -246,15 +273,6 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             f"{checkpoint.path} has no tokenizer that can be loaded ({first_line(error)}); put tokenizer.json"
             " beside config.json"
         ) from None
-
-
-def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
-    """The tokens that grammars choose from, without transformers where it is not needed."""
-    vocab_size = checkpoint.model.vocab_size
-    file = checkpoint.path / "tokenizer.json"
-    if checkpoint.eos_token_ids and file.is_file():
-        return Vocabulary(Backend.from_file(str(file)), checkpoint.eos_token_ids, vocab_size)
-    return load_tokenizer(checkpoint).vocabulary(vocab_size)
 
 
 def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:

@@ -90,7 +90,9 @@ def load_executor(
     )
     if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
         warm_up(model, kv)
-    return Executor(model, kv, Grammars(lambda: load_vocabulary(checkpoint)), record)
+    grammars = Grammars(lambda: load_vocabulary(checkpoint))
+    grammars.prepare()
+    return Executor(model, kv, grammars, record)
 
 
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:

@@ -85,6 +85,8 @@ def load_served_model(
     tokenizer = load_tokenizer(checkpoint)
     template = tokenizer.chat_template
     vocab_size = checkpoint.model.vocab_size
+    grammars = Grammars(lambda: tokenizer.vocabulary(vocab_size))
+    grammars.prepare()
     return ServedModel(
         tokenizer=tokenizer,
         new_detokenizer=tokenizer.detokenizer,
@@ -92,7 +94,7 @@ def load_served_model(
         vocab_size=vocab_size,
         fingerprint=checkpoint.fingerprint(dtype, block_size),
         block_size=block_size,
-        grammars=Grammars(lambda: tokenizer.vocabulary(vocab_size)),
+        grammars=grammars,
         tool_format=tool_format or format_of_template(template),
         template_takes_tools=takes_tools(template),
     )

@@ -124,6 +124,21 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
         asyncio.run(grammars.get(OBJECT))
 
 
+def test_a_vocabulary_that_is_prepared_is_not_loaded_again(vocabulary: Vocabulary) -> None:
+    loads = iter([vocabulary])
+    grammars = Grammars(lambda: next(loads))
+    grammars.prepare()
+    grammars.compile(OBJECT)
+    assert next(loads, None) is None
+
+
+def test_a_vocabulary_that_cannot_be_prepared_is_told_of_when_a_grammar_comes() -> None:
+    grammars = Grammars(lambda: Vocabulary(BACKEND, (), VOCAB_SIZE))
+    grammars.prepare()
+    with pytest.raises(GrammarError, match="no token that ends"):
+        grammars.compile(OBJECT)
+
+
 def test_a_grammar_is_compiled_once_while_it_is_kept(vocabulary: Vocabulary) -> None:
     async def test() -> None:
         grammars = Grammars(lambda: vocabulary)
