@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from conductor.front.errors import error_body
 from conductor.front.intake import Intake
 from conductor.front.outbox import Outbox, Writer
+from conductor.front.turns import Turns
 from conductor.front.waiting import Listener
 from mooncake.eager import run_eagerly
 from mooncake.errors import RequestError
@@ -102,6 +103,9 @@ def connections(
             The parser cannot be stopped, so it gets pieces behind whose end there is one more request at
             most, or a few behind a chunked body.
             """
+            if self.transport.is_closing():
+                return
+            self.flow.resume_reading()
             while self._unread and not self.transport.is_closing():
                 if self._owes_an_answer():
                     self.flow.pause_reading()
@@ -169,8 +173,12 @@ def connections(
             self._writer.flush()  # what waits for the client is told by the transport
             self._set_send_deadline()
             super().on_response_complete()
-            self._read_on()
-            if not self.transport.is_closing() and not self._owes_an_answer():
+            if self.transport.is_closing():
+                return
+            if self._unread:
+                self.flow.pause_reading()
+                turns.wait(self._read_on)
+            if not self._owes_an_answer():
                 listener.waits(self)
 
         def _set_send_deadline(self) -> None:
@@ -267,7 +275,7 @@ def connections(
                 self._deadline.cancel()
                 self._deadline = None
 
-    intake = Intake[Connection](most_pending_bytes, Connection.put_out)
+    intake, turns = Intake[Connection](most_pending_bytes, Connection.put_out), Turns()
     return Connection
 
 

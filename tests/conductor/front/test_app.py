@@ -1,6 +1,7 @@
 """The API as clients see it: OpenAI's own client, and plain HTTP where that client hides something."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import re
@@ -491,6 +492,20 @@ def test_requests_behind_each_other_are_answered_in_turn(front: Running, piece_b
         expected += [b'"count":%d,' % len(text.encode())] + [b'{"status":"ok"}'] * (number % 4)
     assert re.findall(rb'"count":\d+,|{"status":"ok"}|"version"', answers) == [*expected, b'"version"']
     assert answers.count(b"HTTP/1.1 200 ") == len(expected) + 1
+
+
+def test_what_comes_behind_the_last_request_is_not_read(
+    front: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
+    with socket.create_connection(front.address, DEADLINE_S) as connection:
+        connection.sendall(last * 3)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(1000):
+                answer += piece
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
