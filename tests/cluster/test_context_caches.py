@@ -62,7 +62,10 @@ def test_a_cache_outlives_pressure_until_it_is_deleted(server: Server, tmp_path:
     cache = call(server, "POST", "/v1/context_caches", {"name": "book", "prompt": PREFIX, "ttl": 600})
     assert (cache["status"], cache["tokens"]) == ("ready", len(PREFIX))
     eventually(lambda: num_pins(server) == NUM_BLOCKS, "its blocks are pinned")
-    assert metric(server, "mooncake_context_cache_blocks", state="pinned") == NUM_BLOCKS
+    eventually(
+        lambda: metric(server, "mooncake_context_cache_blocks", state="pinned") == NUM_BLOCKS,
+        "the Conductor knows it",
+    )
     press(server)
     evicted = {"instance": "prefill-0", "tier": "dram", "policy": "lru"}
     eventually(lambda: metric(server, "mooncake_pool_evictions_total", **evicted) > 0, "others are evicted")

@@ -150,7 +150,7 @@ def prometheus(monitored: Monitored, tmp_path: Path) -> Iterator[Prometheus]:
             yield Prometheus(client)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(DEADLINE_S)
 
 
 def is_ready(url: str) -> bool:
