@@ -68,14 +68,14 @@ soak: install
 	$(BIN)/pytest -m 'soak'
 
 gpu: install
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m benchmarks.gpu
 
 reproduce: install
 	@test -f "$(TRACE)" || { echo "error: make reproduce TRACE=FILE; docs/reproduction.md says which"; exit 1; }
 	$(BIN)/python -m benchmarks.reproduction $(TRACE)
 
 generate: install
-	$(BIN)/python -m mooncake.config_reference docs/configuration.md
+	$(BIN)/python -m mooncake.cli.config_reference docs/configuration.md
 	$(BIN)/python docker/grafana/generate.py
 
 clean:

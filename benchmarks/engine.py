@@ -1,7 +1,7 @@
 """The engine alone on one thread: prefill and decode tok/s, the CPU's kernels beside torch in the same
 process.
 
-    .venv/bin/python benchmarks/engine.py [--quick]
+    .venv/bin/python -m benchmarks.engine [--quick]
 
 SmolLM2-135M's shape with random weights, bfloat16. Decode has 200 tokens of context. The two take turns, so
 that what else runs on the machine slows both. A row is the best of several runs by the thread's CPU time;
@@ -17,7 +17,7 @@ import torch
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.model_spec import model_spec
+from workers.execution.model_spec import model_spec
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],

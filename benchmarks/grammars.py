@@ -1,6 +1,6 @@
 """What a grammar costs a decode step: CPU time of the forward pass and of the draw, with and without.
 
-    python benchmarks/grammars.py
+    python -m benchmarks.grammars
 
 The default model's sizes and tokenizer, random weights, bfloat16, one thread, greedy. Each sequence follows a
 schema of its own state; one that has ended begins anew. Medians of 40 steps.
@@ -9,26 +9,21 @@ schema of its own state; one that has ended begins anew. Medians of 40 steps.
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
 from benchmarks.engine import CONTEXT_LEN, PAGE_SIZE, SMOLLM2
-from mooncake.checkpoint import open_checkpoint
-from mooncake.grammar import Grammar, Grammars
-from mooncake.requests import Request, SamplingParams
-from mooncake.tokenizer import load_vocabulary
-from workers.draws import Draws, Row, rules_of
+from mooncake.messages.requests import Request, SamplingParams
+from mooncake.model.checkpoint import open_checkpoint
+from mooncake.model.grammar import Grammar, Grammars
+from mooncake.model.tokenizer import load_vocabulary
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.model_spec import model_spec
+from workers.execution.draws import Draws, Row, rules_of
+from workers.execution.model_spec import model_spec
 
 NUM_STEPS = 40
 BATCH_SIZES = (1, 8)

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.pages import PageTable
-from kvstore.pool import Pool
-from mooncake.blocks import KEY_BYTES
-from mooncake.policies import EvictionPolicy
-from mooncake.sections import KVCacheConfig
+from kvstore.pool.pages import PageTable
+from kvstore.pool.pool import Pool
+from mooncake.config.policies import EvictionPolicy
+from mooncake.config.sections import KVCacheConfig
+from mooncake.messages.blocks import KEY_BYTES
 
 BLOCK_TOKENS = 512
 CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)

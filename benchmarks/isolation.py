@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.arguments import count
 from benchmarks.servers import ServerError, free_port, serving, telling_why
-from mooncake.api_keys import add_api_key
+from benchmarks.tools.arguments import count
+from mooncake.security.api_keys import add_api_key
 
 Body = dict[str, Any]
 MODEL = "m"

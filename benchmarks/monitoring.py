@@ -1,6 +1,6 @@
 """What watching costs: counting, scrapes of `/metrics`, an open dashboard.
 
-    python benchmarks/monitoring.py [--instances N] [--seconds S] [--processes N]
+    python -m benchmarks.monitoring [--instances N] [--seconds S] [--processes N]
 
 The conductor process with instances that compute nothing (`load.instant_workers`), half of them prefill,
 whose heartbeats tell of pools that have exchanged blocks with ten others each. 64 clients stream answers of
@@ -17,22 +17,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import httpx
 from prometheus_client import CollectorRegistry
 
-from benchmarks.load.bench import find_server
-from benchmarks.load.clients import Clients
-from benchmarks.load.front_load import NUM_INPUT, NUM_OUTPUT
-from benchmarks.load.fronts import front
-from benchmarks.load.sources import MixSource, Run
+from benchmarks.front.fronts import front
+from benchmarks.front.load import NUM_INPUT, NUM_OUTPUT
+from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.servers import ServerError
-from benchmarks.store.rounds import print_table, progress
-from benchmarks.traces.mixes import Mix, RequestClass
+from benchmarks.tools.load.bench import find_server
+from benchmarks.tools.load.clients import Clients
+from benchmarks.tools.load.sources import MixSource, Run
+from benchmarks.tools.traces.mixes import Mix, RequestClass
 from conductor.front.metrics import Metrics, Outcome
-from mooncake.requests import FinishReason
+from mooncake.messages.requests import FinishReason
 
 CONCURRENCY = 64
 SCRAPE_PERIOD_S = 15.0

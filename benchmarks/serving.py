@@ -1,6 +1,6 @@
 """TTFT and output throughput of a whole local cluster, through HTTP.
 
-    python benchmarks/serving.py [mooncake-serve flags]
+    python -m benchmarks.serving [mooncake-serve flags]
 
 Starts `mooncake-serve --role all` on a free port, with the flags that are given, measures in a closed loop,
 and prints one table. Prompts are random tokens, different for each request, so nothing is cached.
@@ -14,13 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.servers import ServerError, free_port, serving
 

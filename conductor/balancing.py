@@ -9,7 +9,7 @@ Owns: the threshold. Does not know: time, prefixes, who fetches.
 
 from collections.abc import Iterable
 
-from mooncake.pools import PoolStats
+from mooncake.messages.pools import PoolStats
 
 START = 1.25
 LOWEST, HIGHEST = 1.05, 4.0

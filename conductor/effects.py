@@ -2,8 +2,8 @@
 
 import msgspec
 
-from mooncake.front_messages import FromFront, ToFront
-from mooncake.messages import FromWorker, ToWorker
+from mooncake.messages.fronts import FromFront, ToFront
+from mooncake.messages.workers import FromWorker, ToWorker
 
 ToConductor = FromWorker | FromFront
 

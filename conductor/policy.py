@@ -4,28 +4,28 @@ Same state and same input give the same output. No IO, no clock, no torch: the l
 simulator drive the very same object.
 
 Owns: which fronts and instances are there. Does not know: sockets, tokens' text, what becomes of accepted
-requests (`conductor.placing`, `conductor.dispatcher`).
+requests (`conductor.requests.placing`, `conductor.requests.dispatcher`).
 """
 
-from conductor.assignments import Assignments
-from conductor.cluster_view import ClusterView
-from conductor.contexts import Contexts
-from conductor.dispatcher import Dispatcher
+from conductor.admission.overload import Admission, forecast_of
 from conductor.effects import Effect, ToConductor
-from conductor.instances import Instance, Instances
-from conductor.lateness import Lateness
-from conductor.lifecycle import RequestState, TrackedRequest
-from conductor.outcomes import Outcomes
-from conductor.overload import Admission, forecast_of
-from conductor.pairs import Pairs
-from conductor.placement import Placement, Reason, why_too_large
-from conductor.placing import Placing
-from conductor.replication import Replication
+from conductor.replication.contexts import Contexts
+from conductor.replication.copies import Replication
+from conductor.requests.dispatcher import Dispatcher
+from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.pairs import Pairs
+from conductor.requests.placing import Placing
+from conductor.requests.suspicion import Suspicion
 from conductor.rules import Limits, Rules
-from conductor.stage_loads import decode_load, prefill_load
-from conductor.suspicion import Suspicion
-from mooncake.costs import Costs
-from mooncake.front_messages import (
+from conductor.view.assignments import Assignments
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance, Instances
+from conductor.view.lateness import Lateness
+from conductor.view.outcomes import Outcomes
+from conductor.view.placement import Placement, Reason, why_too_large
+from conductor.view.stage_loads import decode_load, prefill_load
+from mooncake.messages.costs import Costs
+from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
@@ -38,7 +38,8 @@ from mooncake.front_messages import (
     Submit,
     Unknown,
 )
-from mooncake.messages import (
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     FromWorker,
     Heartbeat,
@@ -54,7 +55,6 @@ from mooncake.messages import (
     ReturnNoted,
     Role,
 )
-from mooncake.requests import Ref
 
 
 class Conductor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conductor.balancing import START
-from mooncake.policies import Overload, Scheduling
-from mooncake.requests import Request
+from mooncake.config.policies import Overload, Scheduling
+from mooncake.messages.requests import Request
 
 
 @dataclass(frozen=True, slots=True)

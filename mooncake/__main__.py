@@ -1,6 +1,6 @@
 """`python -m mooncake` is `mooncake-serve`."""
 
-from mooncake.cli import main
+from mooncake.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@
     │   └── PoolFullError      no page is free and none can be evicted
     └── TransferError      bytes did not reach the other side
 
-The first three end a process for good (`mooncake.process`): a restart would only repeat them.
+The first three end a process for good (`mooncake.node.process`): a restart would only repeat them.
 
 A message says what was expected, what came, and what to do about it.
 """

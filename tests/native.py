@@ -2,7 +2,9 @@
 
 import pytest
 
-from messenger import board, catalogue, checksums, direct, listening
+from messenger.shm import board, catalogue
+from messenger.transport import direct, listening
+from messenger.wire import checksums
 
 
 def load() -> None:

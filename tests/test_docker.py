@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mooncake.config import load_config
+from mooncake.config.settings import load_config
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent

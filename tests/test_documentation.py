@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.config import leaf_keys
+from mooncake.config.settings import leaf_keys
 from tests.deadline import DEADLINE_S
 from tests.documented import NEEDS, PAGES, README, ROOT, anchor, blocks
 

@@ -1,6 +1,7 @@
 """Imports between packages go only along the arrows of docs/architecture.md."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,33 @@ ALLOWED = {
     "workers": {"workers.engine", "kvstore", "messenger", "kernels", "mooncake"},
     "conductor": {"mooncake"},
     "conductor.front": {"conductor", "mooncake"},
-    "conductor.event_follower": {"conductor", "mooncake"},
-    "conductor.service": {"conductor", "conductor.event_follower", "conductor.front", "mooncake"},
+    "conductor.process": {"conductor", "conductor.front", "mooncake"},
 }
+LAYERS = {
+    "mooncake": """
+        doubling, errors, freed_memory, yaml_errors | native, security | messages | config, model | node
+        | cli | __main__
+    """,
+    "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
+    "kvstore": "events | pool | protocol, ssd | client, transfer | server",
+    "kernels": "attention, cpu, cuda | kv_copy",
+    "workers": "engine, errors | kvcache | execution | groups | decode, prefill | process",
+    "workers.engine": """
+        logit_changes, sampling, spec, upload | kvcache, rotary, tensor_parallel
+        | batch, process_group, weights | layers | decode_graphs | cuda | model | warm_up
+    """,
+    "conductor": """
+        balancing, effects, index | rules | view | admission, replication, scheduling | requests | policy
+        | telemetry | front | process
+    """,
+    "conductor.front": """
+        config, errors, metrics, openai | caches, http | access, requests | generation | routes | process
+    """,
+}
+"""What each package consists of, in layers from the bottom up: imports go from a layer to those below."""
+MOST_FILES = 15
+"""in one folder"""
+UNCOUNTED = {"__init__.py", "py.typed"}
 PURE = {"conductor"}
 IMPURE_LIBRARIES = {
     "asyncio",
@@ -33,7 +58,7 @@ IMPURE_LIBRARIES = {
     "fastapi",
     "uvicorn",
     "threading",
-    "mooncake.bus",
+    "mooncake.messages.bus",
 }
 LIBRARIES = {
     "workers.engine": {"torch", "numpy"},
@@ -56,6 +81,11 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
 def imports_of(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -64,7 +94,8 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            names.add(node.module)
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if is_module(name) else node.module for name in whole}
     return names
 
 
@@ -82,8 +113,38 @@ def test_imports_follow_the_arrows(module: str, path: Path) -> None:
             assert root in LIBRARIES[unit] or root in sys.stdlib_module_names, f"{module} imports {name}"
 
 
+@pytest.mark.parametrize("package", LAYERS)
+def test_what_a_package_consists_of_imports_only_from_layers_below(package: str) -> None:
+    layers = [{part.strip() for part in layer.split(",")} for layer in LAYERS[package].split("|")]
+    height = {part: number for number, layer in enumerate(layers) for part in layer}
+    for module, path in modules():
+        if not module.startswith(package + "."):
+            continue
+        part = module.removeprefix(package + ".").split(".")[0]
+        for name in imports_of(path):
+            if not name.startswith(package + "."):
+                continue
+            other = name.removeprefix(package + ".").split(".")[0]
+            assert other == part or height[other] < height[part], f"{module} imports {name}"
+
+
+def test_modules_form_no_loop() -> None:
+    paths = dict(modules())
+    imports = {module: imports_of(path) & paths.keys() - {module} for module, path in paths.items()}
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def test_a_folder_lists_few_files_and_says_what_it_is() -> None:
+    for folder in {path.parent for _, path in modules()}:
+        files = [path for path in folder.iterdir() if path.is_file() and path.name not in UNCOUNTED]
+        assert len(files) <= MOST_FILES, folder
+        if folder.parent != ROOT:
+            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+
+
 @pytest.mark.parametrize(
-    ("module", "path"), [(m, p) for m, p in modules() if unit_of(m) in PURE and m != "conductor.metrics"]
+    ("module", "path"),
+    [(m, p) for m, p in modules() if unit_of(m) in PURE and m != "conductor.telemetry.metrics"],
 )
 def test_policy_does_no_io(module: str, path: Path) -> None:
     assert not imports_of(path) & IMPURE_LIBRARIES, module
@@ -105,7 +166,7 @@ def test_transformers_does_not_take_our_kernels_for_another() -> None:
 
 
 def test_a_worker_on_a_cpu_needs_no_triton() -> None:
-    probe = "import sys; sys.modules['triton'] = None; import workers.service; print('fine')"
+    probe = "import sys; sys.modules['triton'] = None; import workers.process.service; print('fine')"
     result = subprocess.run(
         [sys.executable, "-c", probe],
         cwd=ROOT,
@@ -123,7 +184,7 @@ def test_the_engine_and_the_kernels_need_only_torch_numpy_and_triton() -> None:
         "import sys\n"
         "for name in ('msgspec', 'zmq', 'xxhash', 'pydantic', 'fastapi', 'transformers', 'yaml'):\n"
         "    sys.modules[name] = None\n"
-        "import benchmarks.device.checks, benchmarks.device.steps, benchmarks.device.serving\n"
+        "import benchmarks.gpu.checks, benchmarks.gpu.steps, benchmarks.gpu.serving\n"
         "print('fine')"
     )
     result = subprocess.run(

@@ -7,14 +7,14 @@ import gguf
 import numpy as np
 import pytest
 
-from conductor.front.tool_calls import ToolFormat
-from mooncake.config import Config
-from mooncake.gguf_model import _FAMILIES
-from mooncake.gguf_tokenizer import _PRE_TOKENIZERS
-from mooncake.model_config import Architecture, RopeType
+from conductor.front.openai.tool_calls import ToolFormat
+from mooncake.config.settings import Config
+from mooncake.model.config import Architecture, RopeType
+from mooncake.model.gguf_model import _FAMILIES
+from mooncake.model.gguf_tokenizer import _PRE_TOKENIZERS
 from tests.documented import ROOT
 from tests.tiny_models import FAMILIES
-from tests.workers.test_weights import WRITTEN_ENCODINGS
+from tests.workers.execution.test_weights import WRITTEN_ENCODINGS
 
 PAGE = (ROOT / "docs/models.md").read_text()
 

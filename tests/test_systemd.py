@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.sections import WorkerConfig
-from mooncake.supervisor import KILL_GRACE_S, STOP_GRACE_S
+from mooncake.config.sections import WorkerConfig
+from mooncake.node.supervisor import KILL_GRACE_S, STOP_GRACE_S
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.documented import ROOT

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
-from mooncake.checkpoint import Checkpoint
-from mooncake.gguf_file import read_gguf_header
-from mooncake.gguf_tokenizer import build_tokenizer
-from workers.weights import iter_weights
+from mooncake.model.checkpoint import Checkpoint
+from mooncake.model.gguf_file import read_gguf_header
+from mooncake.model.gguf_tokenizer import build_tokenizer
+from workers.execution.weights import iter_weights
 
 
 def hf_directory(checkpoint: Checkpoint, folder: Path) -> Path:

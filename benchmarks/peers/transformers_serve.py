@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 from tokenizers import Tokenizer
 
+from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.hf_directory import hf_directory
 from benchmarks.peers.installing import run
 from benchmarks.serving import Timing, timed
-from benchmarks.store.rounds import progress
-from mooncake.checkpoint import open_checkpoint
+from mooncake.model.checkpoint import open_checkpoint
 
 PACKAGE = f"transformers[serving]=={importlib.metadata.version('transformers')}"
 _A_WORD = re.compile("Ġ[a-z]{2,}")

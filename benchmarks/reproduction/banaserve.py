@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, text_of
-from benchmarks.simulator.cluster import DisaggregatedCluster
-from benchmarks.simulator.setup import Setup
-from benchmarks.simulator.summary import summarize
-from benchmarks.traces.arrivals import arrivals
-from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
-from mooncake.policies import Scheduling
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.simulator.summary import summarize
+from benchmarks.tools.traces.arrivals import arrivals
+from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
+from mooncake.config.policies import Scheduling
 
 SETUP = Setup(model="llama-13b", num_gpus=1, num_prefill=8, num_decode=8, pool_tokens=120_000, rejects=False)
 POLICIES = (

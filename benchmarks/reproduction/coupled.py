@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.reproduction.experiment import SWEEP_REQUESTS, Experiment, Outcome, Table, Trace, number
-from benchmarks.simulator.pictures import Drawn, draw_latencies
-from benchmarks.simulator.requests import Results
-from benchmarks.simulator.setup import Setup, simulate
-from benchmarks.simulator.summary import SLOs, summarize
+from benchmarks.tools.simulator.cluster.requests import Results
+from benchmarks.tools.simulator.pictures import Drawn, draw_latencies
+from benchmarks.tools.simulator.setup import Setup, simulate
+from benchmarks.tools.simulator.summary import SLOs, summarize
 
 TTFT_SLO_S = 30.0
 CHUNK = 2048

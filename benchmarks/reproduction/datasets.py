@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, number
-from benchmarks.simulator.setup import Setup, simulate
-from benchmarks.simulator.summary import Summary
-from benchmarks.traces.synthetic import SyntheticLoad, synthesize
+from benchmarks.tools.simulator.setup import Setup, simulate
+from benchmarks.tools.simulator.summary import Summary
+from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0
 """SLOs, of the 90th percentiles at the lowest rate"""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.simulator.setup import Setup
-from benchmarks.traces.reading import TraceFile
-from benchmarks.traces.replay import TICK_S, at_speed, jittered
-from benchmarks.traces.request import TraceRequest
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.traces.reading import TraceFile
+from benchmarks.tools.traces.replay import TICK_S, at_speed, jittered
+from benchmarks.tools.traces.request import TraceRequest
 
 SWEEP_REQUESTS = 3000
 """where many loads are compared, the first of the trace stand for it"""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.hit_rate import BLOCK_TOKENS, read_trace, replay
 from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace, number
-from mooncake.policies import EvictionPolicy
+from mooncake.config.policies import EvictionPolicy
 
 CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1_000)
 PUBLISHED = {

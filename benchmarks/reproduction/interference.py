@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.planner import workload as workloads
-from benchmarks.planner.goodput import Goodputs
-from benchmarks.planner.search import FINE
 from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, number
-from benchmarks.simulator.cards import HARDWARE, MODELS
-from benchmarks.simulator.costs import PromptShare, Roofline
-from benchmarks.simulator.setup import Setup
-from benchmarks.traces.synthetic import SyntheticLoad
+from benchmarks.tools.planner import workload as workloads
+from benchmarks.tools.planner.goodput import Goodputs
+from benchmarks.tools.planner.search import FINE
+from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.traces.synthetic import SyntheticLoad
 
 MODEL, NODE = "llama2-70b", "a100"
 RUNNING, CONTEXT = 30, 2048

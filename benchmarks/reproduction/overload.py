@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace, number
-from benchmarks.simulator.pictures import Drawn, draw_load
-from benchmarks.simulator.series import LoadSeries
-from benchmarks.simulator.setup import Setup, simulate
-from mooncake.policies import Overload
+from benchmarks.tools.simulator.pictures import Drawn, draw_load
+from benchmarks.tools.simulator.series import LoadSeries
+from benchmarks.tools.simulator.setup import Setup, simulate
+from mooncake.config.policies import Overload
 
 PUBLISHED = {
     Overload.BASELINE: "4,183 of 23,000",

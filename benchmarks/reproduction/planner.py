@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.planner import workload as workloads
-from benchmarks.planner.goodput import Goodputs
-from benchmarks.planner.search import FINE, Candidate, Search
 from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace
-from benchmarks.simulator.setup import Setup
-from benchmarks.traces.synthetic import SyntheticLoad
+from benchmarks.tools.planner import workload as workloads
+from benchmarks.tools.planner.goodput import Goodputs
+from benchmarks.tools.planner.search import FINE, Candidate, Search
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.traces.synthetic import SyntheticLoad
 
 BASE = Setup(model="llama-3.1-8b", num_gpus=1, rejects=False)
 NUM_DEVICES = 6

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace, always, number
-from benchmarks.simulator.setup import Setup, simulate
-from mooncake.policies import Scheduling
+from benchmarks.tools.simulator.setup import Setup, simulate
+from mooncake.config.policies import Scheduling
 
 NODE_TOKENS = 3_000_000
 GLOBAL = Setup(num_prefill=10, num_decode=10, pool_tokens=NODE_TOKENS)

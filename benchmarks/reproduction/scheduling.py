@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 
 from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace, number
-from benchmarks.simulator.cluster import DisaggregatedCluster
-from benchmarks.simulator.requests import SimulatedRequest
-from benchmarks.simulator.setup import Setup, simulate
-from mooncake.blocks import BlockKey
-from mooncake.policies import Scheduling
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
+from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from benchmarks.tools.simulator.setup import Setup, simulate
+from mooncake.config.policies import Scheduling
+from mooncake.messages.blocks import BlockKey
 
 SETUP = Setup(num_prefill=8, num_decode=8, ttft_slo_s=30.0, rejects=False)
 PUBLISHED_TTFT_S = {

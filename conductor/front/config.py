@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 
 
 class FrontConfig(BaseModel):

@@ -10,8 +10,8 @@ import argparse
 
 import numpy as np
 
-from kvstore.client import KVCachePool
-from mooncake.blocks import block_keys, root_key
+from kvstore.client.client import KVCachePool
+from mooncake.messages.blocks import block_keys, root_key
 
 
 def main(addresses: list[str], key_file: str | None) -> None:

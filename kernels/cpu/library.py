@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ENV = "MOONCAKE_CPU_KERNELS"
 DTYPES = (torch.bfloat16, torch.float32)
 _TORCH = "torch"
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCE = Path(__file__).parent / "native" / "kernels.cpp"
 # The same bits from code that is compiled in two places: no fused operation but those that are written out.
 _FLAGS = ("-ffp-contract=off", "-pthread")
 

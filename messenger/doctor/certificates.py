@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from messenger.doctor.findings import Finding, Level
-from messenger.tls import Tls
-from mooncake.config import Config
+from messenger.transport.tls import Tls
+from mooncake.config.settings import Config
 
 _SOON_S = 14 * 86400.0
 

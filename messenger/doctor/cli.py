@@ -17,21 +17,21 @@ import rich.console
 import rich.table
 import rich.text
 
-import messenger
 from messenger.doctor import certificates, gpu, host, network, peer, rdma
 from messenger.doctor.findings import Check, Finding, Level
 from messenger.doctor.machine import Machine
 from messenger.doctor.peer import Peer
-from messenger.probe import Probe
+from messenger.doctor.probe import Probe
+from messenger.native import SOURCES
 from messenger.rdma.cards import Cards, open_cards
-from messenger.tls import Tls
+from messenger.transport.tls import Tls
 from mooncake import native
-from mooncake.command_line import FAILED, INTERRUPTED, Parser
-from mooncake.config import Config, load_config
+from mooncake.cli.command_line import FAILED, INTERRUPTED, Parser
+from mooncake.cli.steps import Steps
+from mooncake.config.sections import LARGEST_PORT, MessengerConfig
+from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError
-from mooncake.keys import ClusterKey
-from mooncake.sections import LARGEST_PORT, MessengerConfig
-from mooncake.steps import Steps
+from mooncake.security.keys import ClusterKey
 
 _COMPILING_S = 120.0
 _MEASURING_S = 60.0
@@ -87,7 +87,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
 
 def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path | None) -> list[Check]:
     """All that is looked at, what others depend on first."""
-    sources = sorted(Path(messenger.__file__).parent.glob("*.cpp"))
+    sources = sorted(SOURCES.glob("*.cpp"))
     here = [
         Check("python", partial(host.python, machine)),
         Check("native code", partial(host.native_code, native.load, sources), _COMPILING_S),

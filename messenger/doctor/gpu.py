@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from messenger.doctor.findings import Finding, Level
 from messenger.doctor.machine import Machine
 from messenger.doctor.rdma import DEVICES
-from messenger.topology import Choice, NicKind, Topology, find_gpus
-from mooncake.config import Config
+from messenger.rdma.topology import Choice, NicKind, Topology, find_gpus
+from mooncake.config.settings import Config
 
 _FIRST_KERNEL_WITH_DMA_BUF = (5, 12)
 _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")

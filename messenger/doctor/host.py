@@ -11,12 +11,12 @@ from pathlib import Path
 
 from messenger.doctor.findings import Finding, Level, as_size
 from messenger.doctor.machine import Machine
-from mooncake.config import Config
+from mooncake.config.settings import Config
 from mooncake.errors import ConfigError
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
-MESSENGER_MODULE = "kvstore.service"
+MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
 """descriptors that a process has open beside those of its requests"""
 _LARGE_POOL_BYTES = 8 << 30

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from messenger.topology import read_line
+from messenger.rdma.topology import read_line
 
 COMMAND_TIMEOUT_S = 2.0
 _CAP_NET_BIND_SERVICE = 10

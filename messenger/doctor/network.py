@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 from messenger.doctor.findings import Finding, Level, as_size
 from messenger.doctor.machine import Machine
-from messenger.topology import NicKind, find_nics
-from mooncake.config import Config
-from mooncake.listeners import Place, places
+from messenger.rdma.topology import NicKind, find_nics
+from mooncake.config.settings import Config
+from mooncake.node.listeners import Place, places
 
-OUR_MODULES = ("conductor.service", "conductor.front.service", "kvstore.service", "workers.service")
+OUR_MODULES = (
+    "conductor.process.service",
+    "conductor.front.process.service",
+    "kvstore.server.service",
+    "workers.process.service",
+)
 _LISTEN = "0A"
 _WANTED_BUFFER_BYTES = 4 << 20
 _LOWEST_USER_PORT = 1024

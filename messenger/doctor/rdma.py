@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from messenger.doctor.findings import Finding, Level, as_size
 from messenger.doctor.machine import Machine
-from mooncake.config import Config
+from mooncake.config.settings import Config
 from mooncake.errors import MooncakeError
 
 DEVICES = "sys/class/infiniband"

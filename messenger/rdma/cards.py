@@ -17,12 +17,12 @@ from messenger.rdma.adapter import Adapter
 from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaUnavailableError
-from messenger.rdma.info import EndpointInfo, Scratch
 from messenger.rdma.memory import RdmaMemory
+from messenger.rdma.topology import Topology
 from messenger.rdma.windows import Range, grant
-from messenger.topology import Topology
+from messenger.wire.rdma_info import EndpointInfo, Scratch
+from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
-from mooncake.sections import MessengerConfig
 
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from messenger.rdma.errors import RdmaUnavailableError
-from messenger.rdma.info import LinkLayer
 from messenger.rdma.networks import network_of
 from messenger.rdma.verbs import load_verbs
+from messenger.wire.rdma_info import LinkLayer
 
 _MTU_BYTES: Final = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}  # enum ibv_mtu
 _PORT_ACTIVE: Final = 4

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from messenger.messages import ExposedPage
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.windows import Access, Grant, Range, grant, revoke
+from messenger.wire.messages import ExposedPage
 
 
 @dataclass(slots=True)

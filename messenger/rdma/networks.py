@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network
 from pathlib import Path
 from typing import Final
 
-from messenger.rdma.info import LinkLayer
+from messenger.wire.rdma_info import LinkLayer
 
 _SIOCGIFNETMASK: Final = 0x891B
 _IFREQ: Final = struct.Struct("16sHH4s16x")  # name, then a sockaddr_in

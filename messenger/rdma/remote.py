@@ -8,14 +8,14 @@ Owns: what has been opened to us on one lane. Does not know: the connection besi
 import asyncio
 from collections.abc import Callable, Sequence
 
-from messenger.checksums import address_of, layer_checksums
-from messenger.messages import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
-from messenger.transports import Source, Transport, expect_payload
-from mooncake.blocks import KVLayout
+from messenger.transport.transports import Source, Transport, expect_payload
+from messenger.wire.checksums import address_of, layer_checksums
+from messenger.wire.messages import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from mooncake.errors import TransferError
+from mooncake.messages.blocks import KVLayout
 
 
 class RemotePages:

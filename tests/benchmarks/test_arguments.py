@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.arguments import counts, lengths, one_of
-from mooncake.policies import EvictionPolicy
+from benchmarks.tools.arguments import counts, lengths, one_of
+from mooncake.config.policies import EvictionPolicy
 
 
 def test_lengths_and_choices_are_read() -> None:

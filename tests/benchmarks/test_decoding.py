@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from benchmarks.decoding.goodput import (
+from benchmarks.decode.goodput import (
     LONG,
     SHORT,
     Row,
@@ -18,7 +18,7 @@ from benchmarks.decoding.goodput import (
     poisson,
     row_of,
 )
-from benchmarks.decoding.requests import Answer, Planned, Sender
+from benchmarks.decode.requests import Answer, Planned, Sender
 
 
 def answer(ttft_s: float, gaps_s: list[float]) -> Answer:

@@ -4,22 +4,22 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.instant_workers import InstantInstance
+from benchmarks.front.instant_workers import InstantInstance
 from conductor.effects import ToConductor
-from conductor.event_follower import EventFollower
-from conductor.front.link import Link
-from conductor.front.reception import Event, Received
-from conductor.history import History
+from conductor.front.generation.link import Link
+from conductor.front.generation.reception import Event, Received
 from conductor.policy import Conductor
+from conductor.process.event_follower import EventFollower
+from conductor.process.service import ConductorService
 from conductor.rules import Limits
-from conductor.service import ConductorService
-from mooncake.blocks import KVLayout
-from mooncake.bus import Router
-from mooncake.front_messages import FromFront
-from mooncake.keys import ClusterKey
-from mooncake.line import Inbox, Line
-from mooncake.messages import Role
-from mooncake.requests import FinishReason, Request, SamplingParams
+from conductor.telemetry.history import History
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import Router
+from mooncake.messages.fronts import FromFront
+from mooncake.messages.line import Inbox, Line
+from mooncake.messages.requests import FinishReason, Request, SamplingParams
+from mooncake.messages.workers import Role
+from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
 
 FINGERPRINT = "f" * 32

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from benchmarks.load import cli
-from benchmarks.load.client import Answer, AnswerError, Client, EventStream
-from benchmarks.load.measures import Slo, summarize
-from benchmarks.load.outcomes import Kind, Outcome, RunResult, tbt_of
-from benchmarks.load.prompts import PromptMaker
-from benchmarks.load.sending import Sender
-from benchmarks.load.sources import MixSource, Plan, Planned, Run, SyntheticSource
-from benchmarks.traces.mixes import Mix, RequestClass
-from benchmarks.traces.request import TraceError
-from benchmarks.traces.synthetic import SyntheticLoad
-from mooncake import steps
-from mooncake.command_line import FAILED, INTERRUPTED, WRONG_USE
+from benchmarks.tools.load import cli
+from benchmarks.tools.load.client import Answer, AnswerError, Client, EventStream
+from benchmarks.tools.load.measures import Slo, summarize
+from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult, tbt_of
+from benchmarks.tools.load.prompts import PromptMaker
+from benchmarks.tools.load.sending import Sender
+from benchmarks.tools.load.sources import MixSource, Plan, Planned, Run, SyntheticSource
+from benchmarks.tools.traces.mixes import Mix, RequestClass
+from benchmarks.tools.traces.request import TraceError
+from benchmarks.tools.traces.synthetic import SyntheticLoad
+from mooncake.cli import steps
+from mooncake.cli.command_line import FAILED, INTERRUPTED, WRONG_USE
 from tests.benchmarks.fake_server import FakeServer, answer, chunk, event, fake_server, tokens
 from tests.deadline import DEADLINE_S
 
@@ -394,7 +394,7 @@ def test_ctrl_c_ends_with_a_report_of_what_ran(server: FakeServer, tmp_path: Pat
         return await answer(body)
 
     server.behaviour = stall_the_long_ones
-    command = [sys.executable, "-m", "benchmarks.load", "run", server.url, "--lengths", "10/2"]
+    command = [sys.executable, "-m", "benchmarks.tools.load", "run", server.url, "--lengths", "10/2"]
     command += ["--rates", "50", "--duration", "60", "--out", str(tmp_path)]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True

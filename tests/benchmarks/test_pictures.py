@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.measures import Slo, summarize
-from benchmarks.load.outcomes import Kind, Outcome, RunResult
-from benchmarks.load.pictures import draw, goodput_curves
-from benchmarks.load.report import Measured
-from benchmarks.pictures import Latencies, goodput_figure, latencies_figure
+from benchmarks.tools.load.measures import Slo, summarize
+from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
+from benchmarks.tools.load.pictures import draw, goodput_curves
+from benchmarks.tools.load.report import Measured
+from benchmarks.tools.pictures import Latencies, goodput_figure, latencies_figure
 
 SLO = Slo(ttft_s=5.0, tbt_s=0.15, long_from=1024)
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.planner.cli import run
-from benchmarks.planner.goodput import Goodputs
-from benchmarks.planner.placements import group_sizes, neighbours
-from benchmarks.planner.search import FINE, Plan, Search
-from benchmarks.simulator.setup import Setup, simulate
-from benchmarks.simulator.summary import Summary
-from benchmarks.traces.request import TraceRequest
-from benchmarks.traces.synthetic import SyntheticLoad, synthesize
-from mooncake import steps
+from benchmarks.tools.planner.cli import run
+from benchmarks.tools.planner.goodput import Goodputs
+from benchmarks.tools.planner.placements import group_sizes, neighbours
+from benchmarks.tools.planner.search import FINE, Plan, Search
+from benchmarks.tools.simulator.setup import Setup, simulate
+from benchmarks.tools.simulator.summary import Summary
+from benchmarks.tools.traces.request import TraceRequest
+from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
+from mooncake.cli import steps
 from mooncake.errors import ConfigError
 
 BASE = Setup(model="llama-3.1-8b", num_gpus=1, ttft_slo_s=1.0, rejects=False)

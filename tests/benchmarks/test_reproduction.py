@@ -11,11 +11,11 @@ from benchmarks.reproduction.coupled import capacity_per_s
 from benchmarks.reproduction.experiment import Outcome, Table, Trace
 from benchmarks.reproduction.formulas import needed_bytes_per_s
 from benchmarks.reproduction.page import Run, write_page
-from benchmarks.simulator.cards import HARDWARE, MODELS
-from benchmarks.simulator.requests import Outcome as Ended
-from benchmarks.simulator.requests import Results, SimulatedRequest
-from benchmarks.simulator.summary import SLOs
-from mooncake.command_line import FAILED, WRONG_USE
+from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.requests import Outcome as Ended
+from benchmarks.tools.simulator.cluster.requests import Results, SimulatedRequest
+from benchmarks.tools.simulator.summary import SLOs
+from mooncake.cli.command_line import FAILED, WRONG_USE
 
 
 def results_of(num_good: int, num_late: int) -> Results:

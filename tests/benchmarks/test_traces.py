@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.traces.arrivals import arrivals
-from benchmarks.traces.fitting import fit, values_of
-from benchmarks.traces.mixes import MIXES, mixed
-from benchmarks.traces.reading import TraceFile
-from benchmarks.traces.replay import at_speed, jittered, until
-from benchmarks.traces.request import TraceError, TraceRequest
-from benchmarks.traces.synthetic import Sampler, SyntheticLoad, synthesize
+from benchmarks.tools.traces.arrivals import arrivals
+from benchmarks.tools.traces.fitting import fit, values_of
+from benchmarks.tools.traces.mixes import MIXES, mixed
+from benchmarks.tools.traces.reading import TraceFile
+from benchmarks.tools.traces.replay import at_speed, jittered, until
+from benchmarks.tools.traces.request import TraceError, TraceRequest
+from benchmarks.tools.traces.synthetic import Sampler, SyntheticLoad, synthesize
 
 
 def line(timestamp: float, num_input: int, num_output: int, hash_ids: list[int] | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from benchmarks.load.wrk import Wrk, WrkError
+from benchmarks.front.wrk import Wrk, WrkError
 from tests.benchmarks.fake_server import FakeServer, answer, chunk, event, fake_server
 from tests.debian import fetched
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake.sections import MessengerConfig
+from mooncake.config.sections import MessengerConfig
 from tests.deadline import DEADLINE_S
 from tests.kvstore.forked import enter
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node

@@ -4,11 +4,11 @@ import gc
 
 from transformers import AutoTokenizer
 
-from conductor import service as conductor
-from conductor.front import service as front
-from kvstore import service as messenger
-from mooncake import commands as supervisor
-from workers import service as worker
+from conductor.front.process import service as front
+from conductor.process import service as conductor
+from kvstore.server import service as messenger
+from mooncake.cli import commands as supervisor
+from workers.process import service as worker
 
 __all__ = ["AutoTokenizer", "conductor", "front", "messenger", "supervisor", "worker"]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 
-from mooncake.checkpoint import open_checkpoint
-from mooncake.tokenizer import load_tokenizer
+from mooncake.model.checkpoint import open_checkpoint
+from mooncake.model.tokenizer import load_tokenizer
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
 from tests.tiny_models import FAMILIES, tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
-from workers.weights import iter_weights
+from workers.execution.weights import iter_weights
 
 pytestmark = pytest.mark.cluster
 NUM_OUTPUT_TOKENS = 24

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, Server, eventually
 from tests.deadline import DEADLINE_S
@@ -48,7 +48,7 @@ def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronts]:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     shared = [f"--model={folder / MODEL}", f"--security-key-file={folder / 'key'}"]
     shared += [f"--conductor-endpoint={endpoint}", "--conductor-reply-endpoint=tcp://127.0.0.1:*"]
-    workers = subprocess.Popen([sys.executable, "-m", "benchmarks.load.instant_workers", *shared], cwd=ROOT)
+    workers = subprocess.Popen([sys.executable, "-m", "benchmarks.front.instant_workers", *shared], cwd=ROOT)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="mc-") as run_dir,

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import STOP_DEADLINE_S, Server, eventually
 from tests.deadline import DEADLINE_S

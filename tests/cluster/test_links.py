@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.worker_client import WorkerClient
+from kvstore.client.worker_client import WorkerClient
+from mooncake.config.sections import MessengerConfig
 from mooncake.errors import TransferError
-from mooncake.sections import MessengerConfig
 from tests.cluster.namespaces import LINKS, Host, HostNode, Unavailable, two_hosts
 from tests.core_clock import CoreClock
 from tests.deadline import DEADLINE_S

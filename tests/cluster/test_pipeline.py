@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_faults import (

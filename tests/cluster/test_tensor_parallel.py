@@ -10,7 +10,7 @@ import httpx
 import pytest
 import transformers
 
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference

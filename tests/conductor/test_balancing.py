@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from conductor.balancing import HIGHEST, LOWEST, START, BalancingThreshold
-from mooncake.pools import PoolStats, Tier, TierStats
+from mooncake.messages.pools import PoolStats, Tier, TierStats
 from tests.conductor.test_policy import POOL
 
 

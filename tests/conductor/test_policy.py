@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.effects import Effect
-from conductor.lifecycle import NOT_PLACED, RequestState
 from conductor.policy import Conductor
+from conductor.requests.lifecycle import NOT_PLACED, RequestState
 from conductor.rules import Limits, Rules, SLOs
-from mooncake.blocks import KVLayout
-from mooncake.bus import peer_identity
-from mooncake.front_messages import (
+from mooncake.config.policies import Overload
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
@@ -29,8 +30,10 @@ from mooncake.front_messages import (
     Submit,
     Unknown,
 )
-from mooncake.kv_events import KVStored
-from mooncake.messages import (
+from mooncake.messages.kv_events import KVStored
+from mooncake.messages.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats, Tier
+from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams, TokenLogprobs
+from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
@@ -54,9 +57,6 @@ from mooncake.messages import (
     Unpin,
     WorkFailed,
 )
-from mooncake.policies import Overload
-from mooncake.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats, Tier
-from mooncake.requests import FinishReason, Ref, Request, SamplingParams, TokenLogprobs
 
 EPOCH = 7
 FRONT = b"front#1"

@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from conductor.effects import Effect
-from conductor.instances import Instance
-from conductor.outcomes import Outcomes
 from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
-from mooncake.blocks import KVLayout
-from mooncake.bus import peer_identity
-from mooncake.costs import Costs
-from mooncake.front_messages import (
+from conductor.view.instances import Instance
+from conductor.view.outcomes import Outcomes
+from mooncake.config.policies import Overload, Scheduling
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.costs import Costs
+from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
@@ -45,8 +46,19 @@ from mooncake.front_messages import (
     Rejected,
     Submit,
 )
-from mooncake.kv_events import KVStored
-from mooncake.messages import (
+from mooncake.messages.kv_events import KVStored
+from mooncake.messages.pools import (
+    Capacity,
+    Grant,
+    GrantedPage,
+    MessengerAddress,
+    PeerStats,
+    PoolShard,
+    PoolStats,
+    Tier,
+)
+from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
+from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
@@ -70,18 +82,6 @@ from mooncake.messages import (
     Role,
     WorkFailed,
 )
-from mooncake.policies import Overload, Scheduling
-from mooncake.pools import (
-    Capacity,
-    Grant,
-    GrantedPage,
-    MessengerAddress,
-    PeerStats,
-    PoolShard,
-    PoolStats,
-    Tier,
-)
-from mooncake.requests import FinishReason, Ref, Request, SamplingParams
 
 FRONT = b"front#1"
 PAGES = 1000

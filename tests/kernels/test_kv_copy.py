@@ -3,7 +3,7 @@
 import torch
 
 from kernels.kv_copy import gather_pages, scatter_pages, write_kv
-from mooncake.blocks import KVLayout
+from mooncake.messages.blocks import KVLayout
 
 
 def test_a_gathered_page_is_byte_for_byte_one_layer_of_a_block() -> None:

@@ -8,13 +8,13 @@ import struct
 import msgspec
 import xxhash
 
-from messenger.identity import Identity
-from messenger.messages import Challenge, Hello, Introduction, Message, Open, Write, WriteEntry
-from messenger.protocol import PROTOCOL_VERSION, encode_frame
-from mooncake.blocks import BlockKey
-from mooncake.keys import ClusterKey
-from mooncake.pools import Grant, MessengerAddress
-from mooncake.proofs import NONCE_BYTES
+from messenger.wire.identity import Identity
+from messenger.wire.messages import Challenge, Hello, Introduction, Message, Open, Write, WriteEntry
+from messenger.wire.protocol import PROTOCOL_VERSION, encode_frame
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import Grant, MessengerAddress
+from mooncake.security.keys import ClusterKey
+from mooncake.security.proofs import NONCE_BYTES
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, block_bytes
 
 _DECODER = msgspec.msgpack.Decoder(Message)

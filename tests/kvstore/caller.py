@@ -7,8 +7,8 @@ import time
 
 import msgspec
 
-from kvstore import answers, calls
-from mooncake.pools import MessengerAddress
+from kvstore.protocol import answers, calls
+from mooncake.messages.pools import MessengerAddress
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT
 
 _DECODER = msgspec.msgpack.Decoder(answers.FromPool)

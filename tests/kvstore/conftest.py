@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.sections import TransportChoice
+from mooncake.config.sections import TransportChoice
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node, StartNode
 from tests.native import compiled as compiled
 

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvstore import mapped
-from kvstore.client import KVCachePool
-from kvstore.leases import Lease
-from messenger import checksums
-from mooncake.blocks import BlockKey, KVLayout
+from kvstore.client import mapped
+from kvstore.client.client import KVCachePool
+from kvstore.client.leases import Lease
+from messenger.wire import checksums
 from mooncake.errors import PoolError
+from mooncake.messages.blocks import BlockKey, KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=32, dtype="bfloat16")
 FINGERPRINT = "c" * 32

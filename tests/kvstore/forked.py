@@ -7,9 +7,9 @@ import ctypes
 import os
 from pathlib import Path
 
-from kvstore import service
-from mooncake.process import child_main
-from mooncake.process_config import MessengerProcess
+from kvstore.server import service
+from mooncake.node.process import child_main
+from mooncake.node.process_config import MessengerProcess
 from tests.forked import Descriptor, Forked, preload
 
 _CLONE_NEWNET = 0x40000000
@@ -17,7 +17,7 @@ preload("tests.kvstore.preloaded")
 
 
 class ForkedMessenger(Forked):
-    """As `python -m kvstore.service` with this process's environment, stdout and stderr.
+    """As `python -m kvstore.server.service` with this process's environment, stdout and stderr.
 
     `network`: the namespace that it is in, if that is another one.
     """

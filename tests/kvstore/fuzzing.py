@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from messenger.messages import (
+from messenger.wire.messages import (
     Abandon,
     Challenge,
     Close,
@@ -36,15 +36,11 @@ from messenger.messages import (
     WriteAck,
     WriteEntry,
 )
-from messenger.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, encode_frame
-from mooncake.blocks import BlockKey
-from mooncake.keys import ClusterKey
-from mooncake.pools import (
-    Grant,
-    GrantedPage,
-    MessengerAddress,
-)
-from mooncake.proofs import NONCE_BYTES
+from messenger.wire.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, encode_frame
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
+from mooncake.security.keys import ClusterKey
+from mooncake.security.proofs import NONCE_BYTES
 from tests.kvstore.by_hand import IDENTITY
 from tests.kvstore.mutations import HEADER, Mutator
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, LAYOUT

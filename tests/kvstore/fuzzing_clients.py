@@ -8,13 +8,9 @@ from random import Random
 
 import msgspec
 
-from kvstore import answers, calls
-from mooncake.blocks import KEY_BYTES
-from mooncake.pools import (
-    Grant,
-    GrantedPage,
-    MessengerAddress,
-)
+from kvstore.protocol import answers, calls
+from mooncake.messages.blocks import KEY_BYTES
+from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
 from tests.kvstore.fuzzing import FLIGHT_FRAMES, Target, may_be_hung_up_on
 from tests.kvstore.mutations import Mutator
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT

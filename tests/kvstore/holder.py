@@ -11,11 +11,11 @@ from enum import Enum, auto
 import msgspec
 import xxhash
 
-from messenger.identity import Identity
-from messenger.messages import Challenge, Fetch, Found, FoundBlock, Hello, Message, Welcome
-from mooncake.blocks import BlockKey, KVLayout
-from mooncake.pools import MessengerAddress
-from mooncake.proofs import NONCE_BYTES
+from messenger.wire.identity import Identity
+from messenger.wire.messages import Challenge, Fetch, Found, FoundBlock, Hello, Message, Welcome
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.proofs import NONCE_BYTES
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 
 _DECODER = msgspec.msgpack.Decoder(Message)

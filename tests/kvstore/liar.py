@@ -7,8 +7,8 @@ from random import Random
 
 import msgspec
 
-from messenger.identity import Identity
-from messenger.messages import (
+from messenger.wire.identity import Identity
+from messenger.wire.messages import (
     Challenge,
     Ended,
     Found,
@@ -21,8 +21,8 @@ from messenger.messages import (
     Welcome,
     WriteAck,
 )
-from mooncake.pools import MessengerAddress
-from mooncake.proofs import NONCE_BYTES
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.proofs import NONCE_BYTES
 from tests.kvstore.mutations import HEADER, Mutator
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 

@@ -10,29 +10,25 @@ from socket import socket
 
 import numpy as np
 
-from kvstore.claims import Reservation
-from kvstore.fetches import BlockFetch
-from kvstore.grants import Grants
-from kvstore.mover import Mover
-from kvstore.pool import Pool
-from kvstore.reads import Reads
-from kvstore.segment import Segment
-from kvstore.sends import Send
-from messenger.checksums import CHECKSUM_BYTES, layer_checksums
-from messenger.door import Door
-from messenger.identity import Identity, host_id
-from messenger.peers import Peers
+from kvstore.pool.claims import Reservation
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.ssd.mover import Mover
+from kvstore.transfer.fetches import BlockFetch
+from kvstore.transfer.grants import Grants
+from kvstore.transfer.reads import Reads
+from kvstore.transfer.sends import Send
 from messenger.rdma.cards import Cards
-from messenger.receiver import Sessions, Threshold
-from messenger.source import SourceSegment
-from messenger.stream import Stream
-from messenger.transports import Traffic, Transport
-from mooncake.blocks import BlockKey, KVLayout
-from mooncake.pools import (
-    Grant,
-    MessengerAddress,
-    PoolShard,
-)
+from messenger.receiver.door import Door
+from messenger.receiver.receiver import Sessions, Threshold
+from messenger.sender.peers import Peers
+from messenger.transport.source import SourceSegment
+from messenger.transport.stream import Stream
+from messenger.transport.transports import Traffic, Transport
+from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.wire.identity import Identity, host_id
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import Grant, MessengerAddress, PoolShard
 from tests.deadline import DEADLINE_S
 from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT
 from tests.messenger.fabric import settings

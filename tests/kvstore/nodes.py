@@ -10,13 +10,13 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from kvstore.answers import Reservation
-from kvstore.worker_client import WorkerClient
-from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.keys import ClusterKey
-from mooncake.pools import PoolStats
-from mooncake.process_config import MessengerProcess
-from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig, TransportChoice
+from kvstore.client.worker_client import WorkerClient
+from kvstore.protocol.answers import Reservation
+from mooncake.config.sections import KVCacheConfig, MessengerConfig, SecurityConfig, TransportChoice
+from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
+from mooncake.messages.pools import PoolStats
+from mooncake.node.process_config import MessengerProcess
+from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
 from tests.kvstore.forked import ForkedMessenger
 

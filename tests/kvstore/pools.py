@@ -11,13 +11,13 @@ from types import TracebackType
 import numpy as np
 from pydantic import ByteSize
 
-from kvstore.client import KVCachePool
-from kvstore.pages import record_bytes
-from kvstore.segment import ALIGNMENT, Segment
-from mooncake.blocks import BlockKey, KVLayout
+from kvstore.client.client import KVCachePool
+from kvstore.pool.pages import record_bytes
+from kvstore.pool.segment import ALIGNMENT, Segment
+from mooncake.config.sections import KVCacheConfig
 from mooncake.errors import PoolError
-from mooncake.pools import PoolStats
-from mooncake.sections import KVCacheConfig
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import PoolStats
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT, Node
 from tests.ports import free_port
 

@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 
-from kvstore.segment import Segment
-from messenger.messages import Fetch
-from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
+from kvstore.pool.segment import Segment
+from messenger.wire.messages import Fetch
+from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=128, dtype="bfloat16")
 _LINE_READS = 50

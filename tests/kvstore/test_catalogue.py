@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvstore.pool import Pool
-from kvstore.segment import Segment
-from messenger.catalogue import Catalogue
-from messenger.checksums import layer_checksums
-from messenger.messages import Fetch
-from mooncake.blocks import KVLayout
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from messenger.shm.catalogue import Catalogue
+from messenger.wire.checksums import layer_checksums
+from messenger.wire.messages import Fetch
+from mooncake.messages.blocks import KVLayout
 from tests.kvstore.nodes import FINGERPRINT
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")

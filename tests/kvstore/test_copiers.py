@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.events import EventLog
-from kvstore.grants import Grants
-from kvstore.pages import PageState, Writer
-from kvstore.pool import Pool
-from kvstore.segment import Segment
-from kvstore.store import Store, open_store
-from messenger.checksums import layer_checksums
-from messenger.door import Landing
-from messenger.messages import Write, WriteEntry
+from kvstore.events.batches import EventLog
+from kvstore.pool.pages import PageState, Writer
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.server.store import Store, open_store
+from kvstore.transfer.grants import Grants
 from messenger.rdma.cards import Cards
-from messenger.shared_pages import SharedPages
-from messenger.transports import Traffic
-from mooncake.pools import MessengerAddress
-from mooncake.process_config import MessengerProcess
-from mooncake.sections import KVCacheConfig, MessengerConfig, SecurityConfig
+from messenger.receiver.door import Landing
+from messenger.shm.shared_pages import SharedPages
+from messenger.transport.transports import Traffic
+from messenger.wire.checksums import layer_checksums
+from messenger.wire.messages import Write, WriteEntry
+from mooncake.config.sections import KVCacheConfig, MessengerConfig, SecurityConfig
+from mooncake.messages.pools import MessengerAddress
+from mooncake.node.process_config import MessengerProcess
 from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT, LAYOUT, block_bytes, prompt_keys, run
 from tests.messenger.fabric import until
 

@@ -19,12 +19,12 @@ from types import TracebackType
 import pytest
 from pydantic import ByteSize
 
-from kvstore.client import KVCachePool
-from kvstore.pages import record_bytes
-from kvstore.segment import ALIGNMENT
-from mooncake.blocks import BlockKey
-from mooncake.pools import PoolStats, Tier
-from mooncake.sections import KVCacheConfig
+from kvstore.client.client import KVCachePool
+from kvstore.pool.pages import record_bytes
+from kvstore.pool.segment import ALIGNMENT
+from mooncake.config.sections import KVCacheConfig
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import PoolStats, Tier
 from tests.deadline import DEADLINE_S
 from tests.kvstore.crash_writer import FINGERPRINT, LAYOUT, Lines, block_of, insist
 from tests.kvstore.nodes import ROOT, Node, unused

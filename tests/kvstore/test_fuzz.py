@@ -17,18 +17,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore import answers, calls
-from kvstore.pages import PageState
-from kvstore.segment import Segment
-from messenger.messages import Abandon, Close, Probe, Write, WriteAck
-from messenger.protocol import encode_frame
-from mooncake.blocks import KVLayout
-from mooncake.pools import (
-    Grant,
-    GrantedPage,
-    PoolStats,
-)
-from mooncake.sections import MessengerConfig
+from kvstore.pool.pages import PageState
+from kvstore.pool.segment import Segment
+from kvstore.protocol import answers, calls
+from messenger.wire.messages import Abandon, Close, Probe, Write, WriteAck
+from messenger.wire.protocol import encode_frame
+from mooncake.config.sections import MessengerConfig
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.pools import Grant, GrantedPage, PoolStats
 from tests.kvstore.by_hand import HandMadeSender, entry_for
 from tests.kvstore.caller import Caller
 from tests.kvstore.fuzzing import PeerFuzzer, Stranger, Target, checksums_of

@@ -26,14 +26,14 @@ from hypothesis.stateful import (
 )
 from pydantic import ByteSize
 
-from kvstore.client import KVCachePool
-from kvstore.leases import Lease
-from kvstore.pages import record_bytes
-from kvstore.segment import ALIGNMENT
-from mooncake.blocks import BlockKey
+from kvstore.client.client import KVCachePool
+from kvstore.client.leases import Lease
+from kvstore.pool.pages import record_bytes
+from kvstore.pool.segment import ALIGNMENT
+from mooncake.config.sections import KVCacheConfig
 from mooncake.errors import PoolError
-from mooncake.pools import PoolStats, Tier
-from mooncake.sections import KVCacheConfig
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import PoolStats, Tier
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT, LAYOUT, Node, unused
 
 pytestmark = pytest.mark.cluster

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from messenger.transports import Transport
-from mooncake.blocks import KVLayout
+from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
-from mooncake.pools import PoolShard
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.pools import PoolShard
 from tests.kvstore.members import WHOLE, Member, members, split
 from tests.kvstore.nodes import prompt_keys
 from tests.messenger import fake_rdma

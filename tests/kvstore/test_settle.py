@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.store import Store
+from kvstore.server.store import Store
 
 
 class Segment:

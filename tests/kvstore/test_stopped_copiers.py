@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.answers import Reservation
-from kvstore.pages import record_bytes
-from kvstore.segment import ALIGNMENT
-from kvstore.worker_client import WorkerClient
-from messenger.board import BOARD_BYTES, NUM_SEATS
-from mooncake.blocks import BlockKey
+from kvstore.client.worker_client import WorkerClient
+from kvstore.pool.pages import record_bytes
+from kvstore.pool.segment import ALIGNMENT
+from kvstore.protocol.answers import Reservation
+from messenger.shm.board import BOARD_BYTES, NUM_SEATS
 from mooncake.errors import MooncakeError
+from mooncake.messages.blocks import BlockKey
 from tests.kvstore.nodes import DEADLINE_S, ROOT, Node, until, unused
 from tests.kvstore.segment_reader import LAYOUT, block_of, key_of
 

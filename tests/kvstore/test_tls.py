@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.config.sections import SecurityConfig
 from mooncake.errors import TransferError
-from mooncake.sections import SecurityConfig
 from tests.kvstore.nodes import StartNode, prompt_keys, run, until
 from tests.kvstore.test_transfers import ALL_LAYERS, Pair, write_layers
 

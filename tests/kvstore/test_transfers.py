@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.answers import Reservation
-from kvstore.worker_client import WorkerClient
-from messenger.transports import Transport
-from mooncake.blocks import BlockKey, KVLayout
+from kvstore.client.worker_client import WorkerClient
+from kvstore.protocol.answers import Reservation
+from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
-from mooncake.pools import Grant, PoolStats, Tier
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import Grant, PoolStats, Tier
 from tests.kvstore.nodes import (
     FINGERPRINT,
     LAYOUT,

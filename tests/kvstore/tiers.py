@@ -14,25 +14,25 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvstore.claims import Reservation
-from kvstore.events import EventLog
-from kvstore.grants import Grants
-from kvstore.mover import Mover
-from kvstore.pages import PageTable, record_bytes
-from kvstore.pool import Pool
-from kvstore.segment import ALIGNMENT, Segment, SegmentHeader
-from kvstore.slab import Record
-from kvstore.ssd import SsdTier
-from kvstore.store import Store
-from messenger.checksums import layer_checksums
-from messenger.identity import Identity
+from kvstore.events.batches import EventLog
+from kvstore.pool.claims import Reservation
+from kvstore.pool.pages import PageTable, record_bytes
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import ALIGNMENT, Segment, SegmentHeader
+from kvstore.server.store import Store
+from kvstore.ssd.mover import Mover
+from kvstore.ssd.slab import Record
+from kvstore.ssd.ssd import SsdTier
+from kvstore.transfer.grants import Grants
 from messenger.rdma.cards import Cards
-from messenger.transports import Traffic
-from mooncake.blocks import KEY_BYTES, BlockKey, KVLayout
+from messenger.transport.transports import Traffic
+from messenger.wire.checksums import layer_checksums
+from messenger.wire.identity import Identity
+from mooncake.config.policies import EvictionPolicy
+from mooncake.config.sections import KVCacheConfig
 from mooncake.errors import PoolFullError
-from mooncake.policies import EvictionPolicy
-from mooncake.pools import MessengerAddress
-from mooncake.sections import KVCacheConfig
+from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
+from mooncake.messages.pools import MessengerAddress
 from tests.kvstore.nodes import DEADLINE_S, FINGERPRINT
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")

@@ -16,22 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from messenger.door import Door
-from messenger.identity import Identity, host_id
-from messenger.listening import ListeningLoop
-from messenger.messages import WriteEntry
-from messenger.peer import Peer
-from messenger.peers import Peers
 from messenger.rdma.cards import Cards
-from messenger.receiver import Sessions, Threshold
-from messenger.requests import Outcome, Urgency
-from messenger.stream import Stream
-from messenger.tls import Tls
-from messenger.transports import Traffic
-from mooncake.blocks import KVLayout
-from mooncake.keys import ClusterKey
-from mooncake.pools import MessengerAddress
-from mooncake.sections import MessengerConfig
+from messenger.receiver.door import Door
+from messenger.receiver.receiver import Sessions, Threshold
+from messenger.sender.peer import Peer
+from messenger.sender.peers import Peers
+from messenger.sender.requests import Outcome, Urgency
+from messenger.transport.listening import ListeningLoop
+from messenger.transport.stream import Stream
+from messenger.transport.tls import Tls
+from messenger.transport.transports import Traffic
+from messenger.wire.identity import Identity, host_id
+from messenger.wire.messages import WriteEntry
+from mooncake.config.sections import MessengerConfig
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
 from tests.messenger.pages import Memory, Pages
 from tests.messenger.proxy import Proxy, listen

@@ -17,9 +17,9 @@ from messenger.rdma import cards, exposures
 from messenger.rdma.cards import Cards
 from messenger.rdma.devices import RdmaDevice
 from messenger.rdma.errors import RdmaError, Remedy
-from messenger.rdma.info import EndpointInfo, LinkLayer
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.windows import Access, Grant, Range
+from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 
 
 def device(name: str, gid: str = "::ffff:10.0.0.1", network: str | None = None, port: int = 1) -> RdmaDevice:

@@ -9,16 +9,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from messenger.board import BOARD_BYTES, Board
-from messenger.catalogue import PLACES, Catalogue
-from messenger.checksums import CHECKSUM_BYTES, layer_checksums
-from messenger.door import Landing, Readable, Writer, WriteRefused
-from messenger.messages import Shelves, WriteEntry
-from messenger.openings import OpenPages
 from messenger.rdma.windows import Range
-from messenger.source import SourceSegment
-from mooncake.blocks import KEY_BYTES, KVLayout
+from messenger.receiver.door import Landing, Readable, Writer, WriteRefused
+from messenger.shm.board import BOARD_BYTES, Board
+from messenger.shm.catalogue import PLACES, Catalogue
+from messenger.transport.openings import OpenPages
+from messenger.transport.source import SourceSegment
+from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.wire.messages import Shelves, WriteEntry
 from mooncake.errors import MooncakeError
+from mooncake.messages.blocks import KEY_BYTES, KVLayout
 
 _SEALED = 2
 """the state of a page whose block can be found"""

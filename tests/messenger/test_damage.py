@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from messenger.requests import Outcome
-from messenger.transports import Transport
-from mooncake.blocks import KVLayout
+from messenger.sender.requests import Outcome
+from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
+from mooncake.messages.blocks import KVLayout
 from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, run, until
 from tests.messenger.proxy import Plan
 from tests.messenger.test_faults import every_fault, sample

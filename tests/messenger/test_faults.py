@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from messenger.checksums import SHORT_LAYER_BYTES
-from messenger.lane import Lane
-from messenger.peer import Peer
-from messenger.requests import Urgency
-from mooncake.blocks import KVLayout
+from messenger.sender.lane import Lane
+from messenger.sender.peer import Peer
+from messenger.sender.requests import Urgency
+from messenger.wire.checksums import SHORT_LAYER_BYTES
 from mooncake.errors import TransferError
+from mooncake.messages.blocks import KVLayout
 from tests.messenger.fabric import DEADLINE_S, LARGE, SMALL, TINY, Fabric, fabric, run, until
 from tests.messenger.proxy import Link, Plan
 

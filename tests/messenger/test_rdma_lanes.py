@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from messenger import standing
-from messenger.peer import Peer
-from messenger.probe import Probe
+from messenger.doctor.probe import Probe
+from messenger.paths import standing
 from messenger.rdma import cards
 from messenger.rdma.cards import open_cards
 from messenger.rdma.devices import FoundDevices
 from messenger.rdma.errors import Remedy
-from messenger.transports import Transport
+from messenger.sender.peer import Peer
+from messenger.transport.transports import Transport
+from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
-from mooncake.sections import MessengerConfig
 from tests.messenger import fake_rdma
 from tests.messenger.fabric import KEY, Fabric, fabric, run, settings, until
 from tests.messenger.fake_rdma import FakeNetwork, device

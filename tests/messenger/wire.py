@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import secrets
 
-from messenger.frames import Frames
-from messenger.handshake import Segment, introduce, read_message
-from messenger.identity import Identity
-from messenger.messages import Message, Welcome
-from messenger.protocol import Side, encode_frame
-from messenger.stream import Stream
-from messenger.transports import Path, Transport, connect
+from messenger.transport.frames import Frames
+from messenger.transport.handshake import Segment, introduce, read_message
+from messenger.transport.stream import Stream
+from messenger.transport.transports import Path, Transport, connect
+from messenger.wire.identity import Identity
+from messenger.wire.messages import Message, Welcome
+from messenger.wire.protocol import Side, encode_frame
 from tests.messenger.fabric import DEADLINE_S, Fabric
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from mooncake import process
 from mooncake.errors import ModelError
-from mooncake.lives import ProcessEnd
-from mooncake.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, child_main, report
+from mooncake.node import process
+from mooncake.node.lives import ProcessEnd
+from mooncake.node.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, child_main, report
 
 
 class FakeConfig(BaseModel):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError
-from mooncake.tokenizer import load_tokenizer
+from mooncake.model.checkpoint import open_checkpoint
+from mooncake.model.tokenizer import load_tokenizer
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_tokenizer import write_tiny_tokenizer
 

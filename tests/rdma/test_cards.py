@@ -11,8 +11,8 @@ from messenger.rdma.cards import Cards, open_cards
 from messenger.rdma.devices import FoundDevices, find_devices
 from messenger.rdma.errors import RdmaUnavailableError
 from messenger.rdma.memory import RdmaMemory
+from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
-from mooncake.sections import MessengerConfig
 from tests.kvstore.nodes import DEADLINE_S, SEGMENT_PAGE_BYTES, Node
 from tests.messenger.fake_rdma import FakeAdapter, FakeNetwork, device
 

@@ -7,7 +7,7 @@ import pytest
 
 from messenger.rdma import verbs
 from messenger.rdma.devices import GidEntry, choose_gid, find_devices
-from messenger.rdma.info import LinkLayer
+from messenger.wire.rdma_info import LinkLayer
 
 INFINIBAND, ROCE_V1, ROCE_V2 = 0, 1, 2
 LINK_LOCAL, GLOBAL, MAPPED = "fe80::1", "2001:db8::1", "::ffff:10.0.0.1"

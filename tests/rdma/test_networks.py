@@ -2,8 +2,8 @@
 
 from ipaddress import IPv6Address, IPv6Network
 
-from messenger.rdma.info import LinkLayer
 from messenger.rdma.networks import network_of
+from messenger.wire.rdma_info import LinkLayer
 
 
 def test_network_of_an_ipv4_address_is_as_large_as_its_interface_says() -> None:

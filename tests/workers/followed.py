@@ -7,22 +7,22 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.worker_client import WorkerClient
-from mooncake.messages import PROTOCOL_VERSION
-from mooncake.pools import Capacity, PoolStats
+from kvstore.client.worker_client import WorkerClient
+from mooncake.messages.pools import Capacity, PoolStats
+from mooncake.messages.workers import PROTOCOL_VERSION
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
-from workers.block_transfers import BlockTransfers
-from workers.copies import Copies, copies_for
-from workers.executor import Executor
-from workers.follower_stage import FollowerStage
-from workers.followers import Followers, Hear
-from workers.held_sequences import HeldSequences
-from workers.layerwise import LayerTransfers
-from workers.next_stage import NextStage
-from workers.previous_stage import PreviousStage
-from workers.rank_messages import Meet
-from workers.rank_runner import RankRunner
-from workers.stage_messages import StageHello
+from workers.decode.block_transfers import BlockTransfers
+from workers.decode.held_sequences import HeldSequences
+from workers.execution.executor import Executor
+from workers.groups.followers import Followers, Hear
+from workers.groups.next_stage import NextStage
+from workers.groups.previous_stage import PreviousStage
+from workers.groups.rank_messages import Meet
+from workers.groups.stage_messages import StageHello
+from workers.kvcache.copies import Copies, copies_for
+from workers.kvcache.layerwise import LayerTransfers
+from workers.prefill.follower_stage import FollowerStage
+from workers.process.rank_runner import RankRunner
 
 _link_numbers = itertools.count()
 

@@ -5,13 +5,13 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from kvstore.segment import Segment
+from kvstore.pool.segment import Segment
 from tests.kvstore.nodes import DEADLINE_S
-from workers.copies import BlockCopy, Copies, Loaded, Mark, copies_for
-from workers.draws import Drawn, Draws
 from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
-from workers.executor import Executor
+from workers.execution.draws import Drawn, Draws
+from workers.execution.executor import Executor
+from workers.kvcache.copies import BlockCopy, Copies, Loaded, Mark, copies_for
 
 
 class Gate:

@@ -11,14 +11,14 @@ import torch
 import transformers
 
 from conductor.effects import Effect
-from conductor.front.reception import Reception
+from conductor.front.generation.reception import Reception
 from conductor.policy import Conductor
 from conductor.rules import Limits
-from kvstore.segment import Segment
-from kvstore.worker_client import WorkerClient
-from mooncake.blocks import KVLayout, block_keys, root_key
-from mooncake.bus import peer_identity
-from mooncake.front_messages import (
+from kvstore.client.worker_client import WorkerClient
+from kvstore.pool.segment import Segment
+from mooncake.messages.blocks import KVLayout, block_keys, root_key
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.fronts import (
     Cancel,
     Continue,
     Failed,
@@ -28,8 +28,9 @@ from mooncake.front_messages import (
     Submit,
     TokenOutput,
 )
-from mooncake.grammar import Grammars, Vocabulary
-from mooncake.messages import (
+from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.requests import Request, SamplingParams, TokenLogprobs
+from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
@@ -40,29 +41,24 @@ from mooncake.messages import (
     ToWorker,
     WorkFailed,
 )
-from mooncake.pools import Capacity, PoolShard
-from mooncake.requests import (
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from mooncake.model.grammar import Grammars, Vocabulary
 from tests.kvstore.nodes import DEADLINE_S, Node
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
-from workers.block_transfers import BlockTransfers
-from workers.copies import Copies, copies_for
-from workers.decode import DecodeRunner
+from workers.decode.block_transfers import BlockTransfers
+from workers.decode.runner import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
-from workers.executor import Executor
-from workers.jobs import Jobs
-from workers.layerwise import LayerTransfers
-from workers.model_spec import model_spec
-from workers.prefill import PrefillRunner
-from workers.prefill_queue import PrefillQueue
-from workers.stage import Stage
+from workers.execution.executor import Executor
+from workers.execution.jobs import Jobs
+from workers.execution.model_spec import model_spec
+from workers.kvcache.copies import Copies, copies_for
+from workers.kvcache.layerwise import LayerTransfers
+from workers.prefill.queue import PrefillQueue
+from workers.prefill.runner import PrefillRunner
+from workers.prefill.stage import Stage
 
 BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32

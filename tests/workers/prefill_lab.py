@@ -14,48 +14,45 @@ import numpy as np
 import torch
 import transformers
 
-from kvstore.client import KVCachePool
-from kvstore.segment import Segment
-from kvstore.worker_client import WorkerClient
-from mooncake.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.messages import PROTOCOL_VERSION, BlockOrder, Prefill, Prefilled, PrefixSource, WorkFailed
-from mooncake.pools import (
-    Capacity,
-    Grant,
-    MessengerAddress,
-    PoolShard,
-    PoolStats,
+from kvstore.client.client import KVCachePool
+from kvstore.client.worker_client import WorkerClient
+from kvstore.pool.segment import Segment
+from mooncake.config.sections import KVCacheConfig, TransportChoice
+from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
+from mooncake.messages.pools import Capacity, Grant, MessengerAddress, PoolShard, PoolStats
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    BlockOrder,
+    Prefill,
+    Prefilled,
+    PrefixSource,
+    WorkFailed,
 )
-from mooncake.process_config import StageProcess
-from mooncake.requests import (
-    Ref,
-    Request,
-    SamplingParams,
-)
-from mooncake.sections import KVCacheConfig, TransportChoice
+from mooncake.node.process_config import StageProcess
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
-from workers import prefix_fetch
-from workers.block_transfers import BlockPair
-from workers.copies import Copies, copies_for
-from workers.draws import Draws, Row
+from workers.decode.block_transfers import BlockPair
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of
-from workers.executor import Executor
-from workers.jobs import Jobs
-from workers.layerwise import LayerTransfers
-from workers.loading import layers_of_stage
-from workers.model_spec import model_spec
-from workers.next_stage import NextStage
-from workers.prefill import PrefillRunner
-from workers.prefill_queue import PrefillQueue
-from workers.previous_stage import PreviousStage
-from workers.stage import Stage
-from workers.stage_messages import StageHello
-from workers.stage_runner import StageRunner
+from workers.execution.draws import Draws, Row
+from workers.execution.executor import Executor
+from workers.execution.jobs import Jobs
+from workers.execution.loading import layers_of_stage
+from workers.execution.model_spec import model_spec
+from workers.groups.next_stage import NextStage
+from workers.groups.previous_stage import PreviousStage
+from workers.groups.stage_messages import StageHello
+from workers.kvcache import prefix_fetch
+from workers.kvcache.copies import Copies, copies_for
+from workers.kvcache.layerwise import LayerTransfers
+from workers.prefill.queue import PrefillQueue
+from workers.prefill.runner import PrefillRunner
+from workers.prefill.stage import Stage
+from workers.prefill.stage_runner import StageRunner
 
 BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32

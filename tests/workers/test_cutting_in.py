@@ -14,7 +14,7 @@ from tests.kvstore.nodes import DEADLINE_S, run
 from tests.tiny_models import tiny_model
 from tests.workers.prefill_lab import Lab, Receiving, Setting, prefill_lab
 from tests.workers.test_prefill_equality import assert_equal, prompt_of
-from workers.executor import Executor
+from workers.execution.executor import Executor
 
 pytestmark = pytest.mark.cluster
 

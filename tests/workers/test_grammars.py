@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mooncake.requests import SamplingParams
+from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
+from tests.workers.execution.test_draws import EVERYWHERE
 from tests.workers.mini_cluster import Sizes, mini_cluster
-from tests.workers.test_draws import EVERYWHERE
 from tests.workers.test_runners import prompt_of, reference, tokens_of
 
 SCHEMA = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from mooncake.config import load_config
+from mooncake.config.settings import load_config
 from mooncake.errors import ConfigError
-from mooncake.keys import ClusterKey
-from mooncake.messages import Role
-from mooncake.process_config import WorkerProcess
+from mooncake.messages.workers import Role
+from mooncake.node.process_config import WorkerProcess
+from mooncake.security.keys import ClusterKey
 from tests.kvstore.holder import Answer
 from tests.kvstore.nodes import DEADLINE_S, run
 from tests.tiny_models import tiny_model
@@ -22,10 +22,10 @@ from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
 from tests.workers.test_prefill_equality import assert_equal, cell, fail, prompt_of
 from tests.workers.test_prefill_faults import gone
-from workers.copies import BlockCopy, Loaded, Mark
 from workers.engine.batch import Chunk
-from workers.layerwise import LayerTransfers, PassPart, PromptBlock
-from workers.loading import layer_window
+from workers.execution.loading import layer_window
+from workers.kvcache.copies import BlockCopy, Loaded, Mark
+from workers.kvcache.layerwise import LayerTransfers, PassPart, PromptBlock
 
 NUM_LAYERS, WINDOW = 4, 2
 CELLS = list(itertools.product((BLOCK_SIZE, 20, 1000), (0, 2, 5)))

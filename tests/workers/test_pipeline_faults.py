@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from mooncake.errors import TransferError
-from mooncake.messages import Prefilled, WorkFailed
+from mooncake.messages.workers import Prefilled, WorkFailed
 from tests.kvstore.nodes import DEADLINE_S, run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate

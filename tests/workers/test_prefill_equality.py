@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import transformers
 
-from kvstore.worker_client import WorkerClient
-from mooncake.blocks import BlockKey
-from mooncake.pools import (
-    COMPUTED,
-    REMOTE,
-    Tier,
-)
-from mooncake.sections import KVCacheConfig, TransportChoice
+from kvstore.client.worker_client import WorkerClient
+from mooncake.config.sections import KVCacheConfig, TransportChoice
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import COMPUTED, REMOTE, Tier
 from tests.kvstore.holder import Answer, HandMadeHolder
 from tests.kvstore.nodes import DEADLINE_S, Node, run
 from tests.tiny_models import tiny_model

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import transformers
 
-from kvstore.segment import Segment
+from kvstore.pool.segment import Segment
 from mooncake.errors import PoolError
-from mooncake.messages import WorkFailed
+from mooncake.messages.workers import WorkFailed
 from tests.kvstore.holder import NUM_PIECES, Answer
 from tests.kvstore.nodes import DEADLINE_S, run
 from tests.kvstore.nodes import until as pool_until
@@ -20,10 +20,10 @@ from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Receiving, Setting, endless_patience, prefill_lab
 from tests.workers.test_prefill_equality import assert_equal, holding, prompt_of
-from workers import prefix_fetch
-from workers.copies import BlockCopy, Copies, Mark, copies_for
 from workers.engine.kvcache import DeviceKVCache
-from workers.prefix_fetch import PATIENCE_S, PrefixFetch
+from workers.kvcache import prefix_fetch
+from workers.kvcache.copies import BlockCopy, Copies, Mark, copies_for
+from workers.kvcache.prefix_fetch import PATIENCE_S, PrefixFetch
 
 pytestmark = pytest.mark.cluster
 

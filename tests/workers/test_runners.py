@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from mooncake.requests import SamplingParams
+from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.mini_cluster import Answer, MiniCluster, Sizes, mini_cluster

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mooncake.bus import peer_identity
 from mooncake.errors import ConfigError
-from mooncake.messages import PROTOCOL_VERSION, Pin
-from mooncake.pools import Capacity, PoolStats
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.pools import Capacity, PoolStats
+from mooncake.messages.workers import PROTOCOL_VERSION, Pin
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
-from tests.mooncake.test_instance_metrics import STATS
+from tests.mooncake.messages.test_instance_metrics import STATS
 from tests.relay import relay_to
 from workers.errors import SessionLostError
-from workers.next_stage import NextStage
-from workers.previous_stage import PreviousStage
-from workers.stage_messages import AboutJob, End, PassShare, StageAlive, StageHello, Stored
+from workers.groups.next_stage import NextStage
+from workers.groups.previous_stage import PreviousStage
+from workers.groups.stage_messages import AboutJob, End, PassShare, StageAlive, StageHello, Stored
 
 TIMEOUT_S = 0.5
 HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20), "cpu", ())

@@ -17,7 +17,7 @@ from workers.engine.weights import Weights
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
     from workers.engine.kvcache import DeviceKVCache
-    from workers.engine.triton_layers import TritonLayers
+    from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32
 """query heads of a KV head: a tile holds them all, and float32's are that small"""
@@ -36,7 +36,7 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 def triton_layers(spec: ModelSpec, weights: Weights) -> TritonLayers:
     """Takes over `weights`; `unsupported` must have been empty."""
-    from workers.engine.triton_layers import TritonLayers
+    from workers.engine.layers.gpu import TritonLayers
 
     return TritonLayers(spec, weights)
 

@@ -16,8 +16,8 @@ from kernels.cuda.kv_write import Slots
 from kernels.cuda.spans import SPAN_FIELDS, Spans, plan_spans
 from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
+from workers.engine.layers.gpu import LayerInputs, TritonLayers
 from workers.engine.rotary import cos_sin
-from workers.engine.triton_layers import LayerInputs, TritonLayers
 
 _BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 _TOKEN_FIELDS = 4

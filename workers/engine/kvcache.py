@@ -27,7 +27,7 @@ class DeviceKVCache:
 
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
-    (`mooncake.blocks.KVLayout`).
+    (`mooncake.messages.blocks.KVLayout`).
 
     With a `window` there is memory for so many layers only, which they take in turn: layer l has that of
     layer `l - window`, whose pages have to be stored, or not to be wanted any more, before l's are written.

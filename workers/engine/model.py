@@ -18,17 +18,17 @@ import torch
 from kernels.cpu.library import Library, choose
 from workers.engine import cuda
 from workers.engine.batch import Batch
-from workers.engine.cpu_layers import CpuLayers, unsupported
 from workers.engine.kvcache import DeviceKVCache
-from workers.engine.sharded_layers import ShardedLayers
+from workers.engine.layers.cpu import CpuLayers, unsupported
+from workers.engine.layers.reference import TorchLayers
+from workers.engine.layers.sharded import ShardedLayers
 from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, part_of
-from workers.engine.torch_layers import TorchLayers
 from workers.engine.weights import Weights
 
 if TYPE_CHECKING:  # they import Triton, which a CPU does without
     from workers.engine.decode_graphs import DecodeGraphs
-    from workers.engine.triton_layers import TritonLayers
+    from workers.engine.layers.gpu import TritonLayers
 
 log = logging.getLogger(__name__)
 

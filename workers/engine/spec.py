@@ -1,7 +1,7 @@
 """What the engine must know of a model: its shapes and its variants of the decoder layer.
 
-Owns: these facts, and what must hold among them. Does not know: config.json (`workers.model_spec`), weights,
-devices, tokenizers.
+Owns: these facts, and what must hold among them. Does not know: config.json
+(`workers.execution.model_spec`), weights, devices, tokenizers.
 """
 
 from dataclasses import dataclass

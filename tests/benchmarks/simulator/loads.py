@@ -2,8 +2,8 @@
 
 import random
 
-from benchmarks.simulator.setup import Setup
-from benchmarks.traces.request import BLOCK_TOKENS, TraceRequest
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 
 SMALL = Setup(model="llama-3.1-8b", num_gpus=1, num_prefill=2, num_decode=2, pool_tokens=400 * BLOCK_TOKENS)
 

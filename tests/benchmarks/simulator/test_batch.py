@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulator.batch import Batch, Member, StepCost, tbt_s
+from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost, tbt_s
 
 COST = StepCost(0.02, 1e-8)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator.cli import run
-from mooncake import steps
+from benchmarks.tools.simulator.cli import run
+from mooncake.cli import steps
 from tests.benchmarks.simulator.loads import conversations
 
 CLUSTER = ["--model", "llama-3.1-8b", "--gpus", "1"]

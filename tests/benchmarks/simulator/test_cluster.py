@@ -6,19 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
-import benchmarks.simulator.cache
-import benchmarks.simulator.cluster
-import benchmarks.simulator.prefill
+import benchmarks.tools.simulator.cluster.cache
+import benchmarks.tools.simulator.cluster.cluster
+import benchmarks.tools.simulator.cluster.prefill
 import conductor.policy
-import kvstore.shelf
-import workers.prefill_queue
-from benchmarks.simulator.cluster import DisaggregatedCluster
-from benchmarks.simulator.requests import Outcome, Results
-from benchmarks.simulator.setup import Setup, simulate
-from benchmarks.traces.mixes import Mix, RequestClass, mixed
-from benchmarks.traces.request import TraceRequest
-from conductor.placement import Reason
-from mooncake.policies import Overload, Scheduling
+import kvstore.pool.shelf
+import workers.prefill.queue
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
+from benchmarks.tools.simulator.cluster.requests import Outcome, Results
+from benchmarks.tools.simulator.setup import Setup, simulate
+from benchmarks.tools.traces.mixes import Mix, RequestClass, mixed
+from benchmarks.tools.traces.request import TraceRequest
+from conductor.view.placement import Reason
+from mooncake.config.policies import Overload, Scheduling
 from tests.benchmarks.simulator.loads import SMALL, conversations
 from tests.deadline import DEADLINE_S
 
@@ -36,12 +36,12 @@ def test_drives_the_servers_own_code() -> None:
     cluster = SMALL.cluster()
     assert isinstance(cluster, DisaggregatedCluster)
     assert type(cluster.conductor) is conductor.policy.Conductor
-    assert type(cluster.prefills[0].node.pool.shelf) is kvstore.shelf.Shelf
-    assert benchmarks.simulator.prefill.PrefillQueue is workers.prefill_queue.PrefillQueue
+    assert type(cluster.prefills[0].node.pool.shelf) is kvstore.pool.shelf.Shelf
+    assert benchmarks.tools.simulator.cluster.prefill.PrefillQueue is workers.prefill.queue.PrefillQueue
 
 
 def test_needs_no_torch() -> None:
-    probe = "import sys; sys.modules['torch'] = None; import benchmarks.simulator.cli; print('fine')"
+    probe = "import sys; sys.modules['torch'] = None; import benchmarks.tools.simulator.cli; print('fine')"
     result = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from benchmarks.load.outcomes import Kind, Outcome
-from benchmarks.simulator.against_real import Row
-from benchmarks.simulator.batch import tbt_s
-from benchmarks.simulator.calibration import BUSY, LONG, LOOPS, SHORT, calibrated
-from benchmarks.simulator.cluster import DisaggregatedCluster
-from benchmarks.simulator.machine import Machine, StepJitter
-from benchmarks.simulator.requests import Results
+from benchmarks.tools.load.outcomes import Kind, Outcome
+from benchmarks.tools.simulator.against_real import Row
+from benchmarks.tools.simulator.calibration import BUSY, LONG, LOOPS, SHORT, calibrated
+from benchmarks.tools.simulator.cluster.batch import tbt_s
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
+from benchmarks.tools.simulator.cluster.machine import Machine, StepJitter
+from benchmarks.tools.simulator.cluster.requests import Results
 from conductor.rules import Limits, Rules
-from mooncake.costs import Costs, prefill_quantities
+from mooncake.messages.costs import Costs, prefill_quantities
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
 PREFILL, DECODE = Costs(0.01, 1e-3, 0.0), Costs(0.02, 0.0, 0.0)

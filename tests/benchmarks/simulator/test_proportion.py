@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.simulator.setup import simulate
-from benchmarks.traces.mixes import Mix, RequestClass, mixed
+from benchmarks.tools.simulator.setup import simulate
+from benchmarks.tools.traces.mixes import Mix, RequestClass, mixed
 from tests.benchmarks.simulator.loads import SMALL
 
 SHORT, LONG = 1_000, 12_000

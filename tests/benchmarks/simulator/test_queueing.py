@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmarks.simulator.cache import SimulatedPool
-from benchmarks.simulator.clock import Clock
-from benchmarks.simulator.costs import PromptShare
-from benchmarks.simulator.network import Network
-from benchmarks.simulator.node import Node
-from benchmarks.simulator.prefill import PrefillInstance
-from benchmarks.simulator.requests import SimulatedRequest
-from mooncake.blocks import KVLayout
-from mooncake.costs import Costs as Polynomial
-from mooncake.messages import Prefill, Prefilled
-from mooncake.policies import EvictionPolicy
-from mooncake.pools import Grant, MessengerAddress
-from mooncake.requests import Ref, Request, SamplingParams
-from workers.prefill_queue import PrefillQueue
+from benchmarks.tools.simulator.cluster.cache import SimulatedPool
+from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.network import Network
+from benchmarks.tools.simulator.cluster.node import Node
+from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
+from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from mooncake.config.policies import EvictionPolicy
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.costs import Costs as Polynomial
+from mooncake.messages.pools import Grant, MessengerAddress
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.workers import Prefill, Prefilled
+from workers.prefill.queue import PrefillQueue
 
 CHUNK = 512
 LAYOUT = KVLayout(1, 1, 1, CHUNK, "bfloat16")

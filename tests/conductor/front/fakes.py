@@ -22,15 +22,14 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from conductor.display import Display
-from conductor.front import server
 from conductor.front.config import FrontConfig
-from conductor.front.link import FromConductor
-from conductor.front.model import ServedModel
-from mooncake.bus import Dealer, peer_identity
-from mooncake.curve import LARGEST_FRAME_BYTES, Gate, use_key
+from conductor.front.generation.link import FromConductor
+from conductor.front.openai.model import ServedModel
+from conductor.front.process import server
+from conductor.telemetry.display import Display
 from mooncake.errors import RequestError
-from mooncake.front_messages import (
+from mooncake.messages.bus import Dealer, peer_identity
+from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
@@ -48,9 +47,10 @@ from mooncake.front_messages import (
     Tokens,
     Unknown,
 )
-from mooncake.grammar import Grammars, Vocabulary
-from mooncake.keys import ClusterKey
-from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.model.grammar import Grammars, Vocabulary
+from mooncake.security.curve import LARGEST_FRAME_BYTES, Gate, use_key
+from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
 
 EOS = 256

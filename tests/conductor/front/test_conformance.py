@@ -15,7 +15,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from conductor.front.tool_calls import ToolFormat
+from conductor.front.openai.tool_calls import ToolFormat
 from tests.conductor.front.fakes import DEADLINE_S, MODEL_NAME, Running, byte_model, running_front
 
 RULES = re.compile(

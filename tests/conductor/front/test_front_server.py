@@ -11,13 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from conductor.front import server
 from conductor.front.config import FrontConfig
-from conductor.front.model import load_served_model
-from mooncake.checkpoint import open_checkpoint
+from conductor.front.openai.model import load_served_model
+from conductor.front.process import server
 from mooncake.errors import ConfigError
-from mooncake.line import Inbox, Line
-from mooncake.requests import FinishReason, Request
+from mooncake.messages.line import Inbox, Line
+from mooncake.messages.requests import FinishReason, Request
+from mooncake.model.checkpoint import open_checkpoint
 from tests.conductor.front.fakes import (
     CLUSTER_KEY,
     DEADLINE_S,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conductor.front.tokenization import detokenize, tokenize
-from conductor.front.tool_answer import ToolAnswer
-from conductor.front.tool_calls import ToolFormat
-from conductor.front.validation import Endpoint, Job, read_job
+from conductor.front.generation.tool_answer import ToolAnswer
+from conductor.front.openai.tool_calls import ToolFormat
+from conductor.front.requests.tokenization import detokenize, tokenize
+from conductor.front.requests.validation import Endpoint, Job, read_job
 from mooncake.errors import GrammarError, RequestError
-from mooncake.requests import FinishReason
+from mooncake.messages.requests import FinishReason
 from tests.conductor.front.fakes import EOS, MODEL_NAME, byte_model
 
 MODEL = replace(byte_model(context_len=200), tool_format=ToolFormat.HERMES)

@@ -19,14 +19,14 @@ import pytest
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from conductor.front.model import ServedModel
-from conductor.front.starting import announce
-from conductor.front.tool_calls import ToolFormat
+from conductor.front.openai.model import ServedModel
+from conductor.front.openai.tool_calls import ToolFormat
+from conductor.front.process.starting import announce
 from mooncake.errors import RequestError
-from mooncake.front_messages import ClusterState, TokenOutput
-from mooncake.grammar import Grammars, Vocabulary
-from mooncake.process import Ready
-from mooncake.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.messages.fronts import ClusterState, TokenOutput
+from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.model.grammar import Grammars, Vocabulary
+from mooncake.node.process import Ready
 from tests.conductor.front.fakes import (
     EOS,
     MODEL_NAME,

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.front.metrics import GAP_BUCKETS_S, TTFT_BUCKETS_S, Distribution, Metrics, tbt_s
-from mooncake.requests import FinishReason
+from mooncake.messages.requests import FinishReason
 
 VLLM_NAMES = {
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prompt_tokens"),

@@ -1,4 +1,4 @@
-"""A layer in one call against its parts (whole models: tests/workers/engine/test_cpu_layers.py)."""
+"""A layer in one call against its parts (whole models: tests/workers/engine/layers/test_cpu.py)."""
 
 from dataclasses import replace
 

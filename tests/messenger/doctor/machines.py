@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from messenger.doctor.findings import Finding
 from messenger.doctor.machine import Machine
-from mooncake.config import Config
+from mooncake.config.settings import Config
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ import pytest
 
 from messenger.doctor import certificates
 from messenger.doctor.findings import Level
+from mooncake.config.sections import SecurityConfig
 from mooncake.errors import ConfigError
-from mooncake.sections import SecurityConfig
 from tests.kvstore.test_tls import Authority
 from tests.messenger.doctor.machines import config, only
 

@@ -7,7 +7,7 @@ import pytest
 from messenger.doctor import host
 from messenger.doctor.findings import Level
 from mooncake.errors import ConfigError
-from mooncake.keys import ClusterKey
+from mooncake.security.keys import ClusterKey
 from tests.messenger.doctor.machines import GIB, FakeMachine, config, only
 from tests.messenger.trees import write
 
@@ -109,7 +109,7 @@ def test_the_file_system_of_the_segments_counts(machine: FakeMachine) -> None:
 
 
 def test_running_pools_have_their_memory_already(machine: FakeMachine) -> None:
-    write(machine.root, "proc/77/cmdline", "python\0-m\0kvstore.service")
+    write(machine.root, "proc/77/cmdline", "python\0-m\0kvstore.server.service")
     assert only(host.memory(machine, config(kvcache={"pool_bytes": "1TiB"}))).level is Level.OK
 
 

@@ -93,11 +93,11 @@ def test_another_address_leaves_the_port_free(machine: FakeMachine) -> None:
 
 def test_a_port_of_a_running_cluster_is_fine(machine: FakeMachine) -> None:
     listen_at(machine, "0100007F:1F40", 4711)
-    own_socket(machine, 42, 4711, "python\0-m\0conductor.service")
+    own_socket(machine, 42, 4711, "python\0-m\0conductor.process.service")
     finding = only(network.ports(machine, config()))
     assert (finding.level, finding.found) == (
         Level.OK,
-        "127.0.0.1:8000 (http.port) is served by conductor.service, process 42",
+        "127.0.0.1:8000 (http.port) is served by conductor.process.service, process 42",
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from messenger.doctor import gpu, rdma
 from messenger.doctor.findings import Finding, Level
-from mooncake.config import Config
+from mooncake.config.settings import Config
 from mooncake.errors import TransferError
 from tests.messenger.doctor.machines import FakeMachine, config, only
 from tests.messenger.trees import ROCE_V2, add_interface, add_pci, add_rdma, write

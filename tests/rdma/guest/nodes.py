@@ -16,8 +16,8 @@ import xxhash
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.info import EndpointInfo
 from messenger.rdma.memory import OPEN, WINDOW_BIND, RdmaMemory, register_range
+from messenger.wire.rdma_info import EndpointInfo
 from tests.deadline import DEADLINE_S
 
 MIB = 1 << 20

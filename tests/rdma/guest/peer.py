@@ -12,7 +12,7 @@ import msgspec
 from messenger.rdma import windows
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
-from messenger.rdma.info import EndpointInfo
+from messenger.wire.rdma_info import EndpointInfo
 from tests.forked import Forked, preload
 from tests.rdma.guest.nodes import Node, Place
 

@@ -4,8 +4,8 @@ import ipaddress
 import subprocess
 
 from messenger.rdma.devices import find_devices
-from messenger.rdma.info import LinkLayer
 from messenger.rdma.networks import network_of
+from messenger.wire.rdma_info import LinkLayer
 
 
 def test_both_devices_are_found_with_their_ipv4_address() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
-from messenger.rdma.info import EndpointInfo, LinkLayer
+from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 from tests.rdma.guest.nodes import MIB, is_idle, joined, node, on_loop, scattered, two_nodes
 from tests.rdma.guest.peer import peer_process
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from messenger.checksums import prepare
-from messenger.peer import Peer
-from messenger.probe import Probe
+from messenger.doctor.probe import Probe
 from messenger.rdma import cards
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.cards import Cards
 from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
-from messenger.requests import ProbeRequest, Urgency
-from messenger.transports import Transport
+from messenger.sender.peer import Peer
+from messenger.sender.requests import ProbeRequest, Urgency
+from messenger.transport.transports import Transport
+from messenger.wire.checksums import prepare
 from mooncake.errors import TransferError
 from tests.deadline import DEADLINE_S
 from tests.messenger.fabric import KEY, LARGE, Fabric, fabric, run, until

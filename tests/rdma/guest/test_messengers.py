@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.transports import Transport
+from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
 from tests.kvstore.nodes import (
     SEGMENT_PAGE_BYTES,

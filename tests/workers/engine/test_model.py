@@ -12,7 +12,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 from workers.engine.weights import WeightsError
-from workers.model_spec import model_spec
+from workers.execution.model_spec import model_spec
 
 PROMPT_LENS = (37, 1, 20, 64, 9)
 NUM_NEW = 16

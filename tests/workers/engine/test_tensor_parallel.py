@@ -12,7 +12,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of, part_of
-from workers.model_spec import model_spec
+from workers.execution.model_spec import model_spec
 
 PROMPT_LENS = (37, 1, 20)
 NUM_NEW = 6

@@ -11,7 +11,7 @@ from tests.tiny_models import tiny_model
 from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import part_of
 from workers.engine.weights import LayerWeights, Weights, WeightsError
-from workers.model_spec import model_spec
+from workers.execution.model_spec import model_spec
 
 LAYER = "model.layers.0."
 

@@ -1,0 +1,29 @@
+"""One markdown table per section, with the bars that its figures are held against.
+
+    python -m benchmarks.scheduling [--only SECTION] [--full]
+
+Owns: the choice of sections. Does not know: how anything is measured.
+"""
+
+import argparse
+from collections.abc import Callable
+
+from benchmarks.conductor import decision, index
+
+SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report, "decision": decision.report}
+"""called with whether all sizes are wanted"""
+
+
+def main() -> None:
+    """Prints the sections that are asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conductor")
+    parser.add_argument("--only", choices=list(SECTIONS), help="one section instead of all")
+    parser.add_argument("--full", action="store_true", help="up to 10M blocks: 1 GB of memory")
+    arguments = parser.parse_args()
+    for name, report in SECTIONS.items():
+        if arguments.only in (None, name):
+            report(arguments.full)
+
+
+if __name__ == "__main__":
+    main()

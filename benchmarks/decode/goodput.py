@@ -1,0 +1,137 @@
+"""How many requests a second a server answers within the SLOs, in an open loop: short chats and long prompts.
+
+Owns: the mix, the SLOs, what counts. Does not know: how requests are sent, which server.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.decode.requests import Answer, Planned, Sender
+
+SHORT, LONG = (120, 64), (1500, 16)
+"""tokens of prompt and answer"""
+SHORT_SHARE = 0.8
+TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
+MIN_RATIO, MIN_RATIO_TUNED = 2.2, 1.75
+"""of our goodput by vLLM's: with its defaults, with its best size of chunks"""
+MIN_LONG_BY_SHORT = 0.9
+MIN_IN_TIME = 0.5
+OVERLOAD, MIN_OVERLOADED = 2.0, 0.9
+"""times our best rate; of our best goodput"""
+
+
+def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned]:
+    """Arrivals of the mix in `[0, duration_s)`."""
+    rng = random.Random(seed)
+    schedule: list[Planned] = []
+    at_s = rng.expovariate(rate_per_s)
+    while at_s < duration_s:
+        schedule.append(Planned(at_s, *(SHORT if rng.random() < SHORT_SHARE else LONG)))
+        at_s += rng.expovariate(rate_per_s)
+    return schedule
+
+
+def is_effective(answer: Answer) -> bool:
+    """Within both SLOs."""
+    return answer.is_whole and answer.ttft_s <= TTFT_SLO_S and answer.tbt_s <= TBT_SLO_S
+
+
+class Row(NamedTuple):
+    """Of one server at one rate; shares are of the requests that were sent, None without any."""
+
+    rate_per_s: float
+    goodput_per_s: float
+    short_share: float | None
+    long_share: float | None
+
+    @property
+    def spares_no_kind(self) -> bool:
+        """Whether long prompts attain the SLOs about as often as short ones."""
+        if self.short_share is None or self.long_share is None:
+            return True
+        return self.long_share >= MIN_LONG_BY_SHORT * self.short_share
+
+
+def row_of(rate_per_s: float, answers: Sequence[Answer], duration_s: float) -> Row:
+    """What was attained of all that was sent within `duration_s`."""
+
+    def share(kind: tuple[int, int]) -> float | None:
+        effective = [is_effective(a) for a in answers if a.request.num_prompt_tokens == kind[0]]
+        return sum(effective) / len(effective) if effective else None
+
+    num_effective = sum(map(is_effective, answers))
+    return Row(rate_per_s, num_effective / duration_s, share(SHORT), share(LONG))
+
+
+async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], duration_s: float) -> list[Row]:
+    """Print and return the rows of one server, each rate offered for `duration_s`.
+
+    Rates ascend. After one of which less than half was in time there is no other: more would only be later.
+    """
+    rows: list[Row] = []
+    await sender.send_all([Planned(0.0, *SHORT), Planned(0.0, *LONG)])  # the first ones allocate and compile
+    for rate_per_s in rates_per_s:
+        answers = await sender.send_all(poisson(rate_per_s, duration_s))
+        row = row_of(rate_per_s, answers, duration_s)
+        rows.append(row)
+        whole = [answer for answer in answers if answer.is_whole]
+        p90s = [_p90([a.ttft_s for a in whole]), _p90([a.tbt_s for a in whole])]
+        print(
+            f"| {name} | {rate_per_s:g} | {row.goodput_per_s:.2f} | {_percent(row.short_share)} "
+            f"| {_percent(row.long_share)} | {len(answers) - len(whole)} | {' | '.join(p90s)} |",
+            flush=True,
+        )
+        if sum(map(is_effective, answers)) < MIN_IN_TIME * len(answers):
+            break
+    return rows
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """The most goodput, whoever it is made of."""
+    return max(rows, key=lambda row: row.goodput_per_s)
+
+
+def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
+    """If there is none, `best`."""
+    return best([row for row in rows if row.spares_no_kind] or rows)
+
+
+def holds(best: Row, overloaded: Row) -> bool:
+    """Print what is left of our best goodput when more is offered. Whether both bars are met."""
+    share = overloaded.goodput_per_s / best.goodput_per_s if best.goodput_per_s else 0.0
+    print(
+        f"\nours at {overloaded.rate_per_s:g} req/s, {OVERLOAD:g} times its best rate: {share:.0%} of its"
+        f" best goodput (bar {MIN_OVERLOADED:.0%}), spares no kind of request:"
+        f" {'yes' if overloaded.spares_no_kind else 'no'}"
+    )
+    return share >= MIN_OVERLOADED and overloaded.spares_no_kind
+
+
+def compare(ours: Row, peer: Row | None, tuned_peer: Row | None) -> bool:
+    """Print how often ours is a peer's best goodput. Whether all bars are met."""
+    is_met = ours.spares_no_kind
+    print(f"\nours at {ours.rate_per_s:g} req/s spares no kind of request: {'yes' if is_met else 'no'}")
+    for name, best, bar in (
+        ("its defaults", peer, MIN_RATIO),
+        ("its best chunk", tuned_peer, MIN_RATIO_TUNED),
+    ):
+        if best is not None:
+            ratio = ours.goodput_per_s / best.goodput_per_s if best.goodput_per_s else float("inf")
+            is_met &= ratio >= bar
+            print(f"goodput by vLLM's with {name}: {ratio:.2f} (bar {bar})", flush=True)
+    return is_met
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _p90(values: Sequence[float]) -> str:
+    return f"{sorted(values)[int(0.9 * len(values))]:.2f} s" if values else "-"
+
+
+HEADER = (
+    "| server | offered, req/s | goodput, req/s | short within SLO | long within SLO | refused "
+    "| TTFT p90 | TBT p90 |\n|---|---|---|---|---|---|---|---|"
+)

@@ -1,0 +1,1 @@
+"""What the front costs, beside bare FastAPI and behind instances that answer at once."""

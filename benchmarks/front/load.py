@@ -1,0 +1,127 @@
+"""The load of the front's benchmark, by wrk, and what one round of it shows.
+
+Owns: the requests, who sends them, the figures of a round. Does not know: the servers' processes (`fronts`),
+rounds of several.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.front.fronts import Server, cpu_s
+from benchmarks.front.instant_workers import STEP_S
+from benchmarks.front.wrk import Answers, Wrk
+from benchmarks.tools.load.bench import find_server
+from benchmarks.tools.load.prompts import PromptMaker
+from benchmarks.tools.load.sources import Planned
+
+NUM_INPUT, NUM_OUTPUT = 1000, 64
+FIRST_TOKENS_PER_S = 40.0
+_FIRST_TOKEN_CONNECTIONS = 16
+_TOKEN_IDS = (1000, 30_000)
+
+
+class Cost(NamedTuple):
+    """Processor time of a request, of one round or the median of several. `own_cpu_ms` is without that of
+    other fronts."""
+
+    rate_per_s: float
+    cpu_ms: float
+    own_cpu_ms: float
+    answer_bytes: float
+
+
+class Latency(NamedTuple):
+    """Of one round. `late_s`: what whole answers took beyond their steps."""
+
+    rate_per_s: float
+    ttft_s: list[float]
+    late_s: list[float]
+
+
+class Load(NamedTuple):
+    """What one wrk does. A connection pauses for up to `max_pause_s` before its next request."""
+
+    url: str
+    bodies: list[bytes]
+    num_output: int
+    num_connections: int
+    max_pause_s: float = 0.0
+    after_s: float = 0.0
+
+    @property
+    def turn_s(self) -> float:
+        """From one request of a connection to the next, more or less."""
+        return self.num_output * STEP_S + self.max_pause_s / 2
+
+
+def cost(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Cost:
+    """One round. Raises WrkError if an answer is not whole."""
+    whole = Load(server.url, _bodies(server, num_turns * num_connections, seed), NUM_OUTPUT, num_connections)
+    before_s = [cpu_s(pid) for pid in server.pids]
+    answers = _answers(wrk, _divided(whole, server))
+    spent_s = [cpu_s(pid) - before for pid, before in zip(server.pids, before_s, strict=True)]
+    return Cost(
+        num_connections / statistics.mean(_times_s(answers)),
+        1000 * sum(spent_s) / len(whole.bodies),
+        1000 * spent_s[0] / len(whole.bodies),
+        statistics.mean(answer.mean_bytes for answer in answers),
+    )
+
+
+def latency(wrk: Wrk, num_connections: int, num_turns: int, server: Server, seed: int) -> Latency:
+    """One round. Raises WrkError if an answer is not whole."""
+    bodies = _bodies(server, num_turns * num_connections, 2 * seed)
+    whole = Load(server.url, bodies, NUM_OUTPUT, num_connections, STEP_S)
+    num_first = int(FIRST_TOKENS_PER_S * (num_turns - 1) * whole.turn_s)
+    bodies = _bodies(server, num_first, 2 * seed + 1, num_output=1)
+    pause_s = 2 * _FIRST_TOKEN_CONNECTIONS / FIRST_TOKENS_PER_S
+    # When all connections of the others have requests, until the first of them has no more.
+    first = Load(server.url, bodies, 1, _FIRST_TOKEN_CONNECTIONS, pause_s, whole.turn_s)
+    loads = _divided(whole, server)
+    answers = _answers(wrk, loads + _divided(first, server))
+    times_s = _times_s(answers[: len(loads)])
+    return Latency(
+        num_connections / (statistics.mean(times_s) + STEP_S / 2),
+        _times_s(answers[len(loads) :]),
+        [time_s - (NUM_OUTPUT - 1) * STEP_S for time_s in times_s],
+    )
+
+
+def _bodies(server: Server, number: int, seed: int, num_output: int = NUM_OUTPUT) -> list[bytes]:
+    """Requests for as many different prompts."""
+    prompts = PromptMaker(_TOKEN_IDS, seed, 1.0)
+    fixed = {"model": find_server(server.url, None, None).model, "max_tokens": num_output}
+    fixed |= {"temperature": 0, "ignore_eos": True, "stream": True}
+    return [
+        msgspec.json.encode({**fixed, "prompt": prompts.text(Planned(index, 0.0, NUM_INPUT, num_output, ()))})
+        for index in range(number)
+    ]
+
+
+def _divided(load: Load, server: Server) -> list[Load]:
+    """Among the server's fronts, if it has more than its own."""
+    urls = [front.url for front in server.fronts] or [load.url]
+    number = load.num_connections // len(urls)
+    return [
+        load._replace(url=url, bodies=load.bodies[index :: len(urls)], num_connections=number)
+        for index, url in enumerate(urls)
+    ]
+
+
+def _answers(wrk: Wrk, loads: Sequence[Load]) -> list[Answers]:
+    def post(load: Load) -> Answers:
+        time.sleep(load.after_s)
+        num_events, number = load.num_output, load.num_connections
+        return wrk.post(load.url, load.bodies, num_events, number, load.turn_s, load.max_pause_s)
+
+    with ThreadPoolExecutor(len(loads)) as threads:
+        return list(threads.map(post, loads))
+
+
+def _times_s(answers: Iterable[Answers]) -> list[float]:
+    return [time_s for answer in answers for time_s in answer.times_s]

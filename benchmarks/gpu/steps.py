@@ -1,0 +1,117 @@
+"""Whole steps of a Llama-3-8B with random weights, as a worker makes them: inputs from lists, tokens back.
+
+Owns: the model, what bounds a decode step. Does not know: kernels.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.gpu.ceilings import Ceilings, header
+from benchmarks.gpu.layers import BATCH_SIZE, DTYPE, LLAMA_3_8B, PAGE_SIZE
+from workers.engine.batch import Batch, Chunk
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.engine.spec import ModelSpec
+
+_CONTEXT_LENS = (1024, 8192)
+_STEP_BAR = 1 / 1.15
+"""a step takes at most 15% longer than reading its weights and KVCache"""
+_PREFILL_BAR = 0.60
+_CHUNKS = ((0, 2048), (6144, 2048), (0, 8192))
+_NUM_RUNS = 9
+
+
+def measure(ceilings: Ceilings) -> None:
+    """Prints the tables."""
+    spec = LLAMA_3_8B
+    model = DecoderModel(spec, range(spec.num_layers), DTYPE, "cuda")
+    model.load_weights(_random_tensors(spec))
+    num_pages = BATCH_SIZE * (max(_CONTEXT_LENS) // PAGE_SIZE + 1)
+    kv = DeviceKVCache(spec, model.layers, num_pages, PAGE_SIZE, DTYPE, "cuda")
+    header(
+        f"Decode steps of Llama-3-8B (computed by {model.computed_by}), wall time, tokens on the host again"
+    )
+    for batch_size, context_len in ((1, 1024), (8, 1024), *((BATCH_SIZE, n) for n in _CONTEXT_LENS)):
+        tables = [kv.allocate(context_len // PAGE_SIZE + 1) for _ in range(batch_size)]
+        chunks = [Chunk([1000], context_len, pages) for pages in tables]
+        num_bytes = _weight_bytes(spec) + batch_size * (context_len + 1) * _token_bytes(spec)
+        bar = _STEP_BAR if batch_size == BATCH_SIZE else None
+        ceilings.bytes_row(
+            f"{batch_size} x {context_len} tokens", num_bytes, _seconds(_step(model, kv, chunks)), bar
+        )
+        for pages in tables:
+            kv.free(pages)
+    header("Prefill passes, wall time")
+    for start, num_tokens in _CHUNKS:
+        pages = kv.allocate(-(-(start + num_tokens) // PAGE_SIZE))
+        time_s = _seconds(_step(model, kv, [Chunk([1000] * num_tokens, start, pages)]))
+        name = f"{num_tokens} tokens after {start} ({num_tokens / time_s:.0f} tok/s)"
+        ceilings.flops_row(name, _prefill_flops(spec, start, num_tokens), time_s, _PREFILL_BAR)
+        kv.free(pages)
+
+
+def _step(model: DecoderModel, kv: DeviceKVCache, chunks: list[Chunk]) -> Callable[[], object]:
+    return lambda: model.forward(Batch.build(chunks, kv), kv).argmax(-1).tolist()
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    """Median wall time; the step waits for the device itself."""
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(_NUM_RUNS):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[_NUM_RUNS // 2]
+
+
+def _random_tensors(spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint drawn on the device, where 8 billion numbers take no time."""
+    hidden, kv_rows, ffn = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
+    q_rows = spec.num_heads * spec.head_dim
+    shapes = {
+        "self_attn.q_proj": (q_rows, hidden),
+        "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden),
+        "self_attn.o_proj": (hidden, q_rows),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    norm = torch.ones(hidden, dtype=DTYPE, device="cuda")
+    for layer in range(spec.num_layers):
+        for name, shape in shapes.items():
+            yield (
+                f"model.layers.{layer}.{name}.weight",
+                torch.empty(shape, dtype=DTYPE, device="cuda").normal_(0, 0.02),
+            )
+        yield f"model.layers.{layer}.input_layernorm.weight", norm
+        yield f"model.layers.{layer}.post_attention_layernorm.weight", norm
+    yield "model.norm.weight", norm
+    for name in ("model.embed_tokens", "lm_head"):
+        table = torch.empty(spec.vocab_size, hidden, dtype=DTYPE, device="cuda")
+        yield f"{name}.weight", table.normal_(0, 0.02)
+
+
+def _layer_elements(spec: ModelSpec) -> int:
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return spec.hidden_size * (heads + 3 * spec.intermediate_size)
+
+
+def _weight_bytes(spec: ModelSpec) -> int:
+    """What every step reads: all matrices but the embedding, of which it reads a row a token."""
+    return (spec.num_layers * _layer_elements(spec) + spec.vocab_size * spec.hidden_size) * DTYPE.itemsize
+
+
+def _token_bytes(spec: ModelSpec) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
+
+
+def _prefill_flops(spec: ModelSpec, start: int, num_tokens: int) -> int:
+    """Products and attention; the head only for the last token."""
+    num_scores = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    attention = 4 * num_scores * spec.num_heads * spec.head_dim
+    return spec.num_layers * (2 * num_tokens * _layer_elements(spec) + attention)

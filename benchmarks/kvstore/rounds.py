@@ -1,0 +1,110 @@
+"""Figures of several sides, taken in turn so that a busy machine is unfair to none, and their tables.
+
+Owns: rounds, medians, markdown. Does not know: what is measured.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from benchmarks.kvstore.workload import Op
+
+GIB = 1 << 30
+T = TypeVar("T")
+
+
+class Sample(NamedTuple):
+    """Of one round, or the medians of several."""
+
+    items_per_s: float
+    p50_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, times_s: Sequence[float], items_per_call: int) -> "Sample":
+        ordered = sorted(times_s)
+        return cls(
+            items_per_call * len(ordered) / sum(ordered),
+            statistics.median(ordered),
+            ordered[int(0.99 * (len(ordered) - 1))],
+        )
+
+
+class Timed(Protocol):
+    """What can be timed, in this process or in another one."""
+
+    def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
+        """Seconds of each call of `depth` blocks."""
+
+
+class Side(Timed, Protocol):
+    """A store and its workload."""
+
+    def open(self, block_bytes: int) -> None:
+        """Fills it with blocks of this size."""
+
+
+def each_round(
+    sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int
+) -> dict[str, list[Sample]]:
+    """By side, round after round. Each round starts with another side."""
+    samples: dict[str, list[Sample]] = {name: [] for name in sides}
+    names = list(sides)
+    for index in range(num_rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(measure(sides[name]))
+    return samples
+
+
+def medians(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Sample]:
+    """Of the rounds of each side."""
+    return {
+        name: Sample(*map(statistics.median, zip(*rounds, strict=True))) for name, rounds in samples.items()
+    }
+
+
+def share(samples: Mapping[str, Sequence[Sample]], name: str, other: str) -> float:
+    """What one side moves by what another one does in the same round, the median: a slow machine is so for
+    both."""
+    pairs = zip(samples[name], samples[other], strict=True)
+    return statistics.median([one.items_per_s / two.items_per_s for one, two in pairs])
+
+
+def in_rounds(sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int) -> dict[str, Sample]:
+    """Medians by side."""
+    return medians(each_round(sides, measure, num_rounds))
+
+
+def time_sides(
+    sides: Mapping[str, Timed], op: Op, depth: int, budget_s: float, num_rounds: int
+) -> dict[str, Sample]:
+    """The same operation on every side; items are blocks."""
+    return in_rounds(sides, lambda side: Sample.of(side.time(op, depth, budget_s), depth), num_rounds)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> None:
+    """One markdown table under a heading, then its notes."""
+    print(f"\n## {title}\n")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    for note in notes:
+        print(f"\n{note}")
+    sys.stdout.flush()
+
+
+def progress(text: str) -> None:
+    """One line on stderr."""
+    print(f"[benchmark] {text}", file=sys.stderr, flush=True)
+
+
+def size_name(size_bytes: int) -> str:
+    """As in 64 KiB."""
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
+
+
+def gib_and_us(sample: Sample, block_bytes: int) -> str:
+    """Throughput and median of one call."""
+    return f"{sample.items_per_s * block_bytes / GIB:.2f} GiB/s, {1e6 * sample.p50_s:.0f} us"

@@ -1,0 +1,331 @@
+"""Our transfer engines, by transport.
+
+Owns: how our messengers are started for a benchmark. Does not know: what they are compared with.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from benchmarks.kvstore.workload import WORKING_SET_BYTES, Memory
+from benchmarks.messenger.ours_driver import (
+    GRANT,
+    INSTANCE,
+    PAGE_BYTES,
+    identity,
+    key,
+    listening_loop,
+    shared_memory,
+    slice_bytes_of,
+)
+from benchmarks.messenger.work import Direction, Engine, Pair
+from messenger.rdma.cards import Cards
+from messenger.sender.peer import Peer
+from messenger.sender.peers import Peers
+from messenger.sender.requests import Outcome, Urgency
+from messenger.transport import direct, listening
+from messenger.transport.source import SourceSegment
+from messenger.transport.transports import Traffic
+from messenger.wire import checksums
+from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.wire.identity import host_id
+from messenger.wire.messages import WriteEntry
+from mooncake.config.sections import MessengerConfig
+from mooncake.errors import TransferError
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.keys import ClusterKey
+
+T = TypeVar("T")
+Transport = Literal["tcp", "shm"]
+Start = Callable[[], AbstractContextManager[Engine]]
+"""both processes are up and connected inside of it"""
+
+
+_NUM_TURNS = 3
+"""of the event loop, until all requests of a transfer have been submitted"""
+_NUM_FETCHES = 4
+"""of one call that are under way at the same time"""
+
+
+class _Batch:
+    """Blocks that are moved together, as those of one prompt are. Each is told of by itself."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.task: asyncio.Task[None] | None = None
+        """that moves them, if nobody waits for all of them"""
+        self.num_missing = num_blocks
+        self._missing_bytes = [block_bytes] * num_blocks
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Who waits looks again."""
+        self._changed.set()
+
+    async def changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def arrived(self, index: int, num_bytes: int) -> None:
+        """So much more of that block."""
+        self._missing_bytes[index] -= num_bytes
+        if not self._missing_bytes[index]:
+            self.num_missing -= 1
+            self.wake()
+
+    def placed(self, frame: Sequence[tuple[int, WriteEntry]], slice_bytes: int, outcome: Outcome) -> None:
+        """What became of a write."""
+        if outcome is Outcome.PLACED:
+            for index, entry in frame:
+                self.arrived(index, entry.num_layers * slice_bytes)
+
+    async def block(self, index: int) -> None:
+        """Until it is there. Raises what kept it away."""
+        assert self.task is not None
+        while self._missing_bytes[index]:
+            if self.task.done():
+                self.task.result()
+            await self.changed()
+
+
+class MessengerEngine:
+    """A messenger's sending half in this process, on an event loop that runs while it is measured."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, peers: Mapping[int, Peer], memory: Memory, buffer: memoryview
+    ) -> None:
+        self.memory = memory
+        self._loop = loop
+        self._peers = peers
+        self._buffer = buffer
+        self._checksums: dict[int, bytes] = {}
+        """of all sources, by size of a slice: a pool has them from the one who stored the block"""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    async def submit(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int
+    ) -> list[tuple[_Batch, int]]:
+        if not pairs:
+            return []
+        batch = _Batch(len(pairs), block_bytes)
+        batch.task = self._loop.create_task(
+            self._move(batch, direction, pairs, block_bytes, is_latency=False)
+        )
+        batch.task.add_done_callback(lambda _: batch.wake())
+        for _ in range(_NUM_TURNS):
+            await asyncio.sleep(0)
+        return [(batch, index) for index in range(len(pairs))]
+
+    async def wait(self, transfers: Sequence[tuple[_Batch, int]]) -> None:
+        for batch, index in transfers:
+            await batch.block(index)
+
+    async def move(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
+    ) -> None:
+        batch = _Batch(len(pairs), block_bytes)
+        await self._move(batch, direction, pairs, block_bytes, is_latency=is_latency)
+
+    async def _move(
+        self,
+        batch: _Batch,
+        direction: Direction,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        *,
+        is_latency: bool,
+    ) -> None:
+        page_bytes = _page_bytes(block_bytes)
+        urgency = Urgency.LATENCY if is_latency else Urgency.BULK
+        move = self._write if direction == "write" else self._read
+        await move(batch, self._peers[page_bytes], pairs, block_bytes, page_bytes, urgency)
+
+    async def _write(
+        self,
+        batch: _Batch,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        page_bytes: int,
+        urgency: Urgency,
+    ) -> None:
+        slice_bytes, frame_bytes = slice_bytes_of(page_bytes), peer.frame_bytes(urgency)
+        checksums = self._checksums_of(slice_bytes)
+        entries = []
+        for index, (local, remote) in enumerate(pairs):
+            for begin, length in _parts(block_bytes, min(frame_bytes, page_bytes)):
+                first = (local * block_bytes + begin) // slice_bytes
+                own = checksums[first * CHECKSUM_BYTES : (first + length // slice_bytes) * CHECKSUM_BYTES]
+                page, layers = _target(remote * block_bytes + begin, length, page_bytes)
+                entry = WriteEntry(page, 0, layers.start, layers.stop, own, first * slice_bytes)
+                entries.append((index, entry))
+
+        with peer.transfer(GRANT, "benchmark", batch.wake, urgency) as transfer:
+            for frame in _frames(entries, slice_bytes, frame_bytes):
+                num_bytes = sum(entry.num_layers for _, entry in frame) * slice_bytes
+                placed = functools.partial(batch.placed, frame, slice_bytes)
+                await transfer.write([entry for _, entry in frame], num_bytes, placed)
+            while batch.num_missing:
+                transfer.check()
+                await batch.changed()
+
+    async def _read(
+        self,
+        batch: _Batch,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        page_bytes: int,
+        urgency: Urgency,
+    ) -> None:
+        frame_bytes = peer.frame_bytes(urgency)
+        part_bytes = min(frame_bytes, page_bytes)
+        parts = [
+            (index, begin) for index in range(len(pairs)) for begin, _ in _parts(block_bytes, part_bytes)
+        ]
+        # Several pages in one request, or some layers of one.
+        at_once = frame_bytes // page_bytes or 1
+        requests = [
+            self._fetch(
+                batch, peer, parts[n : n + at_once], pairs, block_bytes, page_bytes, part_bytes, urgency
+            )
+            for n in range(0, len(parts), at_once)
+        ]
+        if len(requests) == 1:
+            await requests[0]
+            return
+        left = iter(requests)
+
+        async def some_of_them() -> None:
+            for request in left:
+                await request
+
+        await asyncio.gather(*(some_of_them() for _ in range(min(len(requests), _NUM_FETCHES))))
+
+    async def _fetch(
+        self,
+        batch: _Batch,
+        peer: Peer,
+        parts: Sequence[tuple[int, int]],
+        pairs: Sequence[Pair],
+        block_bytes: int,
+        page_bytes: int,
+        part_bytes: int,
+        urgency: Urgency,
+    ) -> None:
+        """`parts` of blocks: number of the block in `pairs`, where the part begins in it."""
+        keys, views, layers = [], [], range(0)
+        for index, begin in parts:
+            local, remote = pairs[index]
+            page, layers = _target(remote * block_bytes + begin, part_bytes, page_bytes)
+            keys.append(key(page))
+            start = WORKING_SET_BYTES + local * block_bytes + begin
+            views.append(self._buffer[start : start + part_bytes])
+        found = await peer.fetch(keys, views, layers, urgency)
+        if len(found) < len(keys):
+            raise TransferError("a block did not come")
+        for index, _ in parts:
+            batch.arrived(index, part_bytes)
+
+    def _checksums_of(self, slice_bytes: int) -> bytes:
+        if slice_bytes not in self._checksums:
+            self._checksums[slice_bytes] = layer_checksums(self._buffer[:WORKING_SET_BYTES], slice_bytes)
+        return self._checksums[slice_bytes]
+
+
+@functools.cache
+def _page_bytes(block_bytes: int) -> int:
+    """Of the pages that take blocks of this size."""
+    return max(size for size in PAGE_BYTES if size <= block_bytes)
+
+
+@functools.cache
+def _parts(block_bytes: int, frame_bytes: int) -> Sequence[tuple[int, int]]:
+    """Begin and length of what one frame takes of a block."""
+    begins = range(0, block_bytes, frame_bytes)
+    return [(begin, min(frame_bytes, block_bytes - begin)) for begin in begins]
+
+
+def _target(begin: int, num_bytes: int, page_bytes: int) -> tuple[int, range]:
+    """Page and layers of these bytes of the remote memory."""
+    page, skipped_bytes = divmod(begin, page_bytes)
+    slice_bytes = slice_bytes_of(page_bytes)
+    return page, range(skipped_bytes // slice_bytes, (skipped_bytes + num_bytes) // slice_bytes)
+
+
+def _frames(
+    entries: Sequence[tuple[int, WriteEntry]], slice_bytes: int, most_bytes: int
+) -> Iterator[list[tuple[int, WriteEntry]]]:
+    frame: list[tuple[int, WriteEntry]] = []
+    frame_bytes = 0
+    for index, entry in entries:
+        num_bytes = entry.num_layers * slice_bytes
+        if frame and frame_bytes + num_bytes > most_bytes:
+            yield frame
+            frame, frame_bytes = [], 0
+        frame.append((index, entry))
+        frame_bytes += num_bytes
+    yield frame
+
+
+@contextlib.contextmanager
+def _start(transport: Transport) -> Iterator[MessengerEngine]:
+    checksums.prepare()
+    direct.prepare()
+    listening.prepare()
+    cluster_key = ClusterKey.generate()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        command = [sys.executable, "-m", "benchmarks.messenger.ours_driver", folder, cluster_key.to_text()]
+        target = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        stack.callback(target.wait)
+        stack.callback(target.kill)
+        assert target.stdout is not None
+        places = json.loads(target.stdout.readline())
+        fd, buffer = shared_memory(Memory.SIZE_BYTES)
+        source = SourceSegment.of(fd, buffer)
+        memory = Memory(np.frombuffer(buffer, np.uint8))
+        loop = stack.enter_context(asyncio.Runner(loop_factory=listening_loop)).get_loop()
+        opened: asyncio.Future[dict[int, Peer]] = loop.create_future()
+
+        async def connect() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                peers = {}
+                for page_bytes in PAGE_BYTES:
+                    unix_path, port = places[str(page_bytes)]
+                    address = MessengerAddress(INSTANCE, 1, host_id(), unix_path, (("127.0.0.1", port),))
+                    connections = Peers(
+                        tasks,
+                        source,
+                        Traffic(),
+                        identity=identity("source", page_bytes),
+                        key=cluster_key,
+                        tls=None,
+                        settings=MessengerConfig(transport=transport),
+                        cards=Cards([]),
+                    )
+                    peers[page_bytes] = await connections.peer(address)
+                opened.set_result(peers)
+                await asyncio.Event().wait()
+
+        task = loop.create_task(connect())
+        either: set[asyncio.Future[Any]] = {task, opened}
+        loop.run_until_complete(asyncio.wait(either, return_when="FIRST_COMPLETED"))
+        stack.callback(task.cancel)
+        yield MessengerEngine(loop, opened.result(), memory, buffer)
+
+
+ENGINES: Mapping[Transport, Start] = {
+    "tcp": functools.partial(_start, "tcp"),
+    "shm": functools.partial(_start, "shm"),
+}

@@ -1,0 +1,157 @@
+"""The work that every transfer engine gets, timed call by call.
+
+Needs only numpy: the peer's driver runs it in another virtual environment.
+
+Owns: which block goes where, what is under way at the same time. Does not know: which engine it measures.
+"""
+
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from benchmarks.kvstore.workload import WORKING_SET_BYTES, Bytes, Memory, Op, Ring, Workload
+
+CONCURRENT_BYTES = 64 << 20
+"""of all transfers that are under way at the same time"""
+LATENCY_BYTES = 1 << 20
+BULK_BYTES = 4 << 20
+NUM_BULK = 16
+"""transfers of the bulk stream under way; half of them are fresh whenever a latency transfer starts"""
+
+Direction = Literal["write", "read"]
+Pair = tuple[int, int]
+"""block of the local memory, block of the remote memory; both are cut into blocks of the same size"""
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What is measured: this process and another one that has WORKING_SET_BYTES of memory to write and read.
+
+    Every pair is one block. Writes take it from `memory.sources`, reads put it into `memory.destinations`.
+    A call returns when all of its bytes have arrived, and raises unless all of them did.
+    """
+
+    memory: Memory
+    """registered, or whatever the engine wants of memory; see Memory for how to give it a buffer"""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, which may await what follows. An engine with an event loop is called on it."""
+
+    async def move(
+        self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
+    ) -> None:
+        """The blocks as one batch: all of them are under way at the same time."""
+
+    async def submit(self, direction: Direction, pairs: Sequence[Pair], block_bytes: int) -> Sequence[Any]:
+        """Starts a batch of bulk transfers, one for each block, and returns them. At least 64 can be under
+        way."""
+
+    async def wait(self, transfers: Sequence[Any]) -> None:
+        """Until they are through. Once for each that was submitted, in any order."""
+
+
+class Transfers:
+    """One engine under work. A put of the workload is a write, a get is a read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._workload = Workload(_Blocks(engine), engine.memory)
+
+    def open(self, block_bytes: int) -> None:
+        """Every block of this size is written once, read once, and compared."""
+        self._workload.open(block_bytes)
+        self._block_bytes = block_bytes
+        self._pairs = _scattered(block_bytes)
+        self._ring = Ring(len(self._pairs))
+
+    def time(self, op: Op, depth: int, budget_s: float) -> list[float]:
+        """Seconds of each batch of `depth` blocks, see Ring."""
+        return self._engine.run(self._time(op, depth, budget_s))
+
+    async def _time(self, op: Op, depth: int, budget_s: float) -> list[float]:
+        direction, times_s = _direction(op), list[float]()
+        for indices in self._ring.turns(depth, budget_s, times_s):
+            pairs = [self._pairs[i] for i in indices]
+            await self._engine.move(direction, pairs, self._block_bytes, is_latency=depth == 1)
+        return times_s
+
+    def time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
+        """Seconds in which CONCURRENT_BYTES move as so many separate transfers, submitted together."""
+        return self._engine.run(self._time_concurrent(op, num_transfers, budget_s))
+
+    async def _time_concurrent(self, op: Op, num_transfers: int, budget_s: float) -> list[float]:
+        block_bytes = CONCURRENT_BYTES // num_transfers
+        pairs, direction, times_s = _scattered(block_bytes), _direction(op), list[float]()
+        for indices in Ring(len(pairs)).turns(num_transfers, budget_s, times_s):
+            transfers = await self._engine.submit(direction, [pairs[i] for i in indices], block_bytes)
+            await self._engine.wait(transfers)
+        return times_s
+
+    def time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
+        """Transfers of LATENCY_BYTES, one at a time, beside `num_bulk` others of BULK_BYTES.
+
+        Returns seconds of each, and bytes per second of the bulk.
+        """
+        return self._engine.run(self._time_latency(op, num_bulk, budget_s))
+
+    async def _time_latency(self, op: Op, num_bulk: int, budget_s: float) -> tuple[list[float], float]:
+        # In halves of their own, on both sides: two that wrote to one place would each spoil the other's.
+        half = WORKING_SET_BYTES // 2
+        latency_pairs = _scattered(LATENCY_BYTES, half)
+        num_skipped = half // BULK_BYTES
+        bulk_pairs = [(a + num_skipped, b + num_skipped) for a, b in _scattered(BULK_BYTES, half)]
+        direction, bulk, num_finished = _direction(op), deque[Any](), 0
+        times_s: list[float] = []
+        begun_s = time.perf_counter()
+        while not times_s or time.perf_counter() < begun_s + budget_s:
+            while bulk and len(bulk) > num_bulk // 2:
+                await self._engine.wait([bulk.popleft()])
+                num_finished += 1
+            fresh = range(num_finished + len(bulk), num_finished + num_bulk)
+            bulk += await self._engine.submit(
+                direction, [bulk_pairs[n % len(bulk_pairs)] for n in fresh], BULK_BYTES
+            )
+            pair = latency_pairs[len(times_s) % len(latency_pairs)]
+            started_s = time.perf_counter()
+            await self._engine.move(direction, [pair], LATENCY_BYTES, is_latency=True)
+            times_s.append(time.perf_counter() - started_s)
+        num_finished += len(bulk)
+        await self._engine.wait(bulk)
+        return times_s, num_finished * BULK_BYTES / (time.perf_counter() - begun_s)
+
+
+class _Blocks:
+    """An engine as a store of the workload."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def open(self, sources: Bytes, destinations: Bytes) -> None:
+        self._block_bytes = sources.shape[1]
+        self._pairs = _scattered(self._block_bytes)
+
+    def remove(self, indices: Sequence[int]) -> None:
+        """What is there is written over."""
+
+    def put(self, indices: Sequence[int]) -> None:
+        self._move("write", indices)
+
+    def get(self, indices: Sequence[int]) -> None:
+        self._move("read", indices)
+
+    def _move(self, direction: Direction, indices: Sequence[int]) -> None:
+        pairs = [self._pairs[i] for i in indices]
+        self._engine.run(self._engine.move(direction, pairs, self._block_bytes, is_latency=False))
+
+
+def _direction(op: Op) -> Direction:
+    return "write" if op == "put" else "read"
+
+
+def _scattered(block_bytes: int, size_bytes: int = WORKING_SET_BYTES) -> list[Pair]:
+    """Every local block and its place, as in a paged pool: neighbours here are none there."""
+    places = np.random.default_rng(1).permutation(size_bytes // block_bytes)
+    return list(enumerate(places.tolist()))

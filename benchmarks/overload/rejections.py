@@ -1,0 +1,58 @@
+"""How soon refused requests have their 429: as clients see it, and as the server does.
+
+Owns: which 429s were decided at arrival, the server's histogram. Does not know: how requests are sent.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+
+from benchmarks.tools.load.outcomes import Kind, Outcome
+
+_AT_ARRIVAL = "the cluster is overloaded"
+"""what the Conductor says at once; what a decode instance refuses later has another text"""
+_HISTOGRAM = "mooncake_time_to_rejection_seconds_bucket"
+
+
+class Rejections(NamedTuple):
+    """Seconds to each 429, since it was sent. The server's counts, by upper bound, are of all of them."""
+
+    at_arrival_s: list[float]
+    later_s: list[float]
+    servers: dict[float, int]
+
+    def percentiles_s(self) -> list[float]:
+        """p50, p99 and the longest of those at arrival; empty without any."""
+        if not self.at_arrival_s:
+            return []
+        return [float(value) for value in np.percentile(self.at_arrival_s, [50, 99, 100])]
+
+    def servers_bound_s(self, share: float) -> float | None:
+        """Within which the server had answered so many of those at arrival, which are the quickest; None
+        without any."""
+        num_at_arrival = len(self.at_arrival_s)
+        bounds = [bound for bound, count in sorted(self.servers.items()) if count >= share * num_at_arrival]
+        return bounds[0] if num_at_arrival and bounds else None
+
+
+def rejections(outcomes: Iterable[Outcome], before: dict[float, int], after: dict[float, int]) -> Rejections:
+    """Of one run; `before` and `after` it: `servers_histogram`."""
+    rejected = [outcome for outcome in outcomes if outcome.kind is Kind.REJECTED]
+    return Rejections(
+        _seconds(outcome for outcome in rejected if _AT_ARRIVAL in outcome.error),
+        _seconds(outcome for outcome in rejected if _AT_ARRIVAL not in outcome.error),
+        {bound: count - before[bound] for bound, count in after.items()},
+    )
+
+
+def _seconds(outcomes: Iterable[Outcome]) -> list[float]:
+    return [outcome.answered_s - outcome.lag_s for outcome in outcomes]
+
+
+def servers_histogram(url: str) -> dict[float, int]:
+    """Rejections so far that took at most so many seconds, by these."""
+    lines: Sequence[str] = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if line.startswith(_HISTOGRAM)]
+    return {float(name.split('le="')[1].split('"')[0]): int(float(count)) for name, count in found}

@@ -1,0 +1,50 @@
+"""A worker process whose passes last as long as a larger model's. Started by `slowed`.
+
+Owns: what passes take. Does not know: the load.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from mooncake.node.process import child_main
+from mooncake.node.process_config import WorkerProcess
+from workers.engine.batch import Batch
+from workers.execution.draws import Drawn, Draws
+from workers.execution.executor import Executor
+from workers.kvcache.layerwise import LayerTransfers, PassPart
+from workers.process.service import serve
+
+PREFILL_TOKEN_S = 0.25e-3
+STEP_S, STEP_REQUEST_S = 0.02, 0.001
+"""a decode step, and what each request adds to it"""
+
+
+def slow_down() -> None:
+    """All passes of this process from now on. The device thread sleeps, and leaves the core to others."""
+    prefill, decode = Executor.prefill, Executor.decode
+
+    def slow_prefill(
+        self: Executor,
+        parts: Sequence[PassPart],
+        transfers: LayerTransfers,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        end_s = time.monotonic() + PREFILL_TOKEN_S * sum(len(part.chunk.token_ids) for part in parts)
+        hidden = prefill(self, parts, transfers, hidden)
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return hidden
+
+    def slow_decode(self: Executor, batch: Batch, draws: Draws) -> Drawn:
+        end_s = time.monotonic() + STEP_S + STEP_REQUEST_S * len(batch.query_lens)
+        drawn = decode(self, batch, draws)
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return drawn
+
+    Executor.prefill, Executor.decode = slow_prefill, slow_decode  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    slow_down()
+    child_main(WorkerProcess, serve)

@@ -1,0 +1,221 @@
+"""One prefill worker on a real messenger process, and another instance that holds prefixes.
+
+Owns: processes, the model, one timed prefill. Does not know: what is compared.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine import SMOLLM2
+from kvstore.client.worker_client import WorkerClient
+from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
+from mooncake.config.sections import KVCacheConfig, MessengerConfig
+from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
+from mooncake.messages.pools import Grant
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.workers import Prefill, Prefilled, PrefixSource, WorkFailed
+from mooncake.node.process_config import MessengerProcess
+from mooncake.security.keys import ClusterKey
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.execution.executor import Executor
+from workers.execution.jobs import Jobs
+from workers.execution.model_spec import model_spec
+from workers.kvcache.copies import BlockCopy, Copies, Loaded, Mark, copies_for
+from workers.kvcache.layerwise import LayerTransfers, PassPart
+from workers.prefill.queue import PrefillQueue
+from workers.prefill.runner import PrefillRunner
+from workers.prefill.stage import Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_SIZE = 32
+PREFILL_CHUNK = 512
+FINGERPRINT = "b" * 32
+SPEC = model_spec(SMOLLM2)
+LAYOUT = KVLayout(SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK_SIZE, "bfloat16")
+NUM_PAGES = 300
+_CATCH_UP_S = 0.005
+
+
+class NoTransfers(LayerTransfers):
+    """The computation alone: nothing is loaded, stored or committed."""
+
+    def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
+        return None
+
+    def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
+        pass
+
+
+class Throttled:
+    """Copies whose stores take `seconds_per_copy` for one layer of one block."""
+
+    def __init__(self, copies: Copies, seconds_per_copy: float) -> None:
+        self._copies, self._seconds_per_copy = copies, seconds_per_copy
+        self._due_s = 0.0
+
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+        return self._copies.load(layer, blocks, free)
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+        # From when the last one was due, if that is near: a sleep that was too long is made up for.
+        now_s = time.perf_counter()
+        start_s = self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
+        self._due_s = start_s + len(blocks) * self._seconds_per_copy
+        checksums = self._copies.store(layer, blocks, computed)
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        return checksums
+
+    def mark(self) -> Mark:
+        return self._copies.mark()
+
+    def wait(self, mark: Mark) -> None:
+        self._copies.wait(mark)
+
+
+class Instance:
+    """A messenger process and the worker's end of it."""
+
+    def __init__(self, folder: Path, name: str, key: ClusterKey) -> None:
+        socket_path = str(folder / f"{name}.sock")
+        segment_fd = os.memfd_create(name)
+        os.posix_fallocate(segment_fd, 0, NUM_PAGES * (LAYOUT.block_bytes + 8192) + (1 << 20))
+        config = MessengerProcess(
+            cluster_key=key,
+            settings=MessengerConfig(transport="tcp"),
+            kvcache=KVCacheConfig(),
+            instance=name,
+            incarnation=1,
+            worker_socket=socket_path,
+            peer_socket=str(folder / f"{name}-peer.sock"),
+            event_endpoints=(f"ipc://{folder}/{name}-ev", f"ipc://{folder}/{name}-rp"),
+            segment_fd=segment_fd,
+        )
+        command = [sys.executable, "-m", "kvstore.server.service"]
+        self.name, self.socket_path = name, socket_path
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[segment_fd], cwd=ROOT)
+        os.close(segment_fd)
+        assert self._process.stdin is not None
+        self._process.stdin.write(config.model_dump_json().encode() + b"\n")
+        self._process.stdin.flush()
+
+    async def connect(self) -> WorkerClient:
+        return await WorkerClient.connect(
+            self.socket_path,
+            instance=self.name,
+            incarnation=1,
+            fingerprint=FINGERPRINT,
+            layout=LAYOUT,
+            timeout_s=60.0,
+        )
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+
+class Bench:
+    """Prefills one prompt after the other, each timed from its order to its first token."""
+
+    def __init__(self, pool: WorkerClient, window: int | None = None) -> None:
+        """`window`: layers that the device has memory for at a time."""
+        self.pool = pool
+        model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16)
+        model.init_dummy_weights()
+        kv = DeviceKVCache(SPEC, model.layers, NUM_PAGES, BLOCK_SIZE, torch.bfloat16, window=window)
+        self._executor = Executor(model, kv)
+        self._num_prompts = 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    def new_prompt(self, num_tokens: int) -> list[int]:
+        """Of which no pool has a block."""
+        tokens: list[int] = torch.randint(1000, 40000, (num_tokens,), generator=self._generator).tolist()
+        return tokens
+
+    def transfers(self, *, overlap: bool = True, seconds_per_copy: float | None = None) -> LayerTransfers:
+        """As a worker has them, or with slow stores."""
+        copies = copies_for(self._executor.kv, self.pool.segment)
+        if seconds_per_copy is not None:
+            copies = Throttled(copies, seconds_per_copy)
+        return LayerTransfers(copies, overlap=overlap, window=self._executor.kv.window)
+
+    def no_transfers(self) -> LayerTransfers:
+        return NoTransfers(copies_for(self._executor.kv, self.pool.segment), overlap=False)
+
+    async def prefill_s(
+        self,
+        tokens: list[int],
+        transfers: LayerTransfers,
+        *,
+        source: PrefixSource | None = None,
+        num_cached_tokens: int = 0,
+    ) -> float:
+        """Raises RuntimeError if another number of tokens was reused."""
+        self._num_prompts += 1
+        ref = Ref(1, f"b{self._num_prompts}", 1)
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        request = Request(ref.request_id, tokens, keys_of(tokens), sampling, "front")
+        order = Prefill(ref, request, Grant(1, self.pool.address, []), None, source)
+        answered: asyncio.Future[Prefilled | WorkFailed] = asyncio.get_running_loop().create_future()
+
+        async def send(message: Prefilled | WorkFailed) -> None:
+            answered.set_result(message)
+
+        async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as prompts:
+                stage = Stage(self._executor, self.pool, transfers)
+                runner = PrefillRunner(stage, PrefillQueue(PREFILL_CHUNK), send, Jobs(prompts))
+                loop = group.create_task(runner.run())
+                started_s = time.perf_counter()
+                runner.start(order)
+                answer = await answered
+                elapsed_s = time.perf_counter() - started_s
+            loop.cancel()
+        if not isinstance(answer, Prefilled) or answer.num_cached_tokens != num_cached_tokens:
+            raise RuntimeError(f"expected {num_cached_tokens} reused tokens, got {answer}")
+        return elapsed_s
+
+
+def keys_of(tokens: list[int]) -> list[BlockKey]:
+    """Of the full blocks of a prompt."""
+    return block_keys(tokens, BLOCK_SIZE, root_key(FINGERPRINT))
+
+
+async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
+    """Puts the first blocks of a prompt into a pool; their content is what its pages happen to hold."""
+    reservation = await pool.reserve(keys_of(tokens)[:num_blocks], 0)
+    for block in reservation.blocks:
+        packed = layer_checksums(pool.segment.page_view(block.page), LAYOUT.layer_bytes)
+        checksums = [
+            int.from_bytes(packed[start : start + CHECKSUM_BYTES], "little")
+            for start in range(0, len(packed), CHECKSUM_BYTES)
+        ]
+        layers = range(LAYOUT.num_layers)
+        await pool.commit(reservation.reservation_id, layers, [block.page], [checksums])
+    await pool.release(reservation.reservation_id)
+
+
+@contextlib.asynccontextmanager
+async def instances() -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
+    """Two pools."""
+    key = ClusterKey.generate()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        ours, other = (Instance(Path(folder), name, key) for name in ("p", "holder"))
+        stack.callback(other.close)
+        stack.callback(ours.close)
+        clients = await ours.connect(), await other.connect()
+        try:
+            yield clients
+        finally:
+            for client in clients:
+                await client.close()

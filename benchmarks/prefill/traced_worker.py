@@ -1,0 +1,43 @@
+"""A worker that writes down when it computed which pass: one JSON line each, to the file that
+`BENCH_TRACE` names. Otherwise the product's own.
+
+Owns: the stopwatch. Does not know: what is compared.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mooncake.node.process import child_main
+from mooncake.node.process_config import WorkerProcess
+from workers.execution import loading
+from workers.execution.executor import Executor
+from workers.kvcache.layerwise import LayerTransfers, PassPart
+from workers.process.service import serve
+
+TRACE_VARIABLE = "BENCH_TRACE"
+
+
+class TracedExecutor(Executor):
+    """Times are those of the machine's monotonic clock, the same in all processes."""
+
+    def prefill(
+        self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        begin_s = time.monotonic()
+        computed = super().prefill(parts, transfers, hidden)
+        chunk = parts[0].chunk
+        with Path(os.environ[TRACE_VARIABLE]).open("a") as trace:
+            spent = {"begin_s": begin_s, "end_s": time.monotonic()}
+            told = {"first_layer": self.model.layers.start, "start": chunk.start, "n": len(chunk.token_ids)}
+            print(json.dumps({**told, **spent}), file=trace)
+        return computed
+
+
+if __name__ == "__main__":
+    loading.Executor = TracedExecutor  # type: ignore[attr-defined]
+    child_main(WorkerProcess, serve)

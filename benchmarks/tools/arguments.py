@@ -1,0 +1,84 @@
+"""Types of options that the commands here share.
+
+Owns: these. Does not know: any command.
+"""
+
+import argparse
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TypeVar
+
+from mooncake.config.spelling import did_you_mean
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number, 0 or above."""
+    return 0.0 if _number(text) == 0 else positive(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text}")
+    return value
+
+
+def count(text: str) -> int:
+    """1 or more."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text}") from None
+
+
+def counts(module: str, *names: str) -> list[int]:
+    """What `module` is called with: one count for each of `names`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    for name in names:
+        parser.add_argument(name, type=count)
+    return list(vars(parser.parse_args()).values())
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """Tokens in and out, each 1 or more: `128/64`."""
+    try:
+        num_input, num_output = map(int, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected tokens in and out, as 128/64, got {text}") from None
+    return count(str(num_input)), count(str(num_output))
+
+
+def one_of(choices: type[Choice]) -> Callable[[str], Choice]:
+    """By its value."""
+
+    def choice(text: str) -> Choice:
+        try:
+            return choices(text)
+        except ValueError:
+            meant = did_you_mean(text, choices)
+            raise argparse.ArgumentTypeError(
+                f"expected one of {', '.join(choices)}, got {text}{meant}"
+            ) from None
+
+    return choice

@@ -1,0 +1,140 @@
+"""Where the requests of a run come from, and the run itself as client processes are told of it.
+
+Owns: the description of a run, and its requests in the sizes in which they are sent. Does not know: how
+they are sent.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from benchmarks.tools.traces.mixes import Mix, mixed
+from benchmarks.tools.traces.reading import TraceFile
+from benchmarks.tools.traces.replay import at_speed, jittered, until
+from benchmarks.tools.traces.request import TraceError, TraceRequest
+from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
+
+MOST_TOO_LONG = 10_000
+"""requests that are left out before the first one fits: a load without end may have none that does"""
+
+
+class Source(Protocol):
+    """Makes the same requests each time that it is asked with the same rate and seed."""
+
+    def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
+        """In the order of their arrival. `rate_per_s` None: the load's own. Raises TraceError."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceSource:
+    """`speed` 2 plays two hours in one; requests of one tick are spread over `jitter_s` (of the trace's
+    time)."""
+
+    path: Path
+    speed: float
+    jitter_s: float
+
+    def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
+        assert rate_per_s is None, "a trace has its own arrivals"
+        return at_speed(jittered(TraceFile(self.path), self.jitter_s, seed), self.speed)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticSource:
+    load: SyntheticLoad
+
+    def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
+        load = self.load
+        if rate_per_s is not None:
+            load = msgspec.structs.replace(load, rate_per_s=rate_per_s)
+        return synthesize(load, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixSource:
+    mix: Mix
+    burstiness: float
+
+    def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
+        return mixed(self.mix, rate_per_s or 1.0, self.burstiness, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One server under one load. With a `concurrency` requests follow each other, whatever their arrivals."""
+
+    url: str
+    model: str
+    source: Source
+    rate_per_s: float | None
+    concurrency: int | None
+    seed: int
+    num_requests: int | None
+    duration_s: float | None
+    scale_lengths: float
+    context_len: int | None
+    """tokens of the longest prompt and answer that the server takes; what is longer is left out"""
+    token_ids: tuple[int, int]
+    """prompts are drawn from this half-open range"""
+    as_text: bool
+    ignore_eos: bool
+    timeout_s: float
+
+
+class Load(NamedTuple):
+    """One of the loads to measure under, as in `Run`."""
+
+    name: str
+    rate_per_s: float | None
+    concurrency: int | None
+
+
+class Planned(NamedTuple):
+    """One request as it will be sent; `number` counts those of the run."""
+
+    number: int
+    at_s: float
+    num_input_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...]
+
+
+class Plan:
+    """The requests of a run, made one at a time. `num_too_long` counts those that were left out so far."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.num_too_long = 0
+
+    def __iter__(self) -> Iterator[Planned]:
+        """Raises TraceError."""
+        return itertools.islice(self._fitting(), self._run.num_requests)
+
+    def _fitting(self) -> Iterator[Planned]:
+        run = self._run
+        number = 0
+        requests = run.source.requests(run.rate_per_s, run.seed)
+        if run.duration_s is not None and run.concurrency is None:
+            requests = until(requests, run.duration_s)
+        for request in requests:
+            num_input = scaled(request.num_input_tokens, run.scale_lengths)
+            num_output = scaled(request.num_output_tokens, run.scale_lengths)
+            if run.context_len is not None and num_input + num_output > run.context_len:
+                self.num_too_long += 1
+                if number == 0 and self.num_too_long == MOST_TOO_LONG:
+                    raise TraceError(
+                        f"the first {MOST_TOO_LONG:,} requests are all longer than the server's context,"
+                        f" {run.context_len:,} tokens"
+                    )
+                continue
+            yield Planned(number, request.arrival_s, num_input, num_output, request.hash_ids)
+            number += 1
+
+
+def scaled(num_tokens: int, factor: float) -> int:
+    """A length for a smaller model; at least one token."""
+    return max(1, int(num_tokens * factor))

@@ -1,0 +1,58 @@
+"""What a plan comes to, in a sentence.
+
+Owns: the advice. Does not know: how it was found.
+"""
+
+import math
+
+from benchmarks.tools.planner.placements import label, num_devices_of
+from benchmarks.tools.planner.search import FINE, Candidate, Plan
+
+
+def advice(plan: Plan, wanted_per_s: float | None) -> str:
+    """For whoever is going to build the cluster."""
+    best = plan.best
+    if not best.goodput_per_s or best.is_bound:
+        return (
+            "Nothing that these devices can be serves the workload within these SLOs, at any rate worth it."
+        )
+    parts = [f"Run {label(best.setup)}: {best.goodput_per_s:.3g} req/s within the SLOs", _compared(plan)]
+    if wanted_per_s is not None:
+        parts.append(_wanted(best, wanted_per_s))
+    if plan.next_ones:
+        parts.append(_next(plan))
+    return "; ".join(parts) + "."
+
+
+def _compared(plan: Plan) -> str:
+    ours, rival = plan.disaggregated, plan.coupled
+    if ours is None:
+        return "there are too few devices for two instances"
+    if plan.best is rival:
+        gap = f"{ours.goodput_per_s:.3g} with {label(ours.setup)}"
+        return f"disaggregation does not pay here ({gap})"
+    if rival.is_bound or not rival.goodput_per_s:
+        return "coupled instances meet these SLOs at no such rate"
+    ratio = ours.goodput_per_s / rival.goodput_per_s
+    if ratio < 1 + FINE:
+        return f"{label(rival.setup)}, is as good"
+    return f"{ratio:.2f} times the best coupled cluster ({label(rival.setup)}: {rival.goodput_per_s:.3g})"
+
+
+def _wanted(best: Candidate, wanted_per_s: float) -> str:
+    if wanted_per_s <= best.goodput_per_s:
+        return f"that leaves {1 - wanted_per_s / best.goodput_per_s:.0%} to spare at {wanted_per_s:g} req/s"
+    num_devices = num_devices_of(best.setup)
+    needed = math.ceil(num_devices * wanted_per_s / best.goodput_per_s)
+    return f"{wanted_per_s:g} req/s are more than that, and would need about {needed} devices"
+
+
+def _next(plan: Plan) -> str:
+    best, bigger = plan.best, max(plan.next_ones, key=lambda candidate: candidate.goodput_per_s)
+    gain_per_s = bigger.goodput_per_s - best.goodput_per_s
+    num_devices = num_devices_of(bigger.setup) - num_devices_of(best.setup)
+    devices = "device" if num_devices == 1 else f"{num_devices} devices"
+    if gain_per_s <= FINE * best.goodput_per_s:
+        return f"the next {devices} would bring nothing"
+    share = gain_per_s / best.goodput_per_s
+    return f"the next {devices} would bring {gain_per_s:.2g} req/s ({share:.0%}) as {bigger.setup.name}"

@@ -1,0 +1,97 @@
+"""The clusters that a number of devices can be.
+
+All instances of a cluster are tensor-parallel groups of one size, within a node. Coupled ones compute whole
+prompts, or chunks.
+
+Owns: what can be built, and what is next to what. Does not know: what is good.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from benchmarks.tools.simulator.cluster.cards import hardware_card
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.traces.request import num_blocks_of
+from mooncake.errors import ConfigError
+
+CHUNKS = (None, 512, 2048)
+"""tokens of an iteration of coupled instances; None: whole prompts"""
+
+
+def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
+    """Devices of an instance: those of `base`, or the powers of 2 that a node has, as far as model and
+    longest request fit. Raises ConfigError if none does, for the reason of the largest."""
+    of_node = hardware_card(base.hardware).num_gpus
+    sizes = [base.num_gpus] if base.num_gpus else [1 << n for n in range(of_node.bit_length())]
+    possible, refusal = [], ConfigError(f"{num_devices} devices are less than one instance needs")
+    for size in sizes:
+        if size > min(num_devices, of_node):
+            continue
+        try:
+            _check(msgspec.structs.replace(base, num_gpus=size, num_coupled=1), longest_tokens)
+            possible.append(size)
+        except ConfigError as error:
+            refusal = error
+    if not possible:
+        raise refusal
+    return possible
+
+
+def _check(setup: Setup, longest_tokens: int) -> None:
+    shape = setup.shape()
+    if (needed := num_blocks_of(longest_tokens)) > shape.num_device_blocks:
+        raise ConfigError(
+            f"the longest request needs {needed:,} blocks of KVCache, an instance of {setup.num_gpus}"
+            f" {setup.hardware} has room for {shape.num_device_blocks:,}; use more devices, or larger ones"
+        )
+
+
+def disaggregated(base: Setup, group_size: int, num_prefill: int, num_decode: int) -> Setup:
+    """An xPyD cluster."""
+    return msgspec.structs.replace(
+        base, num_gpus=group_size, num_prefill=num_prefill, num_decode=num_decode, num_coupled=0
+    )
+
+
+def coupled(base: Setup, group_size: int, num_instances: int) -> Iterator[Setup]:
+    """Each kind of coupled cluster."""
+    for chunk_tokens in CHUNKS:
+        yield msgspec.structs.replace(
+            base,
+            num_gpus=group_size,
+            num_prefill=0,
+            num_decode=0,
+            num_coupled=num_instances,
+            chunk_tokens=chunk_tokens,
+        )
+
+
+def neighbours(setup: Setup) -> list[Setup]:
+    """One instance has the other role; none for a coupled cluster."""
+    p, d = setup.num_prefill, setup.num_decode
+    moved = [(p - 1, d + 1), (p + 1, d - 1)] if not setup.num_coupled else []
+    return [
+        disaggregated(setup, setup.num_gpus or 0, num_prefill, num_decode)
+        for num_prefill, num_decode in moved
+        if num_prefill and num_decode
+    ]
+
+
+def one_more(setup: Setup) -> Sequence[Setup]:
+    """The same with another instance of the same size."""
+    if setup.num_coupled:
+        return [msgspec.structs.replace(setup, num_coupled=setup.num_coupled + 1)]
+    p, d, size = setup.num_prefill, setup.num_decode, setup.num_gpus or 0
+    return [disaggregated(setup, size, p + 1, d), disaggregated(setup, size, p, d + 1)]
+
+
+def num_devices_of(setup: Setup) -> int:
+    """In all instances."""
+    return (setup.num_prefill + setup.num_decode + setup.num_coupled) * (setup.num_gpus or 0)
+
+
+def label(setup: Setup) -> str:
+    """For people: what it is, and of how many devices an instance."""
+    devices = "device" if setup.num_gpus == 1 else "devices"
+    return f"{setup.name}, {setup.num_gpus} {devices} each"

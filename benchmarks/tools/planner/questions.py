@@ -1,0 +1,67 @@
+"""What can be said before anything is simulated: the questions by which guides decide for or against
+disaggregation.
+
+Split efficiency (Splitwise) is T_prefill / (T_prefill + T_transfer) of the mean prompt. Its transfer is one
+that waits for the prefill; here KVCache leaves layer by layer meanwhile, so what shows is much less.
+
+Owns: the questions and the guides' thresholds. Does not know: simulations.
+"""
+
+import msgspec
+
+from benchmarks.tools.planner.workload import Workload
+from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.setup import Setup
+
+SHORT_PROMPT, LONG_PROMPT = 256, 1024
+POOR_SPLIT, GOOD_SPLIT = 0.5, 0.8
+STRICT_TBT_S = 0.05
+LOW_USE, HIGH_USE = 0.4, 0.7
+
+
+class Question(msgspec.Struct, frozen=True):
+    """`hint`: for disaggregation (1), against (-1), or neither (0)."""
+
+    text: str
+    answer: str
+    hint: int
+
+
+def questions(
+    setup: Setup, workload: Workload, coupled_per_s: float, wanted_per_s: float | None
+) -> list[Question]:
+    """About the instances of `setup`; `coupled_per_s` is what all devices serve as coupled ones."""
+    assert setup.tbt_slo_s is not None
+    shape, tbt_slo_s = setup.shape(), setup.tbt_slo_s
+    mean = workload.mean_input_tokens
+    prefill_s = shape.costs.iteration_s([PromptShare(round(mean), 0)], 0)
+    bytes_per_s = shape.hardware.nic_bytes_per_s * shape.efficiencies.nic
+    transfer_s = mean * shape.model.kv_bytes_per_token / bytes_per_s
+    split = prefill_s / (prefill_s + transfer_s)
+    asked = [
+        Question("mean prompt", f"{mean:,.0f} tokens", _between(mean, SHORT_PROMPT, LONG_PROMPT)),
+        Question(
+            "split efficiency",
+            f"{split:.0%}: prefill {_shown(prefill_s)}, transfer {_shown(transfer_s)}",
+            _between(split, POOR_SPLIT, GOOD_SPLIT),
+        ),
+        Question("TBT SLO", _shown(tbt_slo_s), 1 if tbt_slo_s < STRICT_TBT_S else 0),
+        Question(
+            "a prefill among decoding requests",
+            f"{prefill_s / tbt_slo_s:.1f} TBT SLOs long",
+            1 if prefill_s > tbt_slo_s else 0,
+        ),
+    ]
+    if wanted_per_s is not None and coupled_per_s:
+        use = wanted_per_s / coupled_per_s
+        answer = f"{use:.0%} of what coupled instances serve"
+        asked.append(Question("wanted rate", answer, _between(use, LOW_USE, HIGH_USE)))
+    return asked
+
+
+def _between(value: float, low: float, high: float) -> int:
+    return -1 if value < low else 1 if value > high else 0
+
+
+def _shown(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,85 @@
+"""A plan as a table for people and as JSON for programs.
+
+Owns: both forms. Does not know: how a plan is made.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAVY
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tools.planner.placements import num_devices_of
+from benchmarks.tools.planner.questions import Question
+from benchmarks.tools.planner.search import Candidate, Plan
+
+_HINTS = {1: "for disaggregation", 0: "", -1: "against it"}
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that a command has found."""
+
+    command: str
+    settings: dict[str, Any]
+    attainment: float
+    plan: Plan
+    questions: list[Question]
+    advice: str
+    seconds: float
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Clusters from the best on, in 80 columns; the questions, the advice."""
+    plan, best = report.plan, report.plan.best
+    table = Table(
+        title=f"goodput: {report.attainment:.0%} of the requests within both SLOs",
+        box=SIMPLE_HEAVY,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("cluster", no_wrap=True)
+    for name in (
+        "devices\neach",
+        "\nall",
+        "goodput,\nreq/s",
+        "TTFT\np90, s",
+        "TBT\np90, ms",
+        "missed\nfirst",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    same_size = [plan.disaggregated, plan.coupled, *plan.neighbours, *plan.others]
+    ranked = sorted(
+        (candidate for candidate in same_size if candidate is not None),
+        key=lambda candidate: (candidate.is_bound, -candidate.goodput_per_s),
+    )
+    for candidate in ranked:
+        table.add_row(*_row(candidate), style="bold" if candidate is best else None)
+    table.add_section()
+    for candidate in plan.next_ones:
+        table.add_row(*_row(candidate))
+    console.print(table)
+    for question in report.questions:
+        hint = _HINTS[question.hint]
+        console.print(f"{question.text}: {question.answer}" + (f" ({hint})" if hint else ""), highlight=False)
+    console.print(f"{plan.num_simulations} simulations in {report.seconds:.0f} s", highlight=False)
+    console.print(f"\n{report.advice}", highlight=False)
+
+
+def _row(candidate: Candidate) -> list[str]:
+    ttft_s, tbt_s = candidate.ttft_p90_s, candidate.tbt_p90_s
+    return [
+        candidate.setup.name,
+        f"{candidate.setup.num_gpus}",
+        f"{num_devices_of(candidate.setup)}",
+        f"{'below ' if candidate.is_bound else ''}{candidate.goodput_per_s:.3g}",
+        "" if ttft_s is None else f"{ttft_s:.2f}",
+        "" if tbt_s is None else f"{1000 * tbt_s:.1f}",
+        candidate.limit,
+    ]

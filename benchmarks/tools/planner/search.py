@@ -1,0 +1,170 @@
+"""Which clusters are simulated, and how exactly: DistServe's placement search on our simulator.
+
+Between the two pools goodput rises and falls once: with too few prefill instances TTFT is what is missed,
+with too few decode instances TBT. So from a middle division the search walks in steps that are halved. A
+rival has to serve the rate at which the best one so far fails: one simulation, if it does not.
+
+Owns: the order of the search, and what it has found. Does not know: how goodput is found, what it means.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from benchmarks.tools.planner import placements
+from benchmarks.tools.planner.goodput import Goodputs
+from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.setup import Setup
+
+COARSE, FINE = 0.08, 0.03
+"""how exactly goodput is found, relative: of those that are passed, and of those that are reported"""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A cluster and its goodput; `is_bound` if it is not more than that, but may be less. Times are at 90%
+    of the requests, at the goodput."""
+
+    setup: Setup
+    goodput_per_s: float
+    is_bound: bool
+    limit: str
+    ttft_p90_s: float | None
+    tbt_p90_s: float | None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """`disaggregated` is None if there are too few devices for two instances; `others` are all that the
+    search has looked at besides, `next_ones` have one more instance than the better of the two."""
+
+    disaggregated: Candidate | None
+    coupled: Candidate
+    neighbours: list[Candidate]
+    others: list[Candidate]
+    next_ones: list[Candidate]
+    num_simulations: int
+
+    @property
+    def best(self) -> Candidate:
+        """Coupled ones are simpler: they win at equality."""
+        ours = self.disaggregated
+        if ours is None or ours.goodput_per_s <= self.coupled.goodput_per_s:
+            return self.coupled
+        return ours
+
+
+class Search:
+    """For the best cluster of `num_devices`, in instances of one of `group_sizes`. `base` has model,
+    hardware, SLOs and policies."""
+
+    def __init__(
+        self,
+        goodputs: Goodputs,
+        base: Setup,
+        num_devices: int,
+        group_sizes: Sequence[int],
+        mean_input_tokens: float,
+    ) -> None:
+        self._goodputs, self._base, self._num_devices = goodputs, base, num_devices
+        self._group_sizes = group_sizes
+        self._guess_per_s = self._most_prompts_per_s(mean_input_tokens)
+        self._seen: dict[Setup, None] = {}
+
+    def _most_prompts_per_s(self, num_tokens: float) -> float:
+        """If all devices computed nothing but prompts: where to begin."""
+        size = self._group_sizes[0]
+        costs = msgspec.structs.replace(self._base, num_gpus=size, num_coupled=1).shape().costs
+        return self._num_devices / size / costs.iteration_s([PromptShare(round(num_tokens), 0)], 0)
+
+    def run(self) -> Plan:
+        """Raises ConfigError."""
+        ours, rival = self._best_disaggregated(), self._best_coupled()
+        nearby = [] if ours is None else [self._fine(setup) for setup in placements.neighbours(ours)]
+        best = rival if ours is None or self._low_per_s(ours) <= self._low_per_s(rival) else ours
+        next_ones = [self._fine(setup) for setup in placements.one_more(best)]
+        shown = {ours, rival, *nearby, *next_ones}
+        return Plan(
+            None if ours is None else self._candidate(ours),
+            self._candidate(rival),
+            [self._candidate(setup) for setup in nearby],
+            [self._candidate(setup) for setup in self._seen if setup not in shown],
+            [self._candidate(setup) for setup in next_ones],
+            self._goodputs.num_simulations,
+        )
+
+    def _best_disaggregated(self) -> Setup | None:
+        best = None
+        for size in self._group_sizes:
+            num = self._num_devices // size
+            divisions = [placements.disaggregated(self._base, size, p, num - p) for p in range(1, num)]
+            if divisions:
+                best = self._walk(divisions, best)
+        return None if best is None else self._climb(self._fine(best))
+
+    def _best_coupled(self) -> Setup:
+        best = None
+        for size in self._group_sizes:
+            for setup in placements.coupled(self._base, size, self._num_devices // size):
+                best = self._better(best, setup)
+        assert best is not None
+        return self._fine(best)
+
+    def _climb(self, best: Setup) -> Setup:
+        """As long as a neighbour is better."""
+        while True:
+            nearby = [self._fine(setup) for setup in placements.neighbours(best)]
+            better = max([best, *nearby], key=self._low_per_s)
+            if better == best:
+                return best
+            best = better
+
+    def _walk(self, divisions: Sequence[Setup], best: Setup | None) -> Setup | None:
+        """The best of `divisions`, which are in order, and of the best one so far."""
+        index, step = len(divisions) // 2, max(1, len(divisions) // 4)
+        best = self._better(best, divisions[index])
+        while True:
+            for tried in (index - step, index + step):
+                if 0 <= tried < len(divisions):
+                    best = self._better(best, divisions[tried])
+            before, index = index, divisions.index(best) if best in divisions else index
+            if index == before:
+                if step == 1:
+                    return best
+                step //= 2
+
+    def _better(self, best: Setup | None, setup: Setup) -> Setup:
+        if best is None or setup == best:
+            self._measure(setup, COARSE)
+            return setup
+        self._seen[setup] = None
+        beyond_per_s = self._goodputs.known(best).high_per_s
+        assert beyond_per_s is not None
+        if not self._goodputs.serves(setup, beyond_per_s):
+            return best
+        self._measure(setup, COARSE)
+        return setup
+
+    def _fine(self, setup: Setup) -> Setup:
+        self._seen[setup] = None
+        self._measure(setup, FINE)
+        return setup
+
+    def _measure(self, setup: Setup, precision: float) -> None:
+        low_per_s = self._goodputs.measure(setup, self._guess_per_s, precision).low_per_s
+        self._guess_per_s = low_per_s or self._guess_per_s
+
+    def _low_per_s(self, setup: Setup) -> float:
+        return self._goodputs.known(setup).low_per_s
+
+    def _candidate(self, setup: Setup) -> Candidate:
+        known = self._goodputs.known(setup)
+        is_bound = known.served is None and known.high_per_s is not None
+        rate = known.high_per_s if is_bound and known.high_per_s is not None else known.low_per_s
+        at = known.served
+        return Candidate(
+            setup,
+            rate,
+            is_bound,
+            known.limit,
+            None if at is None else at.ttft_s.p90,
+            None if at is None else at.tbt_s.p90,
+        )

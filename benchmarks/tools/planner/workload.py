@@ -1,0 +1,73 @@
+"""A workload that can be played at any rate.
+
+Owns: how rates are changed, how long a load is played. Does not know: who serves it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.tools.simulator.summary import SLOs
+from benchmarks.tools.traces.replay import at_speed
+from benchmarks.tools.traces.request import TraceError, TraceRequest
+from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
+
+FEWEST_REQUESTS = 400
+NUM_QUEUES, NUM_ANSWERS = 10, 4
+"""for so many TTFT SLOs, and mean answers at the TBT SLO, a load is played: what grows must be seen to"""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`play(rate_per_s, num_requests)`. Means are of tokens, over what it plays first."""
+
+    play: Callable[[float, int], Iterable[TraceRequest]]
+    mean_input_tokens: float
+    mean_output_tokens: float
+    longest_tokens: int
+    """prompt and answer"""
+
+    def at(self, rate_per_s: float, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
+        """Requests at this rate, for as long as it takes."""
+        assert slos.ttft_s is not None
+        assert slos.tbt_s is not None
+        answer_s = self.mean_output_tokens * slos.tbt_s
+        num_requests = math.ceil(rate_per_s * (NUM_QUEUES * slos.ttft_s + NUM_ANSWERS * answer_s))
+        return self.play(rate_per_s, min(max(num_requests, FEWEST_REQUESTS), most_requests))
+
+
+def of_trace(requests: Sequence[TraceRequest]) -> Workload:
+    """The first requests of a trace, as much faster or slower as the rate asks for. Raises TraceError."""
+    if len(requests) < 2 or requests[-1].arrival_s <= requests[0].arrival_s:
+        raise TraceError("the trace has no rate: its requests arrive at one time")
+
+    def play(rate_per_s: float, num_requests: int) -> Iterator[TraceRequest]:
+        played = requests[:num_requests]
+        span_s = played[-1].arrival_s - played[0].arrival_s
+        return at_speed(played, rate_per_s * span_s / len(played))
+
+    return _workload(play, requests)
+
+
+def of_synthetic(load: SyntheticLoad, seed: int, most_requests: int) -> Workload:
+    """As `mooncake-bench fit` describes it, at another rate."""
+
+    def play(rate_per_s: float, num_requests: int) -> Iterator[TraceRequest]:
+        at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)
+        return itertools.islice(synthesize(at_rate, seed), num_requests)
+
+    return _workload(play, list(play(load.rate_per_s, most_requests)))
+
+
+def _workload(
+    play: Callable[[float, int], Iterable[TraceRequest]], requests: Sequence[TraceRequest]
+) -> Workload:
+    return Workload(
+        play,
+        sum(request.num_input_tokens for request in requests) / len(requests),
+        sum(request.num_output_tokens for request in requests) / len(requests),
+        max(request.num_input_tokens + request.num_output_tokens for request in requests),
+    )

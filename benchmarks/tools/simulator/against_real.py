@@ -1,0 +1,271 @@
+"""The simulator against the real server on this machine: the same requests, 1P1D, costs from a profile.
+
+    python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
+
+Profiles a worker. On the running server, short closed loops tell what the profile of a worker alone cannot:
+what is on the way to a first token besides, how steps vary, how much instances that share these cores slow
+each other down (`calibration`). Then replays a part of the trace with shorter lengths through HTTP
+(`mooncake-bench`), simulates the same requests, and compares. What an earlier call has left in FOLDER is used
+again.
+
+Owns: this machine as a card, the comparison. Does not know: how the server is loaded, how it is simulated.
+"""
+
+import argparse
+import gzip
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.servers import free_port, serving
+from benchmarks.tools.load.outcomes import Kind, Outcome
+from benchmarks.tools.load.prompts import PromptMaker
+from benchmarks.tools.load.sources import Plan, Run, TraceSource
+from benchmarks.tools.simulator.calibration import LOOPS, Calibration, calibrated
+from benchmarks.tools.simulator.cluster.cards import STATED, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster, InstanceShape
+from benchmarks.tools.simulator.cluster.machine import StepJitter
+from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
+from benchmarks.tools.simulator.cluster.requests import Results
+from benchmarks.tools.traces.request import TraceRequest
+from conductor.rules import Limits, Rules
+from mooncake.config.profile import load_profile
+from mooncake.messages.blocks import block_keys, root_key
+
+MODEL = ModelCard("smollm2-135m", 30, 576, 9, 3, 1536, 49152)
+GIB = 1 << 30
+BLOCK_TOKENS, PREFILL_CHUNK, SATURATING_TOKENS, MAX_BATCH = 32, 512, 128, 32
+COPY_BYTES_PER_S = 5e9
+"""of a core, within its memory: to the device's pages, to another process"""
+REPLAY = "replay"
+TOKEN_IDS = (1000, 30_000)
+TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Which requests, and which SLOs in seconds."""
+
+    trace: Path
+    duration_s: float
+    speed: float
+    scale_lengths: float
+    context_len: int
+    ttft_slo_s: float
+    tbt_slo_s: float
+    seed: int
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """As the server gets them: blocks are its own, of the tokens that are sent."""
+        run = Run(
+            url="",
+            model="",
+            source=TraceSource(self.trace, self.speed, 3.0),
+            rate_per_s=None,
+            concurrency=None,
+            seed=self.seed,
+            num_requests=None,
+            duration_s=self.duration_s,
+            scale_lengths=self.scale_lengths,
+            context_len=self.context_len,
+            token_ids=TOKEN_IDS,
+            as_text=False,
+            ignore_eos=True,
+            timeout_s=600.0,
+        )
+        prompts, root = PromptMaker(TOKEN_IDS, self.seed, self.scale_lengths), root_key("simulated")
+        for planned in Plan(run):
+            keys = block_keys(prompts.tokens(planned), BLOCK_TOKENS, root)
+            ids = tuple(int.from_bytes(key, "little") for key in keys)
+            yield TraceRequest(planned.at_s, planned.num_input_tokens, planned.num_output_tokens, ids)
+
+
+def measure_profile(file: Path) -> None:
+    """Of a worker with one thread on this machine."""
+    flags = {"--config": "configs/local-cpu.yaml", "--worker-num-threads": 1}
+    subprocess.run([*_server(), *_flat(flags), "profile", str(file)], check=True)
+
+
+def measure(of: Replay, profile: Path, folder: Path) -> None:
+    """On the real server; the outcomes are in folders of `folder` then. Those that are there stay."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = {
+        "--config": "configs/local-cpu.yaml",
+        "--port": port,
+        "--worker-num-threads": 1,
+        "--conductor-profile": profile,
+        "--conductor-ttft-slo-s": of.ttft_slo_s,
+        "--conductor-tbt-slo-s": of.tbt_slo_s,
+    }
+    replayed = {
+        "--trace": of.trace,
+        "--jitter": 3,
+        "--speed": of.speed,
+        "--duration": of.duration_s,
+        "--scale-lengths": of.scale_lengths,
+        "--context-len": of.context_len,
+        "--seed": of.seed,
+        "--ttft-slo": of.ttft_slo_s,
+        "--tbt-slo": of.tbt_slo_s,
+    }
+    loads = {name: _flat(loop.flags()) for name, loop in LOOPS.items()}
+    loads[REPLAY] = _flat(replayed)
+    lacking = [name for name in loads if not (folder / name).exists()]
+    if not lacking:
+        return
+    bench = [sys.executable, "-m", "benchmarks.tools.load", "run", url]
+    with serving([*_server(), *_flat(flags)], f"{url}/ready"):
+        for name in lacking:
+            subprocess.run([*bench, *loads[name], "--out", str(folder / name)], check=True)
+
+
+def _server() -> list[str]:
+    return [sys.executable, "-m", "mooncake"]
+
+
+def _flat(flags: dict[str, object]) -> list[str]:
+    return [str(part) for part in itertools.chain.from_iterable(flags.items())]
+
+
+def outcomes(folder: Path) -> list[Outcome]:
+    """Of a replay, in the order of their arrival."""
+    lines = gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()
+    found = [msgspec.json.decode(line, type=Outcome) for line in lines]
+    return sorted(found, key=lambda outcome: outcome.number)
+
+
+def simulate(of: Replay, machine: Calibration) -> Results:
+    """The same requests on two cores of this machine."""
+    weights_bytes, efficiencies = MODEL.weights_bytes, STATED
+    core = HardwareCard(
+        name="core",
+        num_gpus=1,
+        gpu_flops=1.0,
+        gpu_memory_bytes_per_s=1.0,
+        gpu_memory_bytes=(GIB + weights_bytes) / efficiencies.device_memory,
+        nic_bytes_per_s=COPY_BYTES_PER_S / efficiencies.nic,
+        pcie_bytes_per_s=COPY_BYTES_PER_S / efficiencies.pcie,
+        pool_bytes=GIB,
+    )
+    shape = InstanceShape(
+        MODEL,
+        core,
+        machine.costs,
+        prefill_chunk=PREFILL_CHUNK,
+        max_batch=MAX_BATCH,
+        block_tokens=BLOCK_TOKENS,
+        saturating_tokens=SATURATING_TOKENS,
+        first_token_s=machine.first_token_s,
+        slowdowns=machine.slowdowns,
+        jitter=StepJitter(machine.longest_mean),
+    )
+    limits = Limits(ttft_slo_s=of.ttft_slo_s, tbt_slo_s=of.tbt_slo_s)
+    return DisaggregatedCluster(shape, 1, 1, limits, Rules(), max_tokens=1).run(of.requests())
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One figure of both. They agree if they differ by at most `within`, relative."""
+
+    name: str
+    real: float
+    simulated: float
+    within: float
+
+    @property
+    def difference(self) -> float:
+        """Relative to the real one."""
+        return (self.simulated - self.real) / self.real if self.real else float(self.simulated != 0)
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.difference) <= self.within
+
+
+def compare(real: Sequence[Outcome], simulated: Results) -> list[Row]:
+    """What docs/simulator.md says of both."""
+    finished = [outcome for outcome in real if outcome.kind is Kind.FINISHED]
+    times = {
+        "TTFT": ([o.ttft_s for o in finished if o.ttft_s is not None], simulated["ttft_s"]),
+        "TBT": ([o.tbt_s for o in finished if o.tbt_s is not None], simulated["tbt_s"]),
+    }
+    rows = []
+    for name, (of_real, of_simulated) in times.items():
+        pair: list[Values] = [np.array(of_real), of_simulated[~np.isnan(of_simulated)]]
+        for figure, value in (("mean", np.mean), ("p90", lambda values: np.percentile(values, 90))):
+            real_s, simulated_s = (float(value(of)) for of in pair)
+            rows.append(Row(f"{name} {figure}, s", real_s, simulated_s, TIMES_WITHIN))
+    num_rejected = sum(outcome.kind is Kind.REJECTED for outcome in real)
+    rows.append(Row("rejected", num_rejected, simulated.num(Simulated.REJECTED), REJECTIONS_WITHIN))
+    num_cached = sum(outcome.num_cached_tokens or 0 for outcome in finished)
+    rows.append(Row("cached tokens", num_cached, int(simulated["num_cached_tokens"].sum()), TIMES_WITHIN))
+    return rows
+
+
+def print_rows(rows: Sequence[Row], num_requests: int) -> None:
+    """A table."""
+    table = Table(title=f"{num_requests:,} requests on the real server and simulated")
+    table.add_column("")
+    for name in ("real", "simulated", "difference", "agreed within"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        style = None if row.agrees else "red"
+        figures = (f"{row.real:,.4g}", f"{row.simulated:,.4g}", f"{row.difference:+.1%}", f"{row.within:.0%}")
+        table.add_row(row.name, *figures, style=style)
+    Console().print(table)
+
+
+def main() -> None:
+    """Exit code 1 if something does not agree."""
+    options = _parser().parse_args()
+    of = Replay(
+        options.trace,
+        options.duration,
+        options.speed,
+        options.scale_lengths,
+        options.context_len,
+        options.ttft_slo,
+        options.tbt_slo,
+        options.seed,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    profile = options.out / "profile.json"
+    if not profile.exists():
+        measure_profile(profile)
+    measure(of, profile, options.out)
+    real = outcomes(options.out / REPLAY)
+    loops = {name: outcomes(options.out / name) for name in LOOPS}
+    machine = calibrated(load_profile(profile).costs, loops)
+    print(machine)
+    rows = compare(real, simulate(of, machine))
+    print_rows(rows, len(real))
+    sys.exit(0 if all(row.agrees for row in rows) else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="against_real", description="The simulator beside the real server.")
+    parser.add_argument("trace", type=Path, help="Mooncake's conversation_trace.jsonl, or .gz")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="profile and replay")
+    parser.add_argument("--duration", type=float, default=600.0, help="seconds that are replayed")
+    parser.add_argument("--speed", type=float, default=0.25, help="of the trace's clock")
+    parser.add_argument("--scale-lengths", type=float, default=0.1, help="of prompts and answers")
+    parser.add_argument("--context-len", type=int, default=8000, help="longer requests are left out")
+    parser.add_argument("--ttft-slo", type=float, default=4.0, metavar="SECONDS")
+    parser.add_argument("--tbt-slo", type=float, default=0.15, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

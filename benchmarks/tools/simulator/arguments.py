@@ -1,0 +1,48 @@
+"""Options that `mooncake-sim` and `mooncake-plan` share: where requests come from, what an instance is.
+
+Owns: these options, the `Setup` that they describe. Does not know: other options.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tools.arguments import count, not_negative, positive
+from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
+from benchmarks.tools.simulator.setup import Setup
+from benchmarks.tools.traces.replay import TICK_S
+
+
+def add_source(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGroup:
+    """A trace or a synthetic load; other sources may be added to what this returns."""
+    source = group.add_mutually_exclusive_group(required=True)
+    trace_help = "replay a trace: .jsonl or .csv, or either .gz"
+    source.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
+    synthetic_help = "a synthetic load, as mooncake-bench fit writes it"
+    source.add_argument("--synthetic", type=Path, metavar="FILE", help=synthetic_help)
+    jitter_help = "requests of one tick of a trace's clock arrive spread over so long (default: %(default)s)"
+    group.add_argument("--jitter", type=not_negative, default=TICK_S, metavar="SECONDS", help=jitter_help)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
+    return source
+
+
+def add_instances(group: argparse._ArgumentGroup) -> None:
+    """What each instance is."""
+    default = Setup()
+    group.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default: {default.model})")
+    group.add_argument(
+        "--hardware", metavar="NAME", help=f"a node: {', '.join(HARDWARE)} (default: {default.hardware})"
+    )
+    group.add_argument("--profile", metavar="FILE", help="costs of a real worker instead of the cards'")
+    group.add_argument(
+        "--nic-gbps", type=positive, metavar="GBPS", help="of an instance (default: the hardware's)"
+    )
+    pool_help = "of an instance's part of the pool (default: its DRAM)"
+    group.add_argument("--pool-tokens", type=count, metavar="TOKENS", help=pool_help)
+
+
+def setup_of(options: argparse.Namespace, **more: Any) -> Setup:
+    """From all options that are named as its fields and were given. Raises ConfigError."""
+    names = Setup.__struct_fields__
+    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    return Setup(**given, **more)

@@ -1,0 +1,1 @@
+"""The simulated cluster: its events, the costs of its instances, pools and links."""

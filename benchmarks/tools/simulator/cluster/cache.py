@@ -1,0 +1,178 @@
+"""One instance's part of the KVCache pool: the server's own shelf (index, order of eviction) over pages
+without bytes.
+
+What the server's pool adds for real bytes (transfers that may still write, leases that expire) has no place
+here. Reservations wait for room first come, first served. Events reach the Conductor in batches, as a
+messenger's do.
+
+Owns: reservations, waiting, publishing, room. Does not know: what takes how long.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.tools.simulator.cluster.clock import Clock
+from kvstore.events.batches import EventLog
+from kvstore.pool.pages import RESERVED, PageTable
+from kvstore.pool.shelf import Shelf
+from mooncake.config.policies import EvictionPolicy
+from mooncake.config.sections import KVCacheConfig
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.kv_events import KVEvent
+from mooncake.messages.pools import Tier
+
+PUBLISH_DELAY_S = 0.01
+"""how long events are collected"""
+_WATERMARKS = KVCacheConfig()
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A request's pages: those of its keys, in order, then private ones. `is_found` says of each key whether
+    its block was there."""
+
+    keys: Sequence[BlockKey]
+    pages: list[int]
+    is_found: list[bool]
+
+    @property
+    def num_found(self) -> int:
+        """Leading blocks that were there."""
+        return self.is_found.index(False) if False in self.is_found else len(self.is_found)
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the pages whose blocks were not there, private ones included."""
+        missing = [index for index, is_found in enumerate(self.is_found) if not is_found]
+        return missing + list(range(len(self.keys), len(self.pages)))
+
+
+class _Pages(PageTable):
+    """Without bytes there is nothing to seal against damage."""
+
+    def _sealed_digest(self, page: int) -> int:
+        return 0
+
+
+class SimulatedPool:
+    """`publish` gets the events of each batch, oldest first."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        num_pages: int,
+        policy: EvictionPolicy,
+        publish: Callable[[list[KVEvent]], None] | None = None,
+    ) -> None:
+        self._clock, self._publish = clock, publish
+        self._events = EventLog(capacity_batches=1)
+        self._events.seal()
+        self._events.on_event(lambda: clock.after(PUBLISH_DELAY_S, self._flush))
+        self._table = _Pages.in_memory(num_pages, 1)
+        self._evicted: list[BlockKey] = []
+        self.shelf = Shelf(self._table, policy, self._evicted.append)
+        self._low = int(_WATERMARKS.low_watermark * num_pages)
+        self._high = int(_WATERMARKS.high_watermark * num_pages)
+        self._waiting: deque[tuple[Sequence[BlockKey], int, Callable[[Reservation], None]]] = deque()
+
+    @property
+    def num_pages(self) -> int:
+        return self._table.num_pages
+
+    def reserve(
+        self, keys: Sequence[BlockKey], num_private: int, on_reserved: Callable[[Reservation], None]
+    ) -> Callable[[], None]:
+        """Calls `on_reserved` when there is room: now, if there is. Returns what takes the wish back."""
+        wish = (keys, num_private, on_reserved)
+        self._waiting.append(wish)
+        self._serve()
+
+        def take_back() -> None:
+            if wish in self._waiting:
+                self._waiting.remove(wish)
+                self._serve()
+
+        return take_back
+
+    def _serve(self) -> None:
+        while self._waiting:
+            keys, num_private, on_reserved = self._waiting[0]
+            reservation = self._try_to_reserve(keys, num_private)
+            if reservation is None:
+                return
+            self._waiting.popleft()
+            on_reserved(reservation)
+
+    def _try_to_reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation | None:
+        """Uses what is there, takes pages for the rest; None without room."""
+        shelf = self.shelf
+        places = list(map(shelf.index.get, keys))
+        found = [page for page in places if page is not None]
+        num_missing = len(keys) - len(found) + num_private
+        shelf.claim(found)  # not to be evicted for the others
+        if num_missing > shelf.num_free + shelf.num_idle:
+            shelf.unclaim(found, used=False)
+            return None
+        self._make_room(num_missing)
+        for page in found:
+            self._table.use(page)
+        fresh = shelf.take(num_missing)
+        pages = fresh
+        if found:
+            left = iter(fresh)
+            pages = [next(left) if page is None else page for page in places]
+            pages += left
+        return Reservation(keys, pages, [page is not None for page in places])
+
+    def _make_room(self, num_pages: int) -> None:
+        if self.shelf.num_free < num_pages:
+            self.shelf.evict_coldest(num_pages - self.shelf.num_free)
+            self._events.removed_all(Tier.DRAM, self._evicted)
+            self._evicted.clear()
+
+    def arrived(self, reservation: Reservation, blocks: range) -> None:
+        """Those of `blocks` of the reservation that were not there are now, and can be found."""
+        pages, keys, known, state_of = (
+            reservation.pages,
+            reservation.keys,
+            self.shelf.index,
+            self._table.state_of,
+        )
+        new = [i for i in blocks if state_of[pages[i]] == RESERVED and keys[i] not in known]
+        if new:
+            new_keys = [keys[i] for i in new]
+            self.shelf.seal_all([pages[i] for i in new], new_keys, new)
+            self._events.stored_all(Tier.DRAM, new_keys)
+
+    def release(self, reservation: Reservation) -> None:
+        """Its pages may be evicted, the last block first, or are free."""
+        self._unclaim(reservation.pages[::-1])
+
+    def lease(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Pages of the leading blocks that are here; they stay until `end_lease`."""
+        pages: list[int] = []
+        for key in keys:
+            page = self.shelf.index.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        self.shelf.claim(pages)
+        return pages
+
+    def end_lease(self, pages: list[int]) -> None:
+        """Whoever read them has done so."""
+        self._unclaim(pages[::-1])
+
+    def _unclaim(self, pages: list[int]) -> None:
+        for page in self.shelf.unclaim(pages):
+            self.shelf.free(page)
+        if self.shelf.num_free < self._low:
+            self._make_room(self._high)  # as the server does in the background
+        if self._waiting:
+            self._clock.after(0.0, self._serve)
+
+    def _flush(self) -> None:
+        batch = self._events.seal()
+        if batch is not None and self._publish is not None:
+            self._publish(batch.events)

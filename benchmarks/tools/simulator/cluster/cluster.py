@@ -1,0 +1,361 @@
+"""Simulated clusters: the server's Conductor over simulated instances, and rivals without one.
+
+Every message between front, Conductor and instances takes `MESSAGE_S`; tokens go straight to the front. The
+Conductor is ticked and hears heartbeats as often as in the server.
+
+Owns: who is connected to whom, the life of the requests. Does not know: what anything costs, who is compared.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.tools.simulator.cluster.cache import SimulatedPool
+from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.costs import Costs
+from benchmarks.tools.simulator.cluster.coupled import CoupledInstance, least_loaded, num_pages_of
+from benchmarks.tools.simulator.cluster.decode import DecodeInstance
+from benchmarks.tools.simulator.cluster.machine import Machine, StepJitter
+from benchmarks.tools.simulator.cluster.network import Network
+from benchmarks.tools.simulator.cluster.node import INCARNATION, Node
+from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
+from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest
+from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
+from conductor.effects import Effect
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
+from mooncake.config.policies import EvictionPolicy
+from mooncake.errors import ConfigError
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.fronts import Ended, Failed, FromFront, FrontHello, Rejected, Submit, ToFront
+from mooncake.messages.pools import Capacity, PoolStats
+from mooncake.messages.requests import Request, SamplingParams
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    Abort,
+    Decode,
+    FromWorker,
+    Heartbeat,
+    Prefill,
+    Register,
+    Reserve,
+    Role,
+    ToWorker,
+)
+from workers.prefill.queue import PrefillQueue
+
+FRONT = b"front"
+FINGERPRINT = "simulated"
+MESSAGE_S = 0.0005
+"""of one message on the control plane"""
+HEARTBEAT_S = 1.0
+UNLIMITED = 1 << 62
+_ORDERS = (Reserve, Prefill, Decode, Abort)
+"""what workers do something for"""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShape:
+    """What every instance of a cluster is. Capacities in blocks."""
+
+    model: ModelCard
+    hardware: HardwareCard
+    costs: Costs
+    efficiencies: Efficiencies = STATED
+    num_pool_blocks: int | None = None
+    """None: what the hardware's DRAM holds"""
+    eviction: EvictionPolicy = EvictionPolicy.LRU
+    prefill_chunk: int = 2048
+    max_batch: int = 256
+    checks_reservations: bool = False
+    """as in `DecodeInstance`"""
+    block_tokens: int = BLOCK_TOKENS
+    saturating_tokens: int | None = None
+    """as in `PrefillQueue`"""
+    prefill_layer_window: bool = False
+    """the devices of prefill instances have memory for some layers at a time"""
+    first_token_s: float = 0.0
+    """of everything on the way to the first token but queues and computing: front, dispatch"""
+    slowdowns: tuple[float, float] | None = None
+    """of prefill and decode while others compute, if all instances share one machine"""
+    jitter: StepJitter | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.model.layout(self.block_tokens)
+
+    @property
+    def num_blocks_in_pool(self) -> int:
+        return self.num_pool_blocks or int(self.hardware.pool_bytes // self.layout.block_bytes)
+
+    @property
+    def num_device_blocks(self) -> int:
+        """KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
+        memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
+        left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
+        num_blocks = int(left_bytes // self.layout.block_bytes)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the weights of {self.model.name} ({self.model.weights_bytes / 1e9:.0f} GB) leave no room"
+                f" for KVCache on {self.hardware.num_gpus} {self.hardware.name}; use more devices"
+            )
+        return num_blocks
+
+
+class Feed:
+    """Brings each request when it arrives; holds one that has not."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        load: Iterable[TraceRequest],
+        block_tokens: int,
+        submit: Callable[[SimulatedRequest], None],
+    ) -> None:
+        self._clock, self._block_tokens, self._submit = clock, block_tokens, submit
+        self._load: Iterator[TraceRequest] = iter(load)
+        self.num_submitted = 0
+        self.is_over = False
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        request = next(self._load, None)
+        if request is None:
+            self.is_over = True
+        else:
+            self._clock.at(request.arrival_s, self._arrive, request)
+
+    def _arrive(self, request: TraceRequest) -> None:
+        self.num_submitted += 1
+        self._submit(SimulatedRequest.of(self.num_submitted, request, self._block_tokens))
+        self._plan_next()
+
+
+class DisaggregatedCluster:
+    """`num_prefill` and `num_decode` instances under the Conductor. `on_second` is called each second.
+
+    `max_tokens` is what clients allow an answer to have; what it will have nobody knows.
+    """
+
+    def __init__(
+        self,
+        shape: InstanceShape,
+        num_prefill: int,
+        num_decode: int,
+        limits: Limits,
+        rules: Rules,
+        max_tokens: int = 2048,
+        on_second: Callable[["DisaggregatedCluster"], None] = lambda cluster: None,
+    ) -> None:
+        self.clock = Clock()
+        self.conductor = Conductor(1, FINGERPRINT, limits, rules, shape.costs.profiled)
+        self.results = Results(shape.jitter)
+        self._machine = Machine({}) if shape.slowdowns is not None else None
+        self.limits = limits
+        self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
+        self._num_device_blocks = shape.num_device_blocks
+        self._network = Network(self.clock)
+        self._live: dict[str, SimulatedRequest] = {}
+        self._nodes: dict[str, Node] = {}
+        self._receivers: dict[bytes, Callable[..., None]] = {}
+        self.prefills = [self._add_prefill(f"prefill-{number}") for number in range(num_prefill)]
+        self.decodes = [self._add_decode(f"decode-{number}") for number in range(num_decode)]
+        self._decode_of = {instance.node.name: instance for instance in self.decodes}
+        self._feed: Feed | None = None
+
+    @property
+    def num_submitted(self) -> int:
+        assert self._feed is not None
+        return self._feed.num_submitted
+
+    def run(self, load: Iterable[TraceRequest]) -> Results:
+        """All of `load`, until every request has ended."""
+        self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
+        for role, instances in ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes)):
+            for instance in instances:
+                self._tell(instance.node.identity, self._registration(instance.node, role))
+        self._feed = Feed(self.clock, load, self._shape.block_tokens, self._submit)
+        self._each_second()
+        self.clock.run()
+        assert not self._live
+        return self.results
+
+    # -- instances ----------------------------------------------------------------------------------
+
+    def _add_prefill(self, name: str) -> PrefillInstance:
+        node, shape = self._add_node(name, Role.PREFILL), self._shape
+        instance = PrefillInstance(
+            node,
+            PrefillQueue(
+                shape.prefill_chunk,
+                saturating_tokens=shape.saturating_tokens,
+                multiple=shape.block_tokens if shape.prefill_layer_window else 1,
+            ),
+            self._live.__getitem__,
+            lambda name: self._decode_of[name],
+            is_windowed=shape.prefill_layer_window,
+        )
+        self._receivers[node.identity] = instance.receive
+        return instance
+
+    def _add_decode(self, name: str) -> DecodeInstance:
+        node = self._add_node(name, Role.DECODE)
+        num_tokens = self._num_device_blocks * self._shape.block_tokens
+        instance = DecodeInstance(
+            node,
+            self._shape.max_batch,
+            num_tokens,
+            self._live.__getitem__,
+            checks_reservations=self._shape.checks_reservations,
+        )
+        self._receivers[node.identity] = instance.receive
+        return instance
+
+    def _add_node(self, name: str, role: Role) -> Node:
+        shape, identity = self._shape, f"{name}#{INCARNATION}".encode()
+        if shape.slowdowns is not None and self._machine is not None:
+            self._machine.slowdown[name] = shape.slowdowns[role is Role.DECODE]
+        node = self._nodes[name] = Node(
+            name,
+            self.clock,
+            shape.costs,
+            self._network,
+            SimulatedPool(
+                self.clock,
+                shape.num_blocks_in_pool,
+                shape.eviction,
+                partial(self.conductor.prefixes.apply, name),
+            ),
+            shape.layout,
+            shape.hardware.nic_bytes_per_s * shape.efficiencies.nic,
+            shape.hardware.pcie_bytes_per_s * shape.efficiencies.pcie,
+            lambda message: self.clock.after(MESSAGE_S, self._tell, identity, message),
+            self._nodes,
+            self._machine,
+        )
+        return node
+
+    def _registration(self, node: Node, role: Role) -> Register:
+        shape = self._shape
+        capacity = Capacity(node.pool.num_pages, self._num_device_blocks)
+        return Register(
+            PROTOCOL_VERSION,
+            node.name,
+            INCARNATION,
+            role,
+            FINGERPRINT,
+            node.layout,
+            node.shards,
+            capacity,
+            f"simulated {shape.hardware.name}",
+        )
+
+    def _each_second(self) -> None:
+        if self._feed is not None and self._feed.is_over and not self._live:
+            return
+        self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
+        for prefill in self.prefills:
+            beat = Heartbeat(0, prefill.num_queued, self._num_device_blocks, _pools_of(prefill.node))
+            self._tell(prefill.node.identity, beat)
+        for decode in self.decodes:
+            self._tell(decode.node.identity, self._heartbeat(decode))
+        self._carry_out(self.conductor.tick(self.clock.now_s))
+        self._on_second(self)
+        self.clock.after(HEARTBEAT_S, self._each_second)
+
+    def _heartbeat(self, decode: DecodeInstance) -> Heartbeat:
+        return Heartbeat(
+            decode.batch.size,
+            decode.num_sequences - decode.batch.size,
+            decode.num_free_tokens // self._shape.block_tokens,
+            _pools_of(decode.node),
+            decode=decode.stats(),
+            decode_load=decode.load,
+        )
+
+    # -- messages -----------------------------------------------------------------------------------
+
+    def _tell(self, sender: bytes, message: FromWorker | FromFront) -> None:
+        self._carry_out(self.conductor.handle(sender, message, self.clock.now_s))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            message = effect.message
+            if effect.peer == FRONT:
+                self._end(message)
+            elif isinstance(message, _ORDERS):
+                self.clock.after(MESSAGE_S, self._receivers[effect.peer], message)
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        request_id = str(request.number)
+        self._live[request_id] = request
+        message = Request(
+            request_id,
+            range(request.num_input_tokens),  # type: ignore[arg-type]  # only their number matters
+            request.block_keys,
+            SamplingParams(max_tokens=max(self._max_tokens, request.num_output_tokens)),
+            reply_to="",
+        )
+        self.clock.after(self._shape.first_token_s, self._tell, FRONT, Submit(message))
+
+    def _end(self, message: ToWorker | ToFront) -> None:
+        now_s = self.clock.now_s
+        match message:
+            case Ended(request_id=request_id):
+                self.results.end(self._live.pop(request_id), Outcome.FINISHED, now_s)
+            case Rejected(request_id=request_id):
+                self.results.end(self._live.pop(request_id), Outcome.REJECTED, now_s)
+            case Failed(request_id=request_id):
+                self.results.end(self._live.pop(request_id), Outcome.FAILED, now_s)
+
+
+def _pools_of(node: Node) -> dict[str, PoolStats]:
+    return {node.name: node.pool_stats()}
+
+
+class CoupledCluster:
+    """Instances that do both, each request on the one with the fewest. `chunk_tokens` as in
+    `CoupledInstance`.
+
+    The prefix cache of each is what its device has beside the weights.
+    """
+
+    def __init__(
+        self,
+        shape: InstanceShape,
+        num_instances: int,
+        chunk_tokens: int | None,
+        max_prefill_tokens: int = 8192,
+    ) -> None:
+        self.clock = Clock()
+        self.results = Results()
+        self._block_tokens = shape.block_tokens
+        self.instances = [
+            CoupledInstance(
+                self.clock,
+                shape.costs,
+                SimulatedPool(self.clock, shape.num_device_blocks, shape.eviction),
+                shape.max_batch,
+                chunk_tokens,
+                max_prefill_tokens,
+                self._ended,
+            )
+            for _ in range(num_instances)
+        ]
+
+    def run(self, load: Iterable[TraceRequest]) -> Results:
+        """All of `load`, until every request has ended."""
+        Feed(self.clock, load, self._block_tokens, self._submit)
+        self.clock.run()
+        return self.results
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        instance = least_loaded(self.instances)
+        if num_pages_of(request) > instance.pool.num_pages:
+            self.results.end(request, Outcome.REJECTED, self.clock.now_s)
+        else:
+            instance.submit(request)
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        self.results.end(request, Outcome.FINISHED, self.clock.now_s)

@@ -1,0 +1,86 @@
+"""What an iteration takes: by roofline from cards, or from a profile of real workers.
+
+An iteration computes *shares* of prompts and one token for each running request. Both cost models are affine
+in the KV tokens that the running requests hold, so many decoding steps in a row have a closed form (see
+`batch`).
+
+Owns: seconds of computing. Does not know: queues, networks, who computes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
+from mooncake.messages.costs import Costs as Polynomial
+
+
+class PromptShare(NamedTuple):
+    """The next `num_tokens` of a prompt, behind `num_before` that have KVCache."""
+
+    num_tokens: int
+    num_before: int
+
+
+class Costs(Protocol):
+    """Seconds on one instance."""
+
+    kv_token_s: float
+    """what one more token of KVCache adds to a step of decoding"""
+    profiled: tuple[Polynomial, Polynomial]
+    """what measuring them tells the Conductor: of prefill and decode"""
+
+    def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
+        """One forward pass, without the reading of the running requests' KVCache (`kv_token_s` each)."""
+
+
+class Roofline:
+    """Linear layers take the longer of computing and reading the weights; attention is added.
+
+    Causal attention over n new tokens behind p others takes 4 * layers * hidden * n * (p + n / 2)
+    floating-point operations, the linear layers 2 a weight and token.
+    """
+
+    def __init__(self, model: ModelCard, hardware: HardwareCard, efficiencies: Efficiencies = STATED) -> None:
+        flops = hardware.num_gpus * hardware.gpu_flops * efficiencies.compute
+        bytes_per_s = hardware.num_gpus * hardware.gpu_memory_bytes_per_s * efficiencies.memory
+        self._linear_token_s = 2 * model.num_linear_weights / flops
+        self._pair_s = 4 * model.num_layers * model.hidden / flops
+        self._weights_s = model.weights_bytes / bytes_per_s
+        group_s = efficiencies.layer_overhead_s * model.num_layers if hardware.num_gpus > 1 else 0.0
+        self._overhead_s = efficiencies.iteration_overhead_s + group_s
+        self.kv_token_s = model.kv_bytes_per_token / bytes_per_s
+        self.profiled = (
+            Polynomial(self._overhead_s, self._linear_token_s, self._pair_s),
+            Polynomial(self._overhead_s + self._weights_s, 0.0, self.kv_token_s),
+        )
+
+    def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
+        num_tokens, num_pairs = batch_size, 0.0
+        for num_new, num_before in shares:
+            num_tokens += num_new
+            num_pairs += num_new * (num_before + num_new / 2)
+        linear_s = max(self._weights_s, num_tokens * self._linear_token_s)
+        return self._overhead_s + linear_s + num_pairs * self._pair_s
+
+
+class Profiled:
+    """Polynomials, as `mooncake-serve profile` fits them to a real worker (mooncake.messages.costs):
+
+    prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2), where prompts share a
+    pass its c0 counts once; one step of b requests with k KV tokens: c0 + c1 * b + c2 * k.
+    """
+
+    def __init__(self, prefill: Polynomial, decode: Polynomial) -> None:
+        self._prefill, self._decode = prefill, decode
+        self.kv_token_s = decode.second_s
+        self.profiled = (prefill, decode)
+
+    def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
+        seconds = 0.0
+        if batch_size:
+            seconds += self._decode.constant_s + self._decode.first_s * batch_size
+        if shares:
+            constant_s, token_s, pair_s = self._prefill
+            seconds += constant_s
+            seconds += sum(n * (token_s + pair_s * (before + n / 2)) for n, before in shares)
+        return seconds

@@ -1,0 +1,317 @@
+"""A simulated decode instance: pages, the double check, continuous batching.
+
+The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
+again whenever somebody leaves the batch, while there is time until the first token is due. A
+batch that outgrows the device preempts its newest member, which joins again later.
+
+Owns: sequences and the batch. Does not know: who placed them here, prefill.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
+from benchmarks.tools.simulator.cluster.cache import Reservation
+from benchmarks.tools.simulator.cluster.decoding import BatchRunner
+from benchmarks.tools.simulator.cluster.node import Node
+from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from mooncake.messages.pools import Grant, GrantedPage
+from mooncake.messages.requests import FinishReason, Ref
+from mooncake.messages.workers import (
+    Abort,
+    Decode,
+    DecodeLoad,
+    DecodeStats,
+    Finished,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from workers.decode.tbt import TBTPredictor
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request. It has begun once its first token has left."""
+
+    ref: Ref
+    request: SimulatedRequest
+    member: Member
+    tbt_slo_s: float | None
+    """None: it must be taken"""
+    reservation: Reservation | None = None
+    take_back: Callable[[], None] | None = None
+    """its wish for pages"""
+    has_begun: bool = False
+    has_arrived: bool = False
+    is_waiting: bool = False
+    """for a place in the batch"""
+
+
+class DecodeInstance:
+    """Takes `Reserve`, `Decode` and `Abort`; sends `Reserved`, `Refused` and `Finished`.
+
+    `capacity_tokens`: of KVCache on the device. Without `checks_reservations` the double check is made only
+    when prefill has ended.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        max_batch: int,
+        capacity_tokens: int,
+        find_request: Callable[[str], SimulatedRequest],
+        *,
+        checks_reservations: bool = False,
+    ) -> None:
+        self.node = node
+        self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
+        self._find_request, self._checks_reservations = find_request, checks_reservations
+        self.batch = Batch()
+        self._runner = BatchRunner(node.clock, self._step_cost, self.batch, self._run_ended)
+        if node.machine is not None:
+            node.machine.on_change[node.name] = self._runner.cut
+        self._tbt = TBTPredictor()
+        self._sequences: dict[Ref, Sequence] = {}
+        self._sequence_of: dict[Member, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._turns: deque[Sequence] = deque()
+        """of those for which the batch is too large"""
+        self._num_begun = self._num_grants = 0
+        self._num_outside_tokens = self._num_begun_outside_tokens = 0
+        """of all sequences that are not in the batch, and of those of them that have begun"""
+        self.num_refusals = self.num_preemptions = 0
+        self._num_iterations = self._num_tokens = 0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def load(self) -> DecodeLoad:
+        """For heartbeats, as `workers.decode.double_check`."""
+        num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
+        tbt_s = self._tbt.predict_s(self.num_sequences, num_kv_tokens)
+        return DecodeLoad(self.num_sequences, len(self._turns), tbt_s)
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Of the device's KVCache."""
+        return self.capacity_tokens - self.batch.num_kv_tokens
+
+    @property
+    def step_s(self) -> float:
+        """What a step of the batch takes now; 0 without a batch."""
+        if not self.batch.size:
+            return 0.0
+        costs = self.node.costs
+        return costs.iteration_s((), self.batch.size) + costs.kv_token_s * self.batch.num_kv_tokens
+
+    def stats(self) -> DecodeStats:
+        """Totals, for heartbeats."""
+        return DecodeStats(self._num_iterations, self._num_tokens, forward_s=self.node.busy_s)
+
+    def receive(self, message: Reserve | Decode | Abort) -> None:
+        """From the Conductor."""
+        if isinstance(message, Reserve):
+            self._reserve(message)
+        elif isinstance(message, Decode):
+            self._decode(self._sequences.get(message.ref), message.time_left_s)
+        else:
+            self._abort(message.ref)
+
+    # -- before the batch ---------------------------------------------------------------------------
+
+    def _reserve(self, order: Reserve) -> None:
+        request = self._find_request(order.ref.request_id)
+        member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
+        tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
+        sequence = Sequence(order.ref, request, member, tbt_slo_s)
+        if self._checks_reservations:
+            tbt_s = self._too_slow_s(sequence, len(self._sequences), self._num_outside_tokens)
+            if tbt_s is not None:
+                self._refuse(sequence, len(self._sequences), tbt_s)
+                return
+        self._sequences[order.ref] = self._sequence_of[member] = sequence
+        self._num_outside_tokens += member.num_tokens
+        sequence.take_back = self.node.pool.reserve(
+            request.block_keys, request.num_private_pages, partial(self._reserved, sequence)
+        )
+
+    def _reserved(self, sequence: Sequence, reservation: Reservation) -> None:
+        sequence.reservation = reservation
+        self._num_grants += 1
+        pages = [GrantedPage(index, reservation.pages[index], 0) for index in reservation.missing]
+        self.node.send(Reserved(sequence.ref, Grant(self._num_grants, self.node.messenger, pages)))
+
+    def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
+        """The predicted TBT if it exceeds the SLO. As `workers.decode.double_check`, which needs torch."""
+        slo_s = sequence.tbt_slo_s
+        if slo_s is None or not num_others:
+            return None
+        num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
+        predicted_s = self._tbt.predict_s(num_others + 1, num_kv_tokens)
+        return None if predicted_s is None or predicted_s <= slo_s else predicted_s
+
+    def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
+        self.num_refusals += 1
+        self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
+
+    def _decode(self, sequence: Sequence | None, time_left_s: float | None) -> None:
+        """Prefill has ended: the first token leaves when it is its turn, or the request is refused."""
+        if sequence is None:
+            return
+        self._turns.append(sequence)
+        if time_left_s is not None and time_left_s > 0:
+            self.node.clock.after(time_left_s, self._end_turn, sequence)
+            self._take_turns()
+        else:
+            self._end_turn(sequence)
+
+    def _take_turns(self) -> None:
+        while self._turns and self._has_turn(self._turns[0]):
+            self._begin(self._turns.popleft())
+
+    def _has_turn(self, sequence: Sequence) -> bool:
+        return self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens) is None
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        """It may not wait any longer."""
+        if sequence not in self._turns:
+            return
+        self._turns.remove(sequence)
+        tbt_s = self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens)
+        if tbt_s is None:
+            self._begin(sequence)
+        else:
+            self._refuse(sequence, self._num_begun, tbt_s)
+            self._forget(sequence)
+        self._take_turns()
+
+    def _begin(self, sequence: Sequence) -> None:
+        now_s = self.node.clock.now_s
+        sequence.has_begun = True
+        self._num_begun += 1
+        self._num_begun_outside_tokens += sequence.member.num_tokens
+        sequence.request.first_token_s = sequence.member.left_s = now_s
+        if not sequence.member.num_left:
+            self._finish(sequence)
+        elif sequence.has_arrived:
+            self._load(sequence)
+
+    def arrived(self, ref: Ref) -> None:
+        """All its KVCache is in the pool."""
+        sequence = self._sequences.get(ref)
+        if sequence is None:
+            return
+        assert sequence.reservation is not None
+        self.node.pool.arrived(sequence.reservation, range(len(sequence.reservation.keys)))
+        sequence.has_arrived = True
+        if sequence.has_begun:
+            self._load(sequence)
+
+    def _load(self, sequence: Sequence) -> None:
+        """To the device, beside the batch."""
+        num_bytes = sequence.member.num_tokens * self.node.kv_bytes_per_token
+        self.node.clock.after(num_bytes / self.node.pcie_bytes_per_s, self._loaded, sequence)
+
+    def _loaded(self, sequence: Sequence) -> None:
+        if sequence.ref not in self._sequences:
+            return
+        assert sequence.reservation is not None
+        self.node.pool.release(sequence.reservation)
+        sequence.reservation = None
+        self._wait(sequence)
+
+    # -- the batch ----------------------------------------------------------------------------------
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.is_waiting = True
+        self._waiting.append(sequence)
+        if not self._runner.is_running:
+            self._run()
+        elif self._has_room_for(sequence.member):
+            self._runner.cut()
+
+    def _has_room_for(self, member: Member) -> bool:
+        """And for everybody's next token."""
+        num_next = self.batch.size + 1
+        return num_next <= self._max_batch and self.num_free_tokens >= member.num_tokens + num_next
+
+    def _run(self) -> None:
+        while self._waiting and self._has_room_for(self._waiting[0].member):
+            sequence = self._waiting.popleft()
+            sequence.is_waiting = False
+            self._num_outside_tokens -= sequence.member.num_tokens
+            self._num_begun_outside_tokens -= sequence.member.num_tokens
+            self.batch.add(sequence.member, self.node.clock.now_s)
+        while self.batch.size > 1 and self.num_free_tokens < self.batch.size:
+            self._preempt(self._sequence_of[self.batch.newest()])
+        if self.batch.size:
+            self._runner.start(max(1, self.num_free_tokens // self.batch.size))
+        self.node.computes(self.batch.size > 0)
+
+    def _step_cost(self) -> StepCost:
+        factor, costs = self.node.factor, self.node.costs
+        return StepCost(factor * costs.iteration_s((), self.batch.size), factor * costs.kv_token_s)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.batch.remove(sequence.member)
+        self._leave_batch(sequence)
+        sequence.is_waiting = True
+        self._waiting.appendleft(sequence)
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        sequence.member.left_s = self.node.clock.now_s
+        self._num_outside_tokens += sequence.member.num_tokens
+        self._num_begun_outside_tokens += sequence.member.num_tokens
+
+    def _run_ended(self, num_steps: int, seconds: float, ended: list[Member]) -> None:
+        size = self.batch.size + len(ended)
+        num_ended_tokens = sum(member.num_tokens for member in ended)
+        self._tbt.observe(size, self.batch.num_kv_tokens + num_ended_tokens, seconds / num_steps)
+        self._num_iterations += num_steps
+        self._num_tokens += num_steps * size
+        self.node.busy_s += seconds
+        for member in ended:
+            sequence = self._sequence_of[member]
+            self._leave_batch(sequence)
+            self._finish(sequence)
+        self._take_turns()
+        self._run()
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.request.gaps = sequence.member.gaps
+        self.node.send(Finished(sequence.ref, FinishReason.LENGTH, sequence.request.num_output_tokens))
+        self._forget(sequence)
+
+    # -- ends ---------------------------------------------------------------------------------------
+
+    def _abort(self, ref: Ref) -> None:
+        sequence = self._sequences.get(ref)
+        if sequence is None:
+            return
+        if sequence.is_waiting:
+            self._waiting.remove(sequence)
+        if sequence in self._turns:
+            self._turns.remove(sequence)
+        if sequence.member.is_running:
+            self.batch.remove(sequence.member)
+            self._leave_batch(sequence)
+        self._forget(sequence)
+        self._take_turns()
+
+    def _forget(self, sequence: Sequence) -> None:
+        """It is in no batch."""
+        del self._sequences[sequence.ref], self._sequence_of[sequence.member]
+        self._num_outside_tokens -= sequence.member.num_tokens
+        if sequence.has_begun:
+            self._num_begun -= 1
+            self._num_begun_outside_tokens -= sequence.member.num_tokens
+        if sequence.reservation is not None:
+            self.node.pool.release(sequence.reservation)
+        elif sequence.take_back is not None:
+            sequence.take_back()

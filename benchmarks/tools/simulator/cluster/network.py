@@ -1,0 +1,88 @@
+"""The network between instances: each has NICs that its transfers share evenly, in each direction.
+
+A transfer goes as fast as the busier of its two ends lets it; ends that it does not fill are not given to
+others, so what is simulated is never faster than max-min fairness.
+
+Owns: who sends how fast. Does not know: what is sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.tools.simulator.cluster.clock import Clock
+
+
+@dataclass(slots=True, eq=False)
+class Port:
+    """One direction of an instance's NICs."""
+
+    bytes_per_s: float
+    transfers: dict["Transfer", None] = field(default_factory=dict)
+    """ordered, so that runs are equal"""
+    sent_bytes: float = 0.0
+
+    @property
+    def share_bytes_per_s(self) -> float:
+        return self.bytes_per_s / len(self.transfers)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`on_end` is called when the last byte has come."""
+
+    source: Port
+    destination: Port
+    left_bytes: float
+    on_end: Callable[[], None]
+    since_s: float
+    """when `left_bytes` were left"""
+    bytes_per_s: float = 0.0
+    version: int = 0
+    """of the plan for its end"""
+
+
+class Network:
+    """Starts and ends transfers."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def send(self, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]) -> Transfer:
+        """Begins now."""
+        transfer = Transfer(source, destination, num_bytes, on_end, self._clock.now_s)
+        source.sent_bytes += num_bytes
+        source.transfers[transfer] = destination.transfers[transfer] = None
+        self._share_anew(source, destination)
+        return transfer
+
+    def left_bytes(self, transfer: Transfer) -> float:
+        """What has not come yet."""
+        passed_s = self._clock.now_s - transfer.since_s
+        return max(0.0, transfer.left_bytes - passed_s * transfer.bytes_per_s)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """It ends without having come; nothing if it has ended."""
+        if transfer in transfer.source.transfers:
+            self._remove(transfer)
+
+    def _remove(self, transfer: Transfer) -> None:
+        transfer.version += 1
+        del transfer.source.transfers[transfer], transfer.destination.transfers[transfer]
+        self._share_anew(transfer.source, transfer.destination)
+
+    def _share_anew(self, source: Port, destination: Port) -> None:
+        now_s = self._clock.now_s
+        for transfer in source.transfers | destination.transfers:
+            rate = min(transfer.source.share_bytes_per_s, transfer.destination.share_bytes_per_s)
+            if rate == transfer.bytes_per_s:
+                continue
+            transfer.left_bytes = self.left_bytes(transfer)
+            transfer.since_s, transfer.bytes_per_s = now_s, rate
+            transfer.version += 1
+            end_s = now_s + transfer.left_bytes / rate
+            self._clock.at(end_s, self._end, transfer, transfer.version)
+
+    def _end(self, transfer: Transfer, version: int) -> None:
+        if version == transfer.version:
+            self._remove(transfer)
+            transfer.on_end()

@@ -1,0 +1,105 @@
+"""What all simulated instances have: a name, a part of the pool, NICs, and the way to the Conductor.
+
+Owns: an instance's identity. Does not know: what it computes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.tools.simulator.cluster.cache import SimulatedPool
+from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.costs import Costs
+from benchmarks.tools.simulator.cluster.machine import Machine
+from benchmarks.tools.simulator.cluster.network import Network, Port
+from benchmarks.tools.simulator.cluster.traffic import Traffic
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.pools import MessengerAddress, PoolShard, PoolStats
+from mooncake.messages.workers import FromWorker
+
+INCARNATION = 1
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One instance's hardware. `send` brings a message to the Conductor."""
+
+    name: str
+    clock: Clock
+    costs: Costs
+    network: Network
+    pool: SimulatedPool
+    layout: KVLayout
+    nic_bytes_per_s: float
+    pcie_bytes_per_s: float
+    send: Callable[[FromWorker], None]
+    peers: Mapping[str, "Node"]
+    """all instances by name"""
+    machine: Machine | None = None
+    """None: one of its own"""
+    outgoing: Port = field(init=False)
+    incoming: Port = field(init=False)
+    traffic: Traffic = field(init=False)
+    messenger: MessengerAddress = field(init=False)
+    identity: bytes = field(init=False)
+    """of its socket at the Conductor"""
+    block_bytes: int = field(init=False)
+    kv_bytes_per_token: float = field(init=False)
+    busy_s: float = 0.0
+    """of the device, up to what has ended"""
+
+    def __post_init__(self) -> None:
+        self.outgoing, self.incoming = Port(self.nic_bytes_per_s), Port(self.nic_bytes_per_s)
+        self.traffic = Traffic(self.clock, self.network)
+        self.messenger = MessengerAddress(self.name, INCARNATION, self.name, "", ())
+        self.identity = f"{self.name}#{INCARNATION}".encode()
+        self.block_bytes = self.layout.block_bytes
+        self.kv_bytes_per_token = self.block_bytes / self.layout.block_size
+
+    @property
+    def shards(self) -> tuple[PoolShard, ...]:
+        return (PoolShard(self.messenger, self.layout),)
+
+    def pool_stats(self) -> PoolStats:
+        """For heartbeats. What nobody looks at stays zero."""
+        shelf, num_pages = self.pool.shelf, self.pool.num_pages
+        num_sealed = len(shelf.index)
+        return PoolStats(
+            num_pages=num_pages,
+            num_free=shelf.num_free,
+            num_reserved=num_pages - shelf.num_free - num_sealed,
+            num_sealed=num_sealed,
+            num_quarantined=0,
+            num_used=num_pages - shelf.num_free - shelf.num_idle,
+            num_reservations=0,
+            num_leases=0,
+            num_pins=0,
+            block_bytes=self.block_bytes,
+            eviction_policy=shelf.policy,
+            tiers={},
+            num_misses={},
+            num_dropped=0,
+            num_removed=0,
+            num_demotions=0,
+            num_promotions=0,
+            num_expired_leases=0,
+            num_checksum_failures=0,
+            num_orphaned=0,
+            sent_bytes={},
+            received_bytes={},
+            peers=self.traffic.stats(),
+        )
+
+    @property
+    def factor(self) -> float:
+        """By which everything takes longer now, because others on this machine compute."""
+        return 1.0 if self.machine is None else self.machine.factor(self.name)
+
+    def computes(self, is_computing: bool) -> None:
+        """Tell the others on this machine."""
+        if self.machine is not None:
+            self.machine.computes(self.name, is_computing)
+
+    def overlapped_s(self, compute_s: float, copy_s: float) -> float:
+        """Both layer by layer beside each other: the shorter one shows in one layer (Mooncake, section
+        5.2)."""
+        return max(compute_s, copy_s) + min(compute_s, copy_s) / self.layout.num_layers

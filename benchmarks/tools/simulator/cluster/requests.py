@@ -1,0 +1,120 @@
+"""The life of each simulated request, and what is kept of it when it has ended.
+
+Owns: times and outcomes. Does not know: who serves a request, SLOs.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tools.simulator.cluster.batch import tbt_s
+from benchmarks.tools.simulator.cluster.machine import StepJitter
+from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
+from mooncake.messages.blocks import KEY_BYTES, BlockKey
+
+
+class Outcome(IntEnum):
+    """How a request ended. Exactly one for each."""
+
+    FINISHED = 0
+    REJECTED = 1
+    FAILED = 2
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request on its way. Times in seconds of the simulation."""
+
+    number: int
+    arrival_s: float
+    num_input_tokens: int
+    num_output_tokens: int
+    block_keys: list[BlockKey]
+    """of its full blocks; none if it shares nothing"""
+    block_tokens: int = BLOCK_TOKENS
+    num_cached_tokens: int = 0
+    num_fetched_tokens: int = 0
+    """of those, from other instances"""
+    prefill_s: float = 0.0
+    """of a device's time"""
+    first_token_s: float | None = None
+    gaps: list[tuple[int, float]] = field(default_factory=list)
+    """(number, seconds) of the gaps between its tokens"""
+
+    @classmethod
+    def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":
+        """A trace's ids stand for blocks and all tokens before them, as keys do."""
+        num_full = request.num_input_tokens // block_tokens
+        keys = [hash_id.to_bytes(KEY_BYTES, "little") for hash_id in request.hash_ids[:num_full]]
+        return cls(
+            number, request.arrival_s, request.num_input_tokens, request.num_output_tokens, keys, block_tokens
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool, for the prompt."""
+        return -(-self.num_input_tokens // self.block_tokens)
+
+    @property
+    def num_private_pages(self) -> int:
+        """Pages of the prompt without a key."""
+        return self.num_pages - len(self.block_keys)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """At least one token is always computed."""
+        return self.num_input_tokens - 1
+
+
+_TIMES = ("arrival_s", "ttft_s", "tbt_s", "end_s", "prefill_s")
+_COUNTS = ("num_input_tokens", "num_output_tokens", "num_cached_tokens", "num_fetched_tokens", "outcome")
+_NEVER = float("nan")
+
+
+class Results:
+    """One row for each request that has ended, 80 bytes; a column by its name, as an array.
+
+    `ttft_s` and `tbt_s` are NaN where a request had no such time; tokens of requests that did not finish do
+    not count as output.
+    """
+
+    def __init__(self, jitter: StepJitter | None = None) -> None:
+        self._jitter = jitter
+        self._columns: dict[str, array[Any]] = {name: array("d") for name in _TIMES}
+        self._columns |= {name: array("q") for name in _COUNTS}
+
+    def end(self, request: SimulatedRequest, outcome: Outcome, now_s: float) -> None:
+        """The one end of this request."""
+        ttft_s = tbt = None
+        if outcome is Outcome.FINISHED:
+            assert request.first_token_s is not None
+            gaps = request.gaps if self._jitter is None else self._jitter.applied(request.gaps)
+            ttft_s, tbt = request.first_token_s - request.arrival_s, tbt_s(gaps)
+        num_output_tokens = request.num_output_tokens if ttft_s is not None else 0
+        row = (
+            request.arrival_s,
+            _NEVER if ttft_s is None else ttft_s,
+            _NEVER if tbt is None else tbt,
+            now_s,
+            request.prefill_s,
+            request.num_input_tokens,
+            num_output_tokens,
+            request.num_cached_tokens,
+            request.num_fetched_tokens,
+            outcome,
+        )
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def __len__(self) -> int:
+        return len(self._columns["end_s"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.array(self._columns[name])
+
+    def num(self, outcome: Outcome) -> int:
+        """Requests that ended so."""
+        return self._columns["outcome"].count(outcome)

@@ -1,0 +1,87 @@
+"""The report of a simulation: a table for people, JSON for programs.
+
+Owns: both forms. Does not know: how figures are computed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tools.simulator.summary import Distribution, Summary
+
+REPORT_FILE = "report.json"
+
+
+class SimulatedRun(msgspec.Struct, frozen=True):
+    """One load on one cluster. `reasons`: why requests were rejected."""
+
+    cluster: str
+    load: str
+    rate_per_s: float
+    """offered"""
+    summary: Summary
+    reasons: dict[str, int]
+    num_events: int
+    seconds: float
+    """that the simulation took"""
+    conductor: dict[str, float] | None = None
+    """what the Conductor counted; None without one"""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What was simulated, and what came out."""
+
+    command: str
+    settings: dict[str, Any]
+    runs: list[SimulatedRun]
+
+    def save(self, folder: Path) -> None:
+        """As JSON."""
+        content = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        (folder / REPORT_FILE).write_bytes(content + b"\n")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """One column a run."""
+    table = Table(title="simulated: " + ", ".join(dict.fromkeys(run.cluster for run in report.runs)))
+    table.add_column("")
+    for run in report.runs:
+        table.add_column(run.load, justify="right")
+    for name, cells in _rows(report.runs):
+        table.add_row(name, *cells)
+    console.print(table)
+    for run in report.runs:
+        for reason, number in sorted(run.reasons.items(), key=lambda item: -item[1])[:5]:
+            console.print(f"{run.load}: {number:,} rejected, {reason}", markup=False)
+
+
+def _rows(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
+    def row(name: str, show: Any) -> tuple[str, list[str]]:
+        return name, [show(run.summary) for run in runs]
+
+    return [
+        row("requests", lambda s: f"{s.num_requests:,}"),
+        row(
+            "finished / rejected / failed",
+            lambda s: f"{s.num_finished:,} / {s.num_rejected:,} / {s.num_failed:,}",
+        ),
+        row("effective", lambda s: f"{s.num_effective:,} ({s.effective_share:.1%})"),
+        row("goodput, req/s", lambda s: f"{s.goodput_per_s:.2f}"),
+        row("output, tokens/s", lambda s: f"{s.output_tokens_per_s:,.0f}"),
+        row("TTFT mean / p50 / p90 / p99, s", lambda s: _times(s.ttft_s, 1, 2)),
+        row("TBT mean / p50 / p90 / p99, ms", lambda s: _times(s.tbt_s, 1000, 1)),
+        row("within TTFT / TBT SLO", lambda s: f"{s.ttft_attainment:.1%} / {s.tbt_attainment:.1%}"),
+        row("input cached / fetched", lambda s: f"{s.cached_share:.1%} / {s.fetched_share:.1%}"),
+        row("device time of a prefill, s", lambda s: f"{s.prefill_s_per_request:.3f}"),
+        ("events", [f"{run.num_events:,}" for run in runs]),
+        ("events/s", [f"{run.num_events / max(run.seconds, 1e-9):,.0f}" for run in runs]),
+        ("simulated in, s", [f"{run.seconds:.1f}" for run in runs]),
+    ]
+
+
+def _times(times: Distribution, factor: float, digits: int) -> str:
+    values = (times.mean, times.p50, times.p90, times.p99)
+    return " / ".join(f"{factor * value:.{digits}f}" for value in values)

@@ -1,0 +1,40 @@
+"""The load over time, as Figures 9 and 10 of the Mooncake paper draw it.
+
+Owns: samples, one a second. Does not know: what made them.
+"""
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
+from benchmarks.tools.simulator.summary import SLOs
+
+COLUMNS = ("time_s", "prefill_load", "decode_load", "num_queued", "num_decoding")
+
+
+class LoadSeries:
+    """The `on_second` of a cluster. A load is the mean over the instances of a pool (section 7.1): prefill's
+    is what its queue needs in relation to the TTFT SLO, decode's what a step takes in relation to the TBT
+    SLO."""
+
+    def __init__(self, slos: SLOs) -> None:
+        self._ttft_slo_s, self._tbt_slo_s = slos.ttft_s or 1.0, slos.tbt_s or 1.0
+        self._columns = {name: array("d") for name in COLUMNS}
+
+    def __call__(self, cluster: DisaggregatedCluster) -> None:
+        queued_s = [instance.queued_s for instance in cluster.prefills]
+        step_s = [instance.step_s for instance in cluster.decodes]
+        sample = (
+            cluster.clock.now_s,
+            sum(queued_s) / len(queued_s) / self._ttft_slo_s,
+            sum(step_s) / len(step_s) / self._tbt_slo_s,
+            sum(instance.num_queued for instance in cluster.prefills),
+            sum(instance.batch.size for instance in cluster.decodes),
+        )
+        for column, value in zip(self._columns.values(), sample, strict=True):
+            column.append(value)
+
+    def __getitem__(self, name: str) -> "np.ndarray[Any, Any]":
+        return np.array(self._columns[name])

@@ -1,0 +1,182 @@
+"""What is simulated, as a description from which a cluster is made, and one run of it.
+
+Owns: descriptions and their errors. Does not know: the command line, pictures.
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.tools.simulator.cluster.cards import GBPS, STATED, hardware_card, model_card
+from benchmarks.tools.simulator.cluster.cluster import (
+    UNLIMITED,
+    CoupledCluster,
+    DisaggregatedCluster,
+    InstanceShape,
+)
+from benchmarks.tools.simulator.cluster.costs import Costs, Profiled, PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.requests import Results
+from benchmarks.tools.simulator.report import SimulatedRun
+from benchmarks.tools.simulator.summary import SLOs, summarize
+from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
+from conductor.rules import Limits, Rules
+from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
+from mooncake.config.profile import load_profile
+from mooncake.errors import ConfigError
+
+OnSecond = Callable[[DisaggregatedCluster], None]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster: `num_prefill` and `num_decode` instances, or `num_coupled`. Defaults are those of the
+    server, and Mooncake's testbed."""
+
+    model: str = "llama3-70b"
+    hardware: str = "a800"
+    num_gpus: int | None = None
+    """of an instance; None: a whole node"""
+    profile: str | None = None
+    """costs from this file instead of the cards'"""
+    num_prefill: int = 0
+    num_decode: int = 0
+    num_coupled: int = 0
+    chunk_tokens: int | None = None
+    """of coupled instances, which compute whole prompts without"""
+    scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
+    kvcache_balancing_threshold: float | None = Rules().kvcache_balancing_threshold
+    overload: Overload = Overload.PREDICTION
+    eviction: EvictionPolicy = EvictionPolicy.LRU
+    pool_tokens: int | None = None
+    """of an instance's part of the pool; None: what its DRAM holds"""
+    nic_gbps: float | None = None
+    """of an instance; None: what its hardware has"""
+    prefill_chunk: int = 2048
+    prefill_layer_window: bool = False
+    max_batch: int = 256
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    rejects: bool = True
+    """requests that would miss an SLO are rejected; else SLOs are only measured by"""
+    checks_reservations: bool = False
+    """the double check is made when pages are reserved, too"""
+    seed: int = 0
+
+    @property
+    def slos(self) -> SLOs:
+        return SLOs(self.ttft_slo_s, self.tbt_slo_s)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        if not self.num_coupled:
+            return f"{self.num_prefill}P+{self.num_decode}D"
+        return f"{self.num_coupled} coupled" + (
+            f", chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
+        )
+
+    def shape(self) -> InstanceShape:
+        """Raises ConfigError for names that are none and SLOs that nothing could meet."""
+        model, hardware = model_card(self.model), hardware_card(self.hardware)
+        if self.num_gpus is not None:
+            hardware = hardware.with_gpus(self.num_gpus)
+        if self.nic_gbps is not None:
+            hardware = replace(hardware, nic_bytes_per_s=self.nic_gbps * GBPS)
+        costs: Costs = Roofline(model, hardware)
+        if self.profile is not None:
+            costs = Profiled(*load_profile(Path(self.profile)).costs)
+        self._check(costs)
+        return InstanceShape(
+            model,
+            hardware,
+            costs,
+            STATED,
+            None if self.pool_tokens is None else max(1, self.pool_tokens // BLOCK_TOKENS),
+            self.eviction,
+            self.prefill_chunk,
+            self.max_batch,
+            self.checks_reservations,
+            prefill_layer_window=self.prefill_layer_window,
+        )
+
+    def _check(self, costs: Costs) -> None:
+        is_coupled = self.num_coupled > 0
+        if is_coupled == (self.num_prefill > 0 and self.num_decode > 0):
+            raise ConfigError(
+                "a cluster has prefill and decode instances, or coupled ones: say how many of which"
+            )
+        for name, slo_s, least_s in (
+            ("TTFT", self.ttft_slo_s, costs.iteration_s([PromptShare(1, 0)], 0)),
+            ("TBT", self.tbt_slo_s, costs.iteration_s((), 1)),
+        ):
+            if slo_s is not None and slo_s <= least_s:
+                raise ConfigError(
+                    f"no request can meet a {name} SLO of {1000 * slo_s:g} ms: on an idle instance one token"
+                    f" takes {1000 * least_s:.1f} ms"
+                )
+
+    def cluster(self, on_second: OnSecond | None = None) -> DisaggregatedCluster | CoupledCluster:
+        """Raises ConfigError."""
+        shape = self.shape()
+        if self.num_coupled:
+            return CoupledCluster(shape, self.num_coupled, self.chunk_tokens)
+        limits = Limits(
+            max_running_requests=UNLIMITED,
+            placement_timeout_s=UNLIMITED,
+            ttft_slo_s=self.ttft_slo_s if self.rejects else None,
+            tbt_slo_s=self.tbt_slo_s if self.rejects else None,
+        )
+        rules = Rules(self.scheduling, self.kvcache_balancing_threshold, self.overload, self.seed)
+        if on_second is None:
+            return DisaggregatedCluster(shape, self.num_prefill, self.num_decode, limits, rules)
+        return DisaggregatedCluster(
+            shape, self.num_prefill, self.num_decode, limits, rules, on_second=on_second
+        )
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """A run makes many objects, few of them in cycles: looking for these takes a twentieth of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def simulate(
+    setup: Setup, load: Iterable[TraceRequest], load_name: str = "", on_second: OnSecond | None = None
+) -> tuple[SimulatedRun, Results]:
+    """One run. Raises ConfigError, TraceError."""
+    cluster = setup.cluster(on_second)
+    began_s = time.process_time()
+    with _seldom_collected():
+        results = cluster.run(load)
+    seconds = time.process_time() - began_s
+    arrivals_s = results["arrival_s"]
+    span_s = float(arrivals_s.max() - arrivals_s.min()) if len(results) else 0.0
+    conductor, reasons = None, {}
+    if isinstance(cluster, DisaggregatedCluster):
+        outcomes = cluster.conductor.outcomes
+        reasons = {str(reason): number for reason, number in outcomes.num_rejections.items()}
+        conductor = {
+            "mean_predicted_ttft_s": outcomes.ttft.predicted_s / max(1, sum(outcomes.ttft.counts)),
+            "mean_ttft_error_s": outcomes.ttft.sum_s / max(1, sum(outcomes.ttft.counts)),
+            "num_fetches": float(outcomes.num_fetches),
+        }
+    run = SimulatedRun(
+        setup.name,
+        load_name,
+        len(results) / span_s if span_s else 0.0,
+        summarize(results, setup.slos),
+        reasons,
+        cluster.clock.num_events,
+        seconds,
+        conductor,
+    )
+    return run, results

@@ -1,0 +1,108 @@
+"""What a run says: latencies, goodput, hits, by the papers' definitions.
+
+TBT of a request is the mean of its longest 10% of token gaps; a request is *effective* when TTFT and TBT are
+both within their SLOs (Mooncake, FAST'25). Rejected and failed requests are not effective.
+
+Owns: the figures. Does not know: how they are shown.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.tools.simulator.cluster.requests import Outcome, Results
+
+
+class SLOs(NamedTuple):
+    """None: any time is good enough."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+NO_SLOS = SLOs()
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Of a time in seconds; all zero without requests."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: "np.ndarray[Any, Any]") -> "Distribution":
+        """NaN counts as no value."""
+        values = values[~np.isnan(values)]
+        if not len(values):
+            return cls(0.0, 0.0, 0.0, 0.0)
+        return cls(float(values.mean()), *map(float, np.percentile(values, [50, 90, 99])))
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Of one run. Shares are 0 to 1; tokens and seconds of prefill are of all requests that ended."""
+
+    num_requests: int
+    num_finished: int
+    num_rejected: int
+    num_failed: int
+    num_effective: int
+    duration_s: float
+    """from the first arrival to the last end"""
+    goodput_per_s: float
+    """effective requests"""
+    output_tokens_per_s: float
+    ttft_s: Distribution
+    tbt_s: Distribution
+    ttft_attainment: float
+    """share of the finished requests within the SLO"""
+    tbt_attainment: float
+    cached_share: float
+    """of all input tokens, wherever they were found"""
+    fetched_share: float
+    """of all input tokens, from other instances"""
+    prefill_s_per_request: float
+    """of a device's time"""
+
+    @property
+    def effective_share(self) -> float:
+        """Of all requests."""
+        return self.num_effective / max(1, self.num_requests)
+
+
+def summarize(results: Results, slos: SLOs = NO_SLOS) -> Summary:
+    """The figures of one run."""
+    outcome = results["outcome"]
+    finished = outcome == Outcome.FINISHED
+    in_ttft = _within(results["ttft_s"], slos.ttft_s) & finished
+    in_tbt = _within(results["tbt_s"], slos.tbt_s) & finished
+    num_finished, num_effective = int(finished.sum()), int((in_ttft & in_tbt).sum())
+    num_input_tokens = max(1, int(results["num_input_tokens"].sum()))
+    duration_s = float(results["end_s"].max() - results["arrival_s"].min()) if len(results) else 0.0
+    per_s = 1 / duration_s if duration_s else 0.0
+    return Summary(
+        num_requests=len(results),
+        num_finished=num_finished,
+        num_rejected=int((outcome == Outcome.REJECTED).sum()),
+        num_failed=int((outcome == Outcome.FAILED).sum()),
+        num_effective=num_effective,
+        duration_s=duration_s,
+        goodput_per_s=num_effective * per_s,
+        output_tokens_per_s=int(results["num_output_tokens"].sum()) * per_s,
+        ttft_s=Distribution.of(results["ttft_s"]),
+        tbt_s=Distribution.of(results["tbt_s"]),
+        ttft_attainment=int(in_ttft.sum()) / max(1, num_finished),
+        tbt_attainment=int(in_tbt.sum()) / max(1, num_finished),
+        cached_share=int(results["num_cached_tokens"].sum()) / num_input_tokens,
+        fetched_share=int(results["num_fetched_tokens"].sum()) / num_input_tokens,
+        prefill_s_per_request=float(results["prefill_s"].sum()) / max(1, len(results)),
+    )
+
+
+def _within(values: "np.ndarray[Any, Any]", slo_s: float | None) -> "np.ndarray[Any, Any]":
+    """A request with one token has no gaps: NaN is within every SLO."""
+    if slo_s is None:
+        return np.ones(len(values), np.bool_)
+    return ~(values > slo_s)

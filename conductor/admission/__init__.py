@@ -1,0 +1,1 @@
+"""Early rejection: which requests are refused because an SLO would be missed."""

@@ -1,0 +1,220 @@
+"""Which requests are rejected: those that would miss an SLO, or make others miss it (Mooncake, section 7).
+
+    baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
+    early_rejection  the greater load of both pools, at arrival (7.2)
+    prediction       as before, but decode's load when the prefill will have ended (7.4, system level)
+    request_prediction      the same, of each request by its expected output length (7.4, request level)
+
+A load is what is predicted in relation to the SLO. Without an SLO nothing is rejected by it. Prompts of
+different lengths are refused in proportion (`conductor.admission.turned_away`).
+
+Owns: the rules. Does not know: how a pair is chosen, messages.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from conductor.admission.refusals import NEAR, Refusals
+from conductor.admission.turned_away import MAX_SHARE, Terms, TurnedAway
+from conductor.rules import SLOs
+from conductor.view.assignments import Assignment
+from conductor.view.cluster_view import ClusterView
+from conductor.view.forecast import Forecast, RequestForecast, SystemForecast
+from conductor.view.instances import Instance
+from conductor.view.lateness import Lateness
+from conductor.view.placement import Placement, Reason, Rejection
+from conductor.view.timeline import Work
+from mooncake.config.policies import Overload
+from mooncake.messages.requests import Request
+
+PROBE_AFTER_S = 5.0
+"""an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all
+were rejected would never be corrected"""
+_IDLE_S = 1e-6
+"""a shorter queue may be nothing but what rounding has left of others that were there"""
+_SHORTEST_RETRY_S = 1.0
+_DEVIATIONS = 2.0
+"""standard deviations by which more may be left on one decode instance than on average"""
+
+
+class Freed(NamedTuple):
+    """What would not have to be done: seconds of a prefill instance, and what would have been decoded."""
+
+    prefill_s: float
+    work: Work
+
+    def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
+        """One more; `is_ahead` if what has to wait waits for its prefill."""
+        num_requests, num_tokens = self.work
+        return Freed(
+            self.prefill_s + (assignment.placement.prediction.prefill_s if is_ahead else 0.0),
+            Work(num_requests + 1, num_tokens + assignment.num_tokens),
+        )
+
+
+NOTHING = Freed(0.0, Work(0, 0))
+
+
+def forecast_of(policy: Overload) -> Forecast:
+    """What the policy predicts decode's load with."""
+    return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
+
+
+class Admission:
+    """Checks requests against their SLOs; None for no SLO."""
+
+    def __init__(self, view: ClusterView, forecast: Forecast, lateness: Lateness, policy: Overload) -> None:
+        self._view, self._forecast, self._lateness, self._policy = view, forecast, lateness, policy
+        self._turned_away, self._refusals = TurnedAway(), Refusals()
+
+    @property
+    def has_double_check(self) -> bool:
+        """Whether a decode instance may refuse what would miss its TBT SLO when prefill has ended."""
+        return self._policy is not Overload.BASELINE
+
+    def check_arrival(
+        self,
+        request: Request,
+        placement: Placement,
+        slos: SLOs,
+        waited_s: float,
+        now_s: float,
+        freed: Freed = NOTHING,
+    ) -> Rejection | None:
+        """Before anything is done for it; it has waited so long already. Algorithm 1, line 25.
+
+        `freed`: what would give way to it.
+        """
+        prediction, num_tokens = placement.prediction, len(request.token_ids)
+        queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
+        prompt_s = prediction.transfer_s + prediction.prefill_s
+        if slos.ttft_s is not None and not self._is_probe(placement, now_s):
+            factor = self._lateness.factor(slos.ttft_s, now_s)
+            # Not so long that devices would have to run out of work for it.
+            slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
+            first_token_s = waited_s + factor * queue_s + slow_prompt_s
+            terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
+            kept_s = self._turned_away.kept_s(terms, slow_prompt_s, factor, came_s, now_s)
+            late_s = first_token_s + kept_s - slos.ttft_s
+            if late_s > 0:
+                retry_s = max(_SHORTEST_RETRY_S, late_s)
+                return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
+        if slos.tbt_s is None:
+            return None
+        factor = self._refusals.factor(now_s)
+        match self._policy:
+            case Overload.BASELINE:
+                return None
+            case Overload.EARLY_REJECTION:
+                tbt_s = self._tbt_now_s(num_tokens)
+            case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
+                tbt_s = self._tbt_with_s(self._forecast.everything.less(freed.work), num_tokens)
+                if tbt_s is not None and factor * tbt_s > slos.tbt_s:  # else there is never enough to miss it
+                    tbt_s = self._tbt_then_s(now_s + queue_s + prompt_s, freed.work, num_tokens, now_s)
+        return self._check_tbt(None if tbt_s is None else factor * tbt_s, slos.tbt_s)
+
+    def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
+        """A request was rejected so."""
+        if rejection.reason is Reason.TTFT:
+            terms = Terms(request.tenant, request.priority, rejection.slo_s)
+            self._turned_away.note(terms, rejection.prompt_s, now_s)
+
+    def refused(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
+        """It has refused a request when its prefill had ended: a token would take `tbt_s`, as it says."""
+        slot = self._view.slot_of(decode.name)
+        assert slot is not None
+        self._refusals.note(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
+
+    def heard(
+        self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
+    ) -> None:
+        """It says how long a token would take if it decoded all that it has been given; `tbt_slo_s`: the
+        strictest of all that are placed."""
+        if tbt_slo_s is None or tbt_s < NEAR * tbt_slo_s:
+            return
+        slot = self._view.slot_of(decode.name)
+        assert slot is not None
+        if self._view.loads.batch_size[slot]:  # else it has yet to hear that nobody wants these any more
+            self._refusals.note(self._view.step_s(slot, batch_size), tbt_s, now_s)
+
+    def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
+        """Its prefill has ended, which is wasted if the decode instance rejects it now."""
+        if self._policy is not Overload.BASELINE:
+            return None
+        loads, costs = self._view.loads, self._view.decode_costs
+        slot = self._view.slot_of(decode.name)
+        assert slot is not None
+        num_others = loads.num_decoding[slot]
+        if not num_others:
+            return None
+        num_kv_tokens = loads.num_decoding_tokens[slot] + num_tokens
+        return self._check_tbt(costs.predict_s(slot, num_others + 1, num_kv_tokens), slos.tbt_s)
+
+    def _is_probe(self, placement: Placement, now_s: float) -> bool:
+        if placement.prediction.queue_s > _IDLE_S:
+            return False
+        slot = self._view.slot_of(placement.prefill.name)
+        assert slot is not None
+        return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
+
+    def _check_tbt(self, tbt_s: float | None, tbt_slo_s: float | None) -> Rejection | None:
+        """`tbt_s`: predicted; None if some instance decodes nothing then."""
+        if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
+            return None
+        retry_s = max(_SHORTEST_RETRY_S, self._decode_s() * (1 - tbt_slo_s / tbt_s))
+        return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s)
+
+    def _decode_s(self) -> float:
+        """In which all that is decoded now is replaced."""
+        decode_s = self._forecast.decode_s
+        return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
+
+    def _tbt_now_s(self, num_tokens: int) -> float | None:
+        """Of the decode instance that is quickest with one more request; None if one has nothing to do."""
+        loads, costs = self._view.loads, self._view.decode_costs
+        (slots,) = loads.is_decode.nonzero()
+        num_decoding = loads.num_decoding[slots]
+        if not num_decoding.all():
+            return None
+        step_s = (
+            costs.constant_s[slots]
+            + (num_decoding + 1) * costs.first_s[slots]
+            + (loads.num_decoding_tokens[slots] + num_tokens) * costs.second_s[slots]
+        )
+        return float(step_s.min())
+
+    def _next_step_s(self) -> float:
+        """Of all decode instances on average, each with one more request."""
+        pool = self._view.decode_pool()
+        assert pool is not None
+        return float(self._view.next_step_s.dot(pool.are_in)) / pool.num_instances
+
+    def _tbt_then_s(self, prefilled_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
+        """The same of what is expected when its prefill ends, and when the last one does of those that have
+        been accepted: it is decoded beside these as well."""
+        forecast, step_s = self._forecast, self._next_step_s()
+        times_s = [prefilled_s]
+        last_s = min(forecast.last_prefill_s, prefilled_s + forecast.decode_s)
+        if last_s > prefilled_s:
+            times_s.append(last_s)
+        everything, tbts_s = forecast.everything.less(freed), []
+        for time_s in times_s:
+            work = forecast.at(time_s, now_s, step_s).less(freed)
+            tbts_s.append(self._tbt_with_s(work, num_tokens, everything.num_requests - work.num_requests))
+        return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
+
+    def _tbt_with_s(self, work: Work, num_tokens: int, num_absent: float = 0.0) -> float | None:
+        """The same when there is so much work, spread evenly; but those that have ended by then, or come
+        later, are any of all, and chance leaves more on one instance than on others."""
+        pool = self._view.decode_pool()
+        assert pool is not None
+        num_left, num_instances = work.num_requests, pool.num_instances
+        if num_left < num_instances:
+            return None
+        variance = num_left * max(0.0, num_absent) / (num_left + num_absent) * (num_instances - 1)
+        num_more = _DEVIATIONS * math.sqrt(variance) / num_instances
+        num_requests = round(num_left) // num_instances + 1 + num_more
+        num_kv_tokens = work.num_tokens * (1.0 / num_instances + num_more / num_left) + num_tokens
+        return pool.mean_costs.seconds(num_requests, num_kv_tokens)

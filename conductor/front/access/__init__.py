@@ -1,0 +1,1 @@
+"""Access: the API keys of clients, their limits, and who may look after the cluster."""

@@ -1,0 +1,167 @@
+"""Clients' API keys: who may ask, and how much: rates, and how many of a key's choices run at the same time.
+
+Owns: the check of each request's key, each key's counts. Does not know: the file's format
+(`mooncake.security.api_keys`), what is asked, the routes of admins (`admin_access`).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from conductor.front.access.admin_access import ADMIN_PREFIXES
+from conductor.front.access.key_ring import KeyRing
+from conductor.front.errors import RateLimitedError, UnauthorizedError, error_response
+from conductor.front.metrics import Denial, Metrics
+from mooncake.errors import RequestError
+from mooncake.security.api_keys import ApiKey
+
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/metrics", "/version"})
+"""what needs no key: they say nothing of what clients ask"""
+
+
+@dataclass(slots=True)
+class _Use:
+    """Invariant: `0 <= num_left <= max(1, requests_per_minute)`, as of `at_s`."""
+
+    num_left: float
+    at_s: float
+    num_running: int = 0
+    """choices of requests that have not ended"""
+    num_let_in: int = 0
+    num_limited: int = 0
+    """refused, for a limit"""
+
+
+class KeyLimits:
+    """Counts the requests and choices of each key.
+
+    A rate's whole minute may be used at once, then it fills up evenly.
+    """
+
+    def __init__(self) -> None:
+        self._uses: dict[str, _Use] = {}
+
+    def enter(self, key: ApiKey, now_s: float) -> None:
+        """A request begins, of one choice as far as known; `leave` must follow.
+
+        Raises RateLimitedError, and then it has not begun.
+        """
+        use = self._uses.setdefault(key.sha256, _Use(_most(key.requests_per_minute), now_s))
+        try:
+            self._check(use, key, now_s)
+        except RateLimitedError:
+            use.num_limited += 1
+            raise
+        use.num_let_in += 1
+        use.num_running += 1
+
+    def add_choices(self, key: ApiKey, num_more: int) -> None:
+        """A request that has begun turns out to have more than one choice.
+
+        Raises RateLimitedError, or RequestError if they are more than ever may run; then they do not count.
+        """
+        use, most = self._uses[key.sha256], key.max_concurrent
+        if most is not None and use.num_running + num_more > most:
+            use.num_let_in -= 1
+            use.num_limited += 1
+            if num_more >= most:
+                raise RequestError(
+                    f"{num_more + 1} choices are more than the key {key.name!r} may have at the same time,"
+                    f" which are {most}; send several requests",
+                    status=403,
+                    param="n",
+                    code="invalid_value",
+                )
+            raise RateLimitedError(_running(use.num_running - 1, key), retry_after_s=1.0)
+        use.num_running += num_more
+
+    def use_of(self, key: ApiKey) -> _Use | None:
+        """None before its first request."""
+        return self._uses.get(key.sha256)
+
+    def _check(self, use: _Use, key: ApiKey, now_s: float) -> None:
+        rate = key.requests_per_minute
+        if key.max_concurrent is not None and use.num_running >= key.max_concurrent:
+            raise RateLimitedError(_running(use.num_running, key), retry_after_s=1.0)
+        if rate is not None:
+            per_second = rate / 60
+            use.num_left = min(_most(rate), use.num_left + (now_s - use.at_s) * per_second)
+            use.at_s = now_s
+            if use.num_left < 1:
+                message = f"the key {key.name!r} may send {rate:g} requests a minute"
+                raise RateLimitedError(message, retry_after_s=(1 - use.num_left) / per_second)
+            use.num_left -= 1
+
+    def leave(self, key: ApiKey, num_choices: int = 1) -> None:
+        """A request that has begun is over."""
+        self._uses[key.sha256].num_running -= num_choices
+
+
+def _running(num_running: int, key: ApiKey) -> str:
+    return f"{num_running} choices of the key {key.name!r} are running; at most {key.max_concurrent} may"
+
+
+class KeyUse:
+    """Share of a key's limits that an HTTP request holds, from its admission until `end`."""
+
+    def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
+        """Raises RateLimitedError."""
+        self.key = key
+        self._limits = limits
+        self._num_choices = 1
+        limits.enter(key, now_s)
+
+    def take(self, num_choices: int) -> None:
+        """Say once how many choices it has. Raises RequestError."""
+        self._limits.add_choices(self.key, num_choices - 1)
+        self._num_choices = num_choices
+
+    def end(self) -> None:
+        """Nothing of it runs any more."""
+        self._limits.leave(self.key, self._num_choices)
+
+
+def _most(requests_per_minute: float | None) -> float:
+    """Requests that may be sent at once. One, of even the lowest rate."""
+    return max(requests_per_minute or 0.0, 1.0)
+
+
+class AccessControl:
+    """ASGI: lets requests with a valid key through; `request.state.key_use` is what they take of it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        ring: KeyRing,
+        limits: KeyLimits,
+        metrics: Metrics,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app, self._ring, self._limits, self._metrics, self._now = app, ring, limits, metrics, now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+        try:
+            now_s = self._now()
+            key = self._ring.find(None if header is None else header.decode("latin-1"), now_s)
+            use = KeyUse(key, self._limits, now_s)
+        except RequestError as error:
+            is_unknown = isinstance(error, UnauthorizedError)
+            self._metrics.request_denied(Denial.NO_KEY if is_unknown else Denial.LIMIT)
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            scope["state"]["key_use"] = use
+            await self._app(scope, receive, send)
+        finally:
+            use.end()
+
+
+def _is_open(path: str) -> bool:
+    """Whether the path needs no client's key. Routes of admins ask for keys of their own."""
+    return path in OPEN_PATHS or path.startswith(ADMIN_PREFIXES)

@@ -1,0 +1,1 @@
+"""Context caches: beginnings of prompts that clients have stored."""

@@ -1,0 +1,238 @@
+"""Context caches (Mooncake, section 3): beginnings of prompts that clients have stored, by name, for a while.
+
+A cache belongs to the API key that has made it; nobody else can use, see or delete it. What it has saved is
+counted where prompts are: of those that begin with its tokens, as much as the pool turned out to hold.
+
+Owns: the caches, their names, ends and quotas, what they have saved. Does not know: where blocks are, HTTP.
+"""
+
+import pickle
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from conductor.front.openai.prompt import ChatPrefix
+from conductor.front.openai.tools import ToolFields
+from mooncake.errors import RequestError
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.costs import Costs, prefill_quantities
+from mooncake.messages.fronts import KeepContext
+from mooncake.security.api_keys import ApiKey
+
+MAX_CACHES = 256
+"""of one API key: each request looks through them"""
+NO_KEY = "(none)"
+"""stands for the name of the key where there are none; no key can have it"""
+
+
+@dataclass(slots=True)
+class Savings:
+    """Totals. `prefill_s`: what the tokens' prefill was predicted to take."""
+
+    num_prompts: int = 0
+    num_tokens: int = 0
+    prefill_s: float = 0.0
+
+    def add(self, num_tokens: int, costs: Costs | None) -> None:
+        """A prompt found so many tokens. `costs` are those of prefill, None if nothing is known of them."""
+        self.num_prompts += 1
+        self.num_tokens += num_tokens
+        if costs is not None:
+            num_new, num_pairs = prefill_quantities(num_tokens, 0)
+            self.prefill_s += num_new * costs.first_s + num_pairs * costs.second_s
+
+
+class Beginning(NamedTuple):
+    """What a context cache gives to prompts that go on behind it. Goes to processes that read requests: its
+    messages are pickled once, by the one that has read them."""
+
+    token_ids: list[int]
+    chat_prefix_data: bytes | None
+    """the `ChatPrefix` that was given, pickled; None: it was tokens or a text"""
+    cache_salt: str | None
+
+    def check_salt(self, cache_salt: str | None) -> None:
+        """Raises RequestError if a request wants another one."""
+        if cache_salt not in (None, self.cache_salt):
+            raise RequestError(
+                "the context cache was made with another cache_salt; leave cache_salt out, or use its own",
+                param="cache_salt",
+                code="invalid_value",
+            )
+
+    def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
+        """What a conversation that also brings `tools` goes on behind. Raises RequestError."""
+        if self.chat_prefix_data is None:
+            raise RequestError(
+                "this context cache was made from a prompt, and no conversation begins with that; use it in"
+                " /v1/completions, or make one from messages",
+                param="context_cache",
+                code="invalid_value",
+            )
+        if tools:
+            raise RequestError(
+                "tools are at the beginning of a prompt, so they come with its context cache",
+                param="tools",
+                code="invalid_value",
+            )
+        prefix: ChatPrefix = pickle.loads(self.chat_prefix_data)
+        return prefix
+
+    def num_shared(self, prompt: Sequence[int]) -> int:
+        """How many of the prompt's tokens are the first ones of the cache."""
+        return _num_common(self.token_ids, prompt)
+
+
+@dataclass(slots=True, eq=False)
+class ContextCache:
+    """One cache. `keys` name the full blocks of its tokens, behind the root of its salt."""
+
+    id: str
+    name: str | None
+    owner: str
+    """the digest of its API key"""
+    beginning: Beginning
+    keys: list[BlockKey]
+    created_s: float
+    expires_s: float | None = None
+    """None: it is being made"""
+    saved: Savings = field(default_factory=Savings)
+    saved_by_key: Savings = field(default_factory=Savings)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that its key pays for."""
+        return len(self.beginning.token_ids)
+
+
+class CacheUse:
+    """Prompts that begin with a cache's tokens, each as far as `num_shared` says."""
+
+    def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:
+        self._cache, self._num_shared = cache, num_shared
+
+    def count(self, prompt_index: int, num_cached_tokens: int, costs: Costs | None) -> None:
+        """The pool held so many tokens of a prompt."""
+        num_saved = min(num_cached_tokens, self._num_shared[prompt_index])
+        self._cache.saved.add(num_saved, costs)
+        self._cache.saved_by_key.add(num_saved, costs)
+
+
+def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many of the first ones are equal."""
+    if tokens == others[: len(tokens)]:
+        return len(tokens)
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), len(others))
+
+
+class ContextCaches:
+    """All caches of a front. Times are of one clock that the caller has."""
+
+    def __init__(self, default_quota: int) -> None:
+        """`default_quota`: tokens that a key may have in caches if its entry says nothing."""
+        self._default_quota = default_quota
+        self._caches: dict[str, dict[str, ContextCache]] = {}
+        """by owner and id"""
+        self._by_key: dict[str, Savings] = {}
+
+    def add(
+        self,
+        key: ApiKey | None,
+        name: str | None,
+        beginning: Beginning,
+        keys: list[BlockKey],
+        now_s: float,
+    ) -> ContextCache:
+        """A new cache, which is being made.
+
+        Raises RequestError for a name that is taken, or above the quota.
+        """
+        own = self.of(key, now_s)
+        if len(own) >= MAX_CACHES:
+            raise RequestError(
+                f"this API key has {len(own)} context caches, and may have no more; delete others",
+                status=403,
+                code="context_cache_quota_exceeded",
+            )
+        if name is not None and any(cache.name == name for cache in own):
+            raise RequestError(
+                f"there is a context cache {name!r} already; delete it, or choose another name",
+                status=409,
+                param="name",
+                code="context_cache_exists",
+            )
+        quota, num_used = self.quota_of(key), sum(cache.num_tokens for cache in own)
+        if (num_wanted := num_used + len(beginning.token_ids)) > quota:
+            raise RequestError(
+                f"the context caches of this API key would have {num_wanted} tokens, and they"
+                f" may have {quota}; delete others, or let them expire",
+                status=403,
+                code="context_cache_quota_exceeded",
+            )
+        cache = ContextCache(
+            id=f"cache-{secrets.token_hex(16)}",
+            name=name,
+            owner=_owner(key),
+            beginning=beginning,
+            keys=keys,
+            created_s=now_s,
+            saved_by_key=self._by_key.setdefault(NO_KEY if key is None else key.name, Savings()),
+        )
+        self._caches.setdefault(cache.owner, {})[cache.id] = cache
+        return cache
+
+    def find(self, key: ApiKey | None, name: str, now_s: float, param: str | None = None) -> ContextCache:
+        """The cache with this id or name, of this key. Raises RequestError, naming `param`."""
+        for cache in self.of(key, now_s):
+            if name in (cache.id, cache.name):
+                return cache
+        raise RequestError(
+            f"there is no context cache {name[:80]!r}: it has expired, or was never made with this API key",
+            status=404,
+            param=param,
+            code="context_cache_not_found",
+        )
+
+    def of(self, key: ApiKey | None, now_s: float) -> list[ContextCache]:
+        """All caches of this key, oldest first."""
+        return self._living(_owner(key), now_s)
+
+    def kept(self, now_s: float) -> list[KeepContext]:
+        """All that have been made, as the Conductor is told of them."""
+        return [
+            KeepContext(cache.id, cache.keys, cache.expires_s - now_s)
+            for owner in list(self._caches)
+            for cache in self._living(owner, now_s)
+            if cache.expires_s is not None
+        ]
+
+    def remove(self, cache: ContextCache) -> None:
+        """Nobody finds it any more. Idempotent."""
+        self._caches.get(cache.owner, {}).pop(cache.id, None)
+
+    def quota_of(self, key: ApiKey | None) -> int:
+        """In tokens."""
+        given = None if key is None else key.max_context_cache_tokens
+        return self._default_quota if given is None else given
+
+    def by_key(self, now_s: float) -> Iterator[tuple[str, list[ContextCache], Savings]]:
+        """Of every key that has made a cache: its name, its caches, what they and earlier ones have saved."""
+        living: dict[int, list[ContextCache]] = {}
+        for owner in list(self._caches):
+            for cache in self._living(owner, now_s):
+                living.setdefault(id(cache.saved_by_key), []).append(cache)
+        for name, saved in self._by_key.items():
+            yield name, living.get(id(saved), []), saved
+
+    def _living(self, owner: str, now_s: float) -> list[ContextCache]:
+        caches = list(self._caches.get(owner, {}).values())
+        for cache in caches:
+            if cache.expires_s is not None and cache.expires_s <= now_s:
+                self.remove(cache)
+        return [cache for cache in caches if cache.expires_s is None or now_s < cache.expires_s]
+
+
+def _owner(key: ApiKey | None) -> str:
+    return "" if key is None else key.sha256

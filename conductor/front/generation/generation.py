@@ -1,0 +1,226 @@
+"""One HTTP request's way through the cluster: its choices, from submission to the last token.
+
+Owns: the choices' texts, counts and ends, and that nothing goes on when nobody wants it any more.
+Does not know: HTTP, the answer's format, where the tokens come from.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from conductor.front.generation.link import Link
+from conductor.front.generation.reception import Event, Lost, Receive, Received
+from conductor.front.generation.request_log import RequestLog
+from conductor.front.generation.text import TextStream
+from conductor.front.metrics import Metrics
+from conductor.front.openai.model import ServedModel
+from conductor.front.requests.validation import Job
+from mooncake.errors import OverloadedError
+from mooncake.messages.requests import FinishReason, Request, SamplingParams, TokenLogprobs
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one choice has gained. `text` may be empty; `token_ids` are those that `usage` counts.
+
+    If logprobs are wanted: those of each token, and where in the choice's text it begins, in characters.
+    """
+
+    choice_index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    offsets: Sequence[int] = ()
+
+
+_MAX_TOKENS_AT_ONCE = 1 << 16
+"""of prompts, submitted in one turn of the event loop"""
+
+
+class Usage(NamedTuple):
+    """Tokens of a whole HTTP request; each prompt counts once, however many choices it has."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    """`last_s` is the time of its latest tokens; None: none yet. `gaps_s` lie between its steps."""
+
+    index: int
+    request: Request
+    text: TextStream
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    ttft_s: float = 0.0
+    last_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class Generation:
+    """The choices of one job. `arrived_s` is the loop's time at which its HTTP request came."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: ServedModel,
+        link: Link,
+        metrics: Metrics,
+        request_log: RequestLog,
+        arrived_s: float,
+    ) -> None:
+        self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
+        self._request_log = request_log
+        self._lost: Lost | None = None
+        self._now = asyncio.get_running_loop().time
+        self._choices = {
+            request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
+            for index, request in enumerate(job.requests(link.reply_to))
+        }
+        self._running: dict[str, _Choice] = {}
+        self._num_unsubmitted = len(self._choices)
+        self._num_prompt_tokens = job.num_prompt_tokens
+        self._num_cached: dict[int, int] = {}
+        """by prompt: the least of its choices that have begun; others may find what that one computed"""
+        self._num_completion_tokens = 0
+        self._is_closed = False
+
+    async def begin(self, receive: Receive) -> None:
+        """Submit all choices; what comes for them goes to `receive`. Raises RequestError.
+
+        Must be closed (`aclosing`), also when it has raised: that cancels the choices that still run.
+        """
+        num_tokens = 0
+        for request_id, choice in self._choices.items():
+            num_tokens += len(choice.request.token_ids)
+            if num_tokens > _MAX_TOKENS_AT_ONCE:
+                await asyncio.sleep(0)
+                num_tokens = len(choice.request.token_ids)
+            if self._is_closed:  # an earlier choice has failed meanwhile
+                return
+            await self._link.submit(choice.request, receive)
+            self._running[request_id] = choice
+            self._num_unsubmitted -= 1
+            self._metrics.choice_submitted()
+
+    @property
+    def is_over(self) -> bool:
+        """Every choice has ended."""
+        return not self._running and not self._num_unsubmitted
+
+    def gain(self, event: Event) -> Delta | None:
+        """What a choice has gained with `event`, the next that was received. Raises RequestError.
+
+        None: the choice had ended by a stop string, and this was on its way. With a finish reason it has
+        ended, and `end` is to follow.
+        """
+        choice = self._running.get(event.request_id)
+        if choice is None:
+            return None
+        if isinstance(event, Lost):
+            self._lost = event
+            if isinstance(event.error, OverloadedError):
+                self._metrics.choice_rejected(self._now() - self._arrived_s)
+            raise event.error
+        plain = choice.text.plain
+        if plain is None or event.finish_reason is not None:
+            return self._advance(choice, event)
+        self._count(choice, len(event.token_ids), event.num_cached_tokens)
+        return Delta(choice.index, plain.push(event.token_ids), event.token_ids, None)
+
+    async def end(self, request_id: str, reason: FinishReason) -> None:
+        """A choice has all of its tokens."""
+        choice = self._running.pop(request_id)
+        await self._link.cancel(request_id)
+        self._metrics.choice_ended(started=True)
+        latency_s = self._now() - self._arrived_s
+        self._metrics.choice_finished(reason, latency_s, choice.ttft_s, choice.gaps_s)
+        self._log(choice, reason.value)
+
+    async def aclose(self) -> None:
+        """Nobody wants more of it. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for request_id, choice in self._running.items():
+            await self._link.cancel(request_id)
+            self._metrics.choice_ended(started=choice.last_s is not None)
+            is_lost = self._lost is not None and self._lost.request_id == request_id
+            self._log(choice, str(self._lost.error) if self._lost is not None and is_lost else "aborted")
+        self._running.clear()
+        for prompt_index, num_cached in self._num_cached.items():
+            self._metrics.prompt_received(len(self._job.prompts[prompt_index].token_ids), num_cached)
+            if self._job.cache_use is not None:
+                self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            self._num_prompt_tokens,
+            sum(self._num_cached.values()),
+            self._num_completion_tokens,
+        )
+
+    def _advance(self, choice: _Choice, event: Received) -> Delta:
+        token_ids, finish_reason = event.token_ids, event.finish_reason
+        ended_by_token = (
+            finish_reason is FinishReason.STOP
+            and bool(token_ids)
+            and token_ids[-1] in choice.request.sampling.stop_token_ids
+        )
+        decoded = choice.text.push(token_ids[:-1] if ended_by_token else token_ids)
+        text = decoded.text
+        if decoded.stopped:
+            token_ids, finish_reason = token_ids[: decoded.num_tokens], FinishReason.STOP
+        elif finish_reason is not None:
+            rest = choice.text.flush()
+            text += rest.text
+            finish_reason = FinishReason.STOP if rest.stopped else finish_reason
+        self._count(choice, len(token_ids), event.num_cached_tokens)
+        if not event.logprobs:
+            return Delta(choice.index, text, token_ids, finish_reason)
+        logprobs = event.logprobs[: len(token_ids)]
+        # The token that ended the choice has no text: it begins where that ends.
+        offsets = [*decoded.offsets, choice.text.num_chars][: len(logprobs)]
+        return Delta(choice.index, text, token_ids, finish_reason, logprobs, offsets)
+
+    def _count(self, choice: _Choice, num_tokens: int, num_cached_tokens: int) -> None:
+        now_s, gap_s = self._now(), None
+        if choice.last_s is None:
+            # A later attempt finds what the first one computed; the client is told of the first.
+            choice.num_cached_tokens = num_cached_tokens
+            prompt = choice.index // self._job.num_choices_per_prompt
+            self._num_cached[prompt] = min(num_cached_tokens, self._num_cached.get(prompt, num_cached_tokens))
+            choice.ttft_s = now_s - self._arrived_s
+            self._metrics.choice_started(choice.ttft_s)
+        else:
+            gap_s = now_s - choice.last_s
+            choice.gaps_s.append(gap_s)
+        self._metrics.tokens_received(num_tokens, gap_s)
+        self._num_completion_tokens += num_tokens
+        choice.num_tokens += num_tokens
+        choice.last_s = now_s
+
+    def _log(self, choice: _Choice, how: str) -> None:
+        self._request_log.ended(
+            choice.request.request_id,
+            how,
+            num_prompt_tokens=len(choice.request.token_ids),
+            num_cached_tokens=choice.num_cached_tokens,
+            num_tokens=choice.num_tokens,
+            ttft_s=None if choice.last_s is None else choice.ttft_s,
+            gaps_s=choice.gaps_s,
+        )
+
+
+def _text_of(sampling: SamplingParams, job: Job, model: ServedModel) -> TextStream:
+    wants_logprobs = sampling.num_logprobs is not None
+    # The mark of calls may be a special token.
+    hides_special_tokens = job.tools is None or model.special_token(job.tools.tool_format.begin) is None
+    detokenizer = model.new_detokenizer(hides_special_tokens)
+    return TextStream(detokenizer, job.stops, sampling.min_tokens, counts_offsets=wants_logprobs)

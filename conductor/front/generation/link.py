@@ -1,0 +1,329 @@
+"""The front's two connections: one to the Conductor, one where workers send tokens.
+
+Owns: the heartbeat with the Conductor, the requests in flight. Does not know: HTTP, text, which of the tokens
+that arrive are new (`reception`).
+
+The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
+knows nothing of the requests in flight: they fail, and their clients may try again. Of context caches it is
+told anew. The same requests fail when the Conductor had given this front up. Each heartbeat names them, so
+that both sides see what a break of the connection has swallowed.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from conductor.front.errors import GenerationFailedError, UnavailableError
+from conductor.front.generation.reception import Lost, Receive, Received, Reception
+from mooncake.errors import ConfigError, OverloadedError, RequestError
+from mooncake.messages.bus import PeerGoneError, Router
+from mooncake.messages.costs import Costs
+from mooncake.messages.fronts import (
+    Cancel,
+    ClusterState,
+    Continue,
+    Drain,
+    DropContext,
+    Ended,
+    Failed,
+    FromFront,
+    FrontHello,
+    InFlight,
+    InstanceDrains,
+    Interrupted,
+    KeepContext,
+    Rejected,
+    Submit,
+    TokenOutput,
+    Tokens,
+    Unknown,
+)
+from mooncake.messages.requests import Request
+from mooncake.messages.workers import PROTOCOL_VERSION, RegisterRefused
+from mooncake.security.keys import ClusterKey
+
+HEARTBEAT_S = 1.0
+CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
+MAX_UNANSWERED = 5
+"""heartbeats, of a Conductor that is there. Not seconds: a process that was stopped for some would find its
+Conductor gone, whose answers it has only not read yet"""
+MAX_BEATS_FOR_LAST_TOKENS = 3
+"""heartbeats, once the Conductor has said that all tokens were sent, or that it does not have the request;
+not seconds, for the same reason"""
+_MAX_OUTPUTS_AT_ONCE = 128
+"""of workers, handled in one turn of the event loop"""
+STREAM_TIMEOUT_S = 30.0
+"""without a token while the Conductor is gone, which alone could place the request again"""
+
+log = logging.getLogger(__name__)
+
+FromConductor = (
+    ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Unknown | InstanceDrains
+)
+
+
+class ConductorPeer(Protocol):
+    """The way to the Conductor: `mooncake.messages.bus.Dealer`, or a `mooncake.messages.line.Line` within
+    its process.
+    """
+
+    async def send(self, message: FromFront, /) -> None:
+        """Does not wait. Raises PeerGoneError."""
+
+    async def recv(self) -> FromConductor:
+        """The next message."""
+
+
+class Link:
+    """A front's connection to the cluster. `run` must run for anything to arrive."""
+
+    def __init__(
+        self,
+        conductor: ConductorPeer,
+        reply_endpoint: str,
+        key: ClusterKey,
+        fingerprint: str,
+        block_size: int,
+        on_dropped: Callable[[], None] = lambda: None,
+        kept: Callable[[], Sequence[KeepContext]] = tuple,
+        step: contextlib.AbstractContextManager[None] | None = None,
+    ) -> None:
+        """Raises ConfigError for an unusable endpoint. `on_dropped` is called for each stale output, `kept`
+        for the context caches that a restarted Conductor is to be told of. `step` is entered while the tokens
+        of one message go to those who receive them.
+        """
+        self._conductor = conductor
+        self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
+        self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
+        self._block_size = block_size
+        self._on_dropped, self._kept = on_dropped, kept
+        self._step = step or contextlib.nullcontext()
+        self._in_flight: dict[str, Reception] = {}
+        self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
+        self._cluster: ClusterState | None = None
+        self._num_unanswered = 0
+        self.first_answer = asyncio.Event()
+        """set once the Conductor has answered"""
+        self._ended: UnavailableError | None = None
+
+    @property
+    def reply_to(self) -> str:
+        """The endpoint where workers send this front's tokens."""
+        return self._replies.endpoint
+
+    @property
+    def cluster(self) -> ClusterState | None:
+        """What the Conductor said last, or None if it has left `MAX_UNANSWERED` heartbeats unanswered."""
+        return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
+
+    @property
+    def prefill_costs(self) -> Costs | None:
+        """What the Conductor has learned of them; None before there was an instance."""
+        return None if self._cluster is None else self._cluster.prefill_costs
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._in_flight)
+
+    def num_received(self, request_id: str) -> int | None:
+        """Tokens of a request that have come; None if it is not in flight."""
+        reception = self._in_flight.get(request_id)
+        return None if reception is None else len(reception.token_ids)
+
+    async def run(self) -> None:
+        """Receive until cancelled, then close the workers' socket."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._receive_from_conductor())
+                group.create_task(self._receive_tokens())
+                group.create_task(self._beat())
+        finally:
+            self._replies.close()
+
+    async def submit(self, request: Request, receive: Receive) -> None:
+        """Send `request`; its tokens, or the reason why none follow, go to `receive`.
+
+        Raises UnavailableError.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._in_flight[request.request_id] = Reception(request, receive, _now())
+        try:
+            await self._conductor.send(Submit(request))
+        except PeerGoneError as error:
+            del self._in_flight[request.request_id]
+            raise UnavailableError(f"the conductor does not answer: {error}") from None
+
+    async def cancel(self, request_id: str) -> None:
+        """Forget the request, and tell the Conductor unless it has ended by itself."""
+        if self._in_flight.pop(request_id, None) is not None:
+            # Without a Conductor there is nobody to tell; it forgets the request when it restarts.
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(Cancel(request_id))
+
+    async def drain(self, instance: str, *, is_wanted: bool) -> InstanceDrains:
+        """Tell an instance to finish what it runs, or to serve again. Raises UnavailableError."""
+        answer = self._drains.setdefault(instance, asyncio.get_running_loop().create_future())
+        try:
+            await self._conductor.send(Drain(instance, is_wanted))
+            return await asyncio.wait_for(asyncio.shield(answer), CONDUCTOR_TIMEOUT_S)
+        except (PeerGoneError, TimeoutError):
+            raise UnavailableError("the conductor does not answer") from None
+
+    async def tell(self, message: KeepContext | DropContext) -> None:
+        """Of a context cache. Raises UnavailableError."""
+        try:
+            await self._conductor.send(message)
+        except PeerGoneError as error:
+            raise UnavailableError(f"the conductor does not answer: {error}") from None
+
+    async def end(self, error: UnavailableError) -> None:
+        """Nothing more is submitted, and what is in flight ends with `error`."""
+        self._ended = error
+        await self._give_up(error)
+
+    async def _give_up(self, error: RequestError) -> None:
+        while self._in_flight:  # with one choice of an answer the others end
+            await self._lose(next(iter(self._in_flight)), error)
+
+    async def _lose(self, request_id: str, error: RequestError) -> None:
+        """Its tokens, if more of them come, are of no use."""
+        reception = self._in_flight[request_id]
+        await self.cancel(request_id)
+        reception.receive(Lost(request_id, error))
+
+    async def _beat(self) -> None:
+        while True:
+            self._num_unanswered += 1
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(self._hello)
+                await self._conductor.send(InFlight(list(self._in_flight)))
+            await asyncio.sleep(HEARTBEAT_S)
+            self._fail_what_lost_its_end()
+            if self.cluster is None:
+                oldest_s = _now() - STREAM_TIMEOUT_S
+                for request_id in [key for key, value in self._in_flight.items() if value.last_s < oldest_s]:
+                    self._end(request_id, GenerationFailedError("the conductor is gone and no tokens arrive"))
+
+    def _fail_what_lost_its_end(self) -> None:
+        for request_id, reception in list(self._in_flight.items()):
+            if reception.num_sent is not None or reception.is_unknown:
+                reception.is_unknown = False
+                self._wait_for_less(request_id, reception)
+
+    def _wait_for_less(self, request_id: str, reception: Reception) -> None:
+        """One more heartbeat without tokens, of which there are no more."""
+        reception.num_silent_beats += 1
+        if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
+            self._end(request_id, reception.what_is_missing)
+
+    async def _receive_from_conductor(self) -> None:
+        while True:
+            match await self._conductor.recv():
+                case ClusterState() as cluster:
+                    await self._adopt(cluster)
+                case RegisterRefused(message):
+                    raise ConfigError(f"the conductor refused this front: {message}")
+                case Rejected(request_id, status, message, retry_after_s):
+                    self._end(request_id, _rejection(status, message, retry_after_s))
+                case InstanceDrains(instance) as drains:
+                    if (answer := self._drains.pop(instance, None)) is not None:
+                        answer.set_result(drains)
+                case Interrupted(request_id):
+                    await self._continue(request_id)
+                case Failed(request_id, message):
+                    self._end(request_id, GenerationFailedError(message))
+                case Ended(request_id, num_output_tokens):
+                    if (reception := self._in_flight.get(request_id)) is not None:
+                        reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
+                        reception.num_silent_beats = 0
+                case Unknown(request_ids):
+                    for request_id in request_ids:
+                        # After a break it answers several heartbeats at once, and tokens are on their way.
+                        if (reception := self._in_flight.get(request_id)) is not None:
+                            reception.is_unknown = True
+
+    async def _continue(self, request_id: str) -> None:
+        """The request's decode instance is lost: say how far its answer has come."""
+        reception = self._in_flight.get(request_id)
+        answer = (
+            Cancel(request_id)  # it ended in the meantime
+            if reception is None
+            else Continue(reception.request.continued(reception.token_ids, self._block_size))
+        )
+        with contextlib.suppress(PeerGoneError):  # it will ask again
+            await self._conductor.send(answer)
+
+    async def _adopt(self, cluster: ClusterState) -> None:
+        restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch
+        self._cluster, self._num_unanswered = cluster, 0
+        self.first_answer.set()
+        if restarted:
+            log.warning("the conductor has restarted; %d requests fail", len(self._in_flight))
+            # They are cancelled too: they may have reached the new one already.
+            await self._give_up(GenerationFailedError("the conductor has restarted; try again"))
+            with contextlib.suppress(PeerGoneError):  # gone again
+                for context in self._kept():
+                    await self._conductor.send(context)
+        elif not cluster.known and self._in_flight:
+            log.warning("the conductor had given this front up; %d requests fail", len(self._in_flight))
+            # What it said of their end may have been lost with the connection.
+            await self._give_up(
+                GenerationFailedError("the conductor had lost its connection to this front; try again")
+            )
+
+    async def _receive_tokens(self) -> None:
+        num_outputs = 0
+        while True:
+            _, message = await self._replies.recv()
+            num_outputs += len(message.outputs)
+            if num_outputs > _MAX_OUTPUTS_AT_ONCE:
+                await asyncio.sleep(0)  # messages that have queued up must not starve the event loop
+                num_outputs = len(message.outputs)
+            now_s = _now()
+            with self._step:
+                for output in message.outputs:
+                    try:
+                        self._deliver(output, now_s)
+                    except GenerationFailedError as error:
+                        await self._lose(output.ref.request_id, error)
+
+    def _deliver(self, output: TokenOutput, now_s: float) -> None:
+        """Raises GenerationFailedError as `Reception.accept`."""
+        request_id = output.ref.request_id
+        reception = self._in_flight.get(request_id)
+        if reception is None:
+            self._on_dropped()
+            return
+        new = reception.accept(output)
+        if new is None:
+            self._on_dropped()
+            return
+        reception.last_s, reception.num_silent_beats = now_s, 0
+        if output.finish_reason is not None:
+            del self._in_flight[request_id]
+        if new or output.finish_reason is not None:
+            logprobs = output.logprobs and output.logprobs[len(output.token_ids) - len(new) :]
+            reception.receive(
+                Received(request_id, new, output.num_cached_tokens, output.finish_reason, logprobs)
+            )
+
+    def _end(self, request_id: str, error: RequestError) -> None:
+        reception = self._in_flight.pop(request_id, None)
+        if reception is not None:  # else the client has gone in the meantime
+            reception.receive(Lost(request_id, error))
+
+
+def _rejection(status: int, message: str, retry_after_s: float | None) -> RequestError:
+    if status == 429:
+        return OverloadedError(message, 1.0 if retry_after_s is None else retry_after_s)
+    if status == 503:
+        return UnavailableError(message, 1.0 if retry_after_s is None else retry_after_s)
+    return RequestError(message, status=status)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

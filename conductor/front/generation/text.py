@@ -1,0 +1,169 @@
+"""From token ids to the text that a client may see: incremental decoding and stop strings.
+
+Owns: what is held back and where a text is cut. Does not know: requests, HTTP.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+
+from conductor.front.openai.model import Detokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """`num_tokens` is how many of the pushed tokens belong to the answer; fewer than pushed after a stop.
+
+    `offsets`: where in the text each of these tokens begins, in characters; if the stream counts them.
+    """
+
+    text: str
+    num_tokens: int
+    stopped: bool
+    offsets: Sequence[int] = ()
+
+
+class _StopStrings:
+    """All stop strings at once, as the automaton of Aho and Corasick: a state is the longest end of a text
+    that one of them begins with. So a character costs the same, however many strings there are, and how long.
+    """
+
+    __slots__ = ("fallback", "following", "held", "longest")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops)
+        self.following: list[dict[str, int]] = [{}]
+        """by state and next character"""
+        self.held = [0]
+        """of each state: its length"""
+        self.fallback = [0]
+        """of each state: the longest shorter end of it that a stop string begins with"""
+        self.longest = [0]
+        """of each state: the length of the longest stop string that it ends with; 0: of none"""
+        for stop in stops:
+            self._add(stop)
+        states = deque(self.following[0].values())
+        while states:
+            state = states.popleft()
+            self.longest[state] = self.longest[state] or self.longest[self.fallback[state]]
+            for character, longer in self.following[state].items():
+                self.fallback[longer] = self.after(self.fallback[state], character)
+                states.append(longer)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            longer = self.following[state].get(character)
+            if longer is None:
+                longer = self.following[state][character] = len(self.following)
+                self.following.append({})
+                self.held.append(self.held[state] + 1)
+                self.fallback.append(0)
+                self.longest.append(0)
+            state = longer
+        self.longest[state] = len(stop)
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        following, fallback = self.following, self.fallback
+        while state and character not in following[state]:
+            state = fallback[state]
+        return following[state].get(character, 0)
+
+
+_stop_strings = lru_cache(maxsize=4)(_StopStrings)
+"""a request's choices have the same"""
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first, and lets no part of one through.
+
+    What comes out does not depend on how the text is divided into pieces: a text is cut before the stop
+    string that ends first, and of several that end together, before the one that begins first.
+    """
+
+    __slots__ = ("_held", "_state", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = _stop_strings(tuple(stops)) if stops else None
+        self._state = 0
+        self._held = (
+            ""  # always the longest end of the text so far that may be the beginning of a stop string
+        )
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string was found."""
+        stops = self._stops
+        if stops is None:
+            return text, False
+        num_held, state = len(self._held), self._state
+        text = self._held + text
+        for index in range(num_held, len(text)):
+            state = stops.after(state, text[index])
+            if stops.longest[state]:
+                self._held, self._state = "", 0
+                return text[: index + 1 - stops.longest[state]], True
+        self._state = state
+        num_shown = len(text) - stops.held[state]
+        self._held = text[num_shown:]
+        return text[:num_shown], False
+
+    def flush(self) -> str:
+        """The text that was held back, now that no more follows."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+
+class TextStream:
+    """The text of one choice."""
+
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_chars", "_num_tokens", "plain")
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        counts_offsets: bool = False,
+    ) -> None:
+        """No stop string is looked for in the text of the first `min_tokens` tokens."""
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self.plain = None if stops or counts_offsets else detokenizer
+        """what it gives is shown as it is, until `flush`; None if tokens are looked at one by one"""
+        self._num_tokens = 0
+        self._num_chars = 0
+
+    def push(self, token_ids: Sequence[int]) -> Decoded:
+        """Decode more tokens. After `stopped` nothing more may be pushed."""
+        if self.plain is not None:
+            return Decoded(self.plain.push(token_ids), len(token_ids), False)
+        shown, offsets = "", []
+        # One by one: the number of tokens up to a stop string must not depend on how they were sent.
+        for num_tokens, token_id in enumerate(token_ids, start=1):
+            offsets.append(self._num_chars)
+            decoded = self._detokenizer.push([token_id])
+            self._num_chars += len(decoded)
+            self._num_tokens += 1
+            text, stopped = decoded, False
+            if self._num_tokens > self._min_tokens:
+                text, stopped = self._matcher.push(decoded)
+            shown += text
+            if stopped:
+                return Decoded(shown, num_tokens, True, offsets)
+        return Decoded(shown, len(token_ids), False, offsets)
+
+    @property
+    def num_chars(self) -> int:
+        """Characters decoded so far, of a stream that counts them."""
+        return self._num_chars
+
+    def flush(self) -> Decoded:
+        """The rest, at the end of a generation. `num_tokens` is 0: they were counted when pushed."""
+        # A character that max_tokens cut in two is left out rather than shown as garbage.
+        text, stopped = self._matcher.push(self._detokenizer.flush().rstrip(_REPLACEMENT))
+        return Decoded(text if stopped else text + self._matcher.flush(), 0, stopped)

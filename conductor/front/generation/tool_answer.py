@@ -1,0 +1,90 @@
+"""An assistant's message that may have tool calls, in OpenAI's JSON: whole, and as deltas.
+
+Owns: ids of calls, finish reasons. Does not know: where text comes from, chunks and choices.
+"""
+
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from conductor.front.openai.tool_calls import Arguments, CallStart, Event, Text, ToolCallParser, ToolFormat
+from conductor.front.openai.tools import ToolUse
+from mooncake.messages.requests import FinishReason
+
+_ID_ALPHABET = string.ascii_letters + string.digits
+_MISTRAL_ID_CHARS = 9  # its templates refuse others
+
+
+class ToolAnswer:
+    """Of one choice."""
+
+    def __init__(self, tools: ToolUse) -> None:
+        self._tools = tools
+        self._parser = ToolCallParser(tools.tool_format, tools.names, tools.max_calls)
+        self._events: Sequence[Event] = ()
+        self._content: list[str] = []
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []
+        """each with the pieces of its arguments"""
+
+    def see(self, text: str, finish_reason: FinishReason | None) -> None:
+        """More of the answer; with a reason, the last of it. `deltas` or `gather` is to follow."""
+        events = self._parser.push(text)
+        if finish_reason is not None:
+            events += self._parser.finish(is_cut=finish_reason is FinishReason.LENGTH)
+        # What must be calls and is none is the beginning of one, which was cut.
+        self._events = [event for event in events if not (self._tools.must_call and isinstance(event, Text))]
+
+    @property
+    def is_over(self) -> bool:
+        """All calls that are wanted are there, and whole."""
+        return self._parser.is_over
+
+    def deltas(self) -> list[dict[str, Any]]:
+        """What has been seen adds this to the message."""
+        return [self._delta(event) for event in self._events]
+
+    def gather(self) -> None:
+        """Keep what has been seen."""
+        for event in self._events:
+            match event:
+                case Text(more):
+                    self._content.append(more)
+                case CallStart(_, name):
+                    self._calls.append((self._call(name), []))
+                case Arguments(_, piece):
+                    self._calls[-1][1].append(piece)
+
+    def message(self) -> dict[str, Any]:
+        """The message of all that was gathered. Content is null if there is none beside calls."""
+        content = "".join(self._content)
+        calls = []
+        for call, pieces in self._calls:
+            function = {**call["function"], "arguments": "".join(pieces)}
+            calls.append({**call, "function": function})
+        message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def finish_reason(self, reason: FinishReason | None) -> str | None:
+        """`reason` as clients expect it. An answer that stopped within a call has none to be made."""
+        has_calls = self._parser.num_calls > 0 and not self._parser.is_within_call
+        if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
+            return "tool_calls"
+        return reason
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Text(text):
+                return {"content": text}
+            case CallStart(number, name):
+                return {"tool_calls": [{"index": number, **self._call(name)}]}
+            case Arguments(number, piece):
+                return {"tool_calls": [{"index": number, "function": {"arguments": piece}}]}
+
+    def _call(self, name: str) -> dict[str, Any]:
+        return {"id": self._new_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+
+    def _new_id(self) -> str:
+        if self._tools.tool_format is ToolFormat.MISTRAL:
+            return "".join(secrets.choice(_ID_ALPHABET) for _ in range(_MISTRAL_ID_CHARS))
+        return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,166 @@
+"""Where HTTP comes in: ids of requests, the size of bodies, and what becomes of bugs.
+
+`RequestIds` is around the whole application; `Boundary` is within what adds headers to all responses (CORS).
+
+Owns: that every response has an id and that no exception leaves without OpenAI's error body.
+Does not know: routes.
+"""
+
+import asyncio
+import difflib
+import logging
+import re
+import secrets
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from conductor.front.errors import UnavailableError, error_response
+from conductor.front.openai.body import Received
+from conductor.front.openai.schema import REQUEST_ID_PATTERN, shortened
+from mooncake.errors import RequestError
+
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+_TRACE_PARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})(?P<id>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-|$)"
+)
+_ID_HEADERS = frozenset({b"x-request-id", b"traceparent"})
+log = logging.getLogger(__name__)
+
+
+async def read_body(request: Request, max_bytes: int) -> Received:
+    """Raises RequestError for more than `max_bytes`, ClientDisconnect if the client hangs up."""
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    body, has_more = Received(), True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body.add(message.get("body", b""))
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        has_more = message.get("more_body", False)
+    return body
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    message = f"the request body is larger than {max_bytes} bytes; send less"
+    return RequestError(message, status=413, code="request_too_large")
+
+
+class RequestIds:
+    """Gives each request an id that its response carries: the client's, or that of the trace which it is part
+    of (W3C Trace Context). HEAD is answered as GET; the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        state = scope.setdefault("state", {})
+        state["request_id"] = _given_id(scope) or secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = (b"x-request-id", state["request_id"].encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _given_id(scope: Scope) -> str | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given = {name: value.decode("latin-1") for name, value in headers if name in _ID_HEADERS}
+    if _REQUEST_ID.fullmatch(given.get(b"x-request-id", "")):
+        return given[b"x-request-id"]
+    trace = _TRACE_PARENT.match(given.get(b"traceparent", ""))
+    return None if trace is None else trace["id"]
+
+
+class Boundary:
+    """Turns bugs, and the server's end, into an error body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def noting_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_start)
+        except asyncio.CancelledError:
+            if started:
+                raise
+            # The server ends, and cancels what has not: a request that is still being sent.
+            await error_response(UnavailableError("the server is shutting down"))(scope, receive, send)
+        except Exception:
+            log.exception("request %s met a bug", scope["state"]["request_id"])
+            if started:
+                raise
+            error = RequestError("internal error; the server's log says more", status=500, code="internal")
+            await error_response(error)(scope, receive, send)
+
+
+def response_to(error: RequestError | ClientDisconnect) -> Response:
+    """What a request that cannot be answered gets; nobody reads it if the client has gone."""
+    return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
+
+
+def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
+    """Call it behind the last route. `unserved` are paths that others have: their absence has a code."""
+
+    @app.exception_handler(RequestError)
+    async def on_request_error(_: Request, error: RequestError) -> Response:
+        return response_to(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
+        return response_to(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path, code, headers = shortened(request.url.path), None, dict(error.headers or {})
+        if error.status_code == 404:
+            hint = ";"
+            if request.url.path.startswith(unserved):
+                code = "unsupported_endpoint"
+            elif near := difflib.get_close_matches(path, app.openapi()["paths"], n=1):
+                hint = f"; did you mean {near[0]}?"
+            message = f"there is no {request.method} {path} here{hint} GET /openapi.json lists what there is"
+        elif error.status_code == 405:
+            # Starlette names those of the first route that fits.
+            allowed = ", ".join(_methods_of(app, request.url.path))
+            headers["Allow"] = allowed.replace("GET", "GET, HEAD")
+            message = f"{path} does not take {request.method}; use {allowed}"
+        else:
+            message = error.detail
+        return error_response(RequestError(message, status=error.status_code, code=code), headers)
+
+
+def _methods_of(app: FastAPI, path: str) -> list[str]:
+    """Those of all routes of a path."""
+    scope = {"type": "http", "path": path, "headers": []}
+    return [
+        method
+        for method in ("DELETE", "GET", "POST")
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.routes)
+    ]

@@ -1,0 +1,50 @@
+"""The certificate of HTTPS: checked at the start, and taken anew from its files when they change.
+
+Owns: the TLS context of the listeners. Does not know: who listens.
+"""
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+
+from conductor.front.http.watching import WatchedFiles
+from mooncake.errors import ConfigError
+from mooncake.security.https import load_certificate
+
+_LOOK_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Certificate:
+    """`context` is to be used for every handshake."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        """Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
+        self._cert, self._key = cert, key
+        self._files = WatchedFiles([cert, key])
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load_into(self.context)
+
+    async def follow(self) -> None:
+        """Until cancelled. Connections that are open go on; new ones get what the files hold by then."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Once. What cannot be used is logged, and changes nothing."""
+        if not self._files.have_changed():
+            return
+        try:
+            # On trial: half of a new pair must not get into the context that is used.
+            self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            self._load_into(self.context)
+        except ConfigError as error:  # one file may have been written, and not the other yet
+            log.error("the certificate stays as it was: %s", error)
+        else:
+            log.warning("the certificate has been read again")
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        load_certificate(context, self._cert, self._key)

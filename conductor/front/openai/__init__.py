@@ -1,0 +1,1 @@
+"""OpenAI's vocabulary: the fields of bodies, messages, tools, and the prompt that they make."""

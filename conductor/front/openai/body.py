@@ -1,0 +1,130 @@
+"""A request's body: from bytes to the fields that a schema names.
+
+Owns: JSON, and errors in the words of clients who have written JSON. Does not know: what a field means.
+"""
+
+import contextlib
+import gc
+import reprlib
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from conductor.front.openai.schema import shortened
+from mooncake.errors import RequestError
+
+Schema = TypeVar("Schema", bound=BaseModel)
+_PIECE_BYTES = 1 << 17
+
+# Pydantic's words are about Python; a client has written JSON.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_pattern_mismatch": "1 to 128 visible ASCII characters",
+    "string_too_long": "a shorter string",
+    "string_too_short": "at least one character",
+    "string_type": "a string",
+    "too_short": "at least one item",
+}
+
+
+class Received:
+    """A body as it came, in pieces: the event loop would stand still while a large one is copied, above all
+    into memory that this machine uses for the first time."""
+
+    def __init__(self) -> None:
+        self.pieces = [bytearray()]
+        """each but the last has at least `_PIECE_BYTES`, and few have many more"""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def add(self, part: bytes) -> None:
+        if len(self.pieces[-1]) >= _PIECE_BYTES:
+            self.pieces.append(bytearray())
+        self.pieces[-1] += part
+
+    def count(self, byte: bytes) -> int:
+        """How often it has this byte."""
+        return sum(piece.count(byte) for piece in self.pieces)
+
+    def whole(self) -> bytes:
+        """A copy in one piece."""
+        return b"".join(self.pieces)
+
+
+@contextlib.contextmanager
+def refusing_depth() -> Generator[None, None, None]:
+    """Values of a body can be nested so deeply that whoever looks at them runs out of stack."""
+    try:
+        yield
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply", code="invalid_json") from None
+
+
+def parse(
+    schema: type[Schema], body: bytes, check: Callable[[Mapping[str, object]], None] | None = None
+) -> Schema:
+    """The object in `body`. Raises RequestError that names the first wrong field.
+
+    `check` sees the bare values first: turning many of them into objects holds up all threads.
+    """
+    if not body:
+        raise RequestError("the request body is empty; expected a JSON object", code="invalid_json")
+    gc.disable()  # it would look again and again at the millions of lists that a hostile body can hold
+    try:
+        with refusing_depth():
+            value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reason = _invalid_utf8(body) or str(error)
+        raise RequestError(f"the request body is not valid JSON: {reason}", code="invalid_json") from None
+    finally:
+        gc.enable()
+    if not isinstance(value, dict):
+        raise RequestError("the request body must be a JSON object", code="invalid_json")
+    if check is not None:
+        check(value)
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def _invalid_utf8(body: bytes) -> str | None:
+    """Name the first byte of the body that is no UTF-8: the parser counts within one string only."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"byte 0x{body[error.start]:02x} at position {error.start} is no UTF-8"
+    return None
+
+
+def _first_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
+    path = shortened(path)
+    if first["type"] == "missing":
+        return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {path!r}", param=path, code="unknown_parameter")
+    if first["type"] == "too_long":
+        most, given = first["ctx"]["max_length"], first["input"]
+        num = len(given) if isinstance(given, list | dict) else "more"
+        return RequestError(
+            f"{path or 'the request body'}: at most {most} are allowed, got {num}",
+            param=path or None,
+            code="array_above_max_length" if isinstance(given, list) else "invalid_value",
+        )
+    expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    return RequestError(
+        f"{path or 'the request body'}: expected {expected}, got {shortened(reprlib.repr(first['input']))}",
+        param=path or None,
+        code="invalid_value",
+    )

@@ -1,0 +1,249 @@
+"""The fields of OpenAI's requests: those that are served, and those that are refused by name.
+
+A field that would change the answer is never dropped in silence: it is served, or it has its neutral value,
+or the request is refused. Null means "not given" everywhere, as at OpenAI.
+
+Owns: field names, types, bounds and neutral values. Does not know: prompts and tokens (`validation`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+
+from conductor.front.openai.fields import WHOLE, ListOf, at_most
+from conductor.front.openai.response_format import ResponseFormat
+from conductor.front.openai.tools import MAX_TOOLS, ToolCallFields, ToolChoice, ToolFields
+from mooncake.errors import RequestError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 512
+MAX_CACHE_NAME_CHARS = 64
+MAX_BAD_WORDS = 128
+MAX_BIASES = 1024
+MAX_TEMPLATE_VARIABLES = 32
+MAX_TOP_LOGPROBS = 20
+REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
+"""What may go into a header and a log line."""
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[str, Bias],
+    Field(max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    at_most(MAX_BIASES),
+]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TemplateVariables = Annotated[
+    dict[str, SkipValidation[Any]],
+    Field(max_length=MAX_TEMPLATE_VARIABLES, description="variables of the chat template"),
+    at_most(MAX_TEMPLATE_VARIABLES),
+]
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Fields that are not served, with the values under which they ask for nothing."""
+
+
+_UNSERVED: Neutral = {
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+_UNSERVED_IN_CHAT: Neutral = {
+    **_UNSERVED,
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSERVED_IN_COMPLETIONS: Neutral = {
+    **_UNSERVED,
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_UNSERVED_IN_MESSAGE: Neutral = {
+    # What OpenAI's own client puts into an assistant's message when it is sent back.
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+}
+_UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
+
+
+def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
+    """For the document: the fields that `check_extra_fields` lets through, and that there are no others."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        for name, neutral in unserved.items():
+            schema["properties"][name] = {"enum": [None, *neutral], "description": "not served"}
+        schema["additionalProperties"] = False
+
+    return describe
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains besides the answer."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_STREAM_OPTIONS)
+    )
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: in each chunk")
+
+
+class GenerationFields(BaseModel):
+    """What chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = Field(default=None, description="0 or -1: all tokens")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Biases | None = None
+    bad_words: Annotated[ListOf[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
+    response_format: ResponseFormat | None = None
+    priority: Priority | None = Field(None, description="lower goes first")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    stop: SkipValidation[Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None] = None
+    stop_token_ids: ListOf[SkipValidation[int]] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    context_cache: Annotated[str, Field(max_length=MAX_CACHE_NAME_CHARS)] | None = Field(
+        None, description="id or name: the prompt goes on behind this context cache"
+    )
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
+    user: str | None = None
+    metadata: dict[str, SkipValidation[Any]] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class TextPart(BaseModel):
+    """One of several texts that a message consists of."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation; `content` is text or a list of text parts, or nothing beside calls."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_MESSAGE)
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: SkipValidation[str | list[TextPart] | None] = None
+    name: str | None = None
+    tool_calls: ListOf[ToolCallFields] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Body of `/v1/chat/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=_with_unserved(_UNSERVED_IN_CHAT))
+
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    tools: Annotated[ListOf[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: SkipValidation[ToolChoice | None] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `/v1/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=_with_unserved(_UNSERVED_IN_COMPLETIONS))
+
+    prompt: SkipValidation[Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1)]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+
+
+def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
+    """Raises RequestError, naming the field, for fields that are unknown or ask for what is not served."""
+    if isinstance(request, ChatCompletionRequest):
+        _check(request, _UNSERVED_IN_CHAT, "")
+        check_message_fields(request.messages)
+    else:
+        _check(request, _UNSERVED_IN_COMPLETIONS, "")
+    if request.stream_options is not None:
+        _check(request.stream_options, _UNSERVED_IN_STREAM_OPTIONS, "stream_options.")
+
+
+def check_message_fields(messages: Sequence[Message]) -> None:
+    """As `check_extra_fields`."""
+    for index, message in enumerate(messages):
+        _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
+
+
+def _check(fields: BaseModel, unserved: Neutral, path: str) -> None:
+    for name, value in (fields.model_extra or {}).items():
+        if name not in unserved:
+            raise RequestError(
+                f"unknown field {path + shortened(name)!r}", param=path + name, code="unknown_parameter"
+            )
+        if value is not None and not any(_same(value, neutral) for neutral in unserved[name]):
+            raise RequestError(
+                f"{path}{name} is not supported by this server; leave it out",
+                param=path + name,
+                code="unsupported_parameter",
+            )
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # False == 0 in Python, but `logprobs: 0` asks for something and `logprobs: false` does not.
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def check_model(name: str | None, served_model_name: str) -> None:
+    """Raises RequestError for a model that is not the one served."""
+    if name not in (None, served_model_name):
+        raise RequestError(
+            f"the model {shortened(str(name))!r} does not exist; this server serves {served_model_name!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def shortened(text: str, num_chars: int = 80) -> str:
+    """`text` for an error message: a client's mistake must not come back in megabytes."""
+    return text if len(text) <= num_chars else text[:num_chars] + "..."

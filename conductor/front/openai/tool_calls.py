@@ -1,0 +1,249 @@
+"""Tool calls in a model's text: what is a call, what is text for people.
+
+Pure and incremental: text in, events out, as early as they are certain. The events of a text, joined, do not
+depend on how it was divided into pieces.
+
+Owns: families' formats, the marks around calls, and when it is certain what is one. Does not know: requests,
+OpenAI's JSON.
+"""
+
+import re
+from collections.abc import Collection
+from enum import Enum, StrEnum, auto
+from typing import NamedTuple
+
+from conductor.front.openai.call_object import CallObject, NotACallError
+
+
+class ToolFormat(StrEnum):
+    """How a family of models writes calls; values of `http.tool_parser`."""
+
+    HERMES = "hermes"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen"""
+    LLAMA3_JSON = "llama3_json"
+    """the whole text is `{"name": ..., "parameters": {...}}`, several with semicolons: Llama 3"""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`"""
+
+    @property
+    def begin(self) -> str:
+        """What stands before calls; empty: calls begin with the text."""
+        return {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(self, "")
+
+    @property
+    def end(self) -> str:
+        """What stands behind calls, if anything."""
+        return "</tool_call>" if self is ToolFormat.HERMES else ""
+
+    @property
+    def arguments_key(self) -> str:
+        """Of a call's object, as the model is to write it."""
+        return "parameters" if self is ToolFormat.LLAMA3_JSON else "arguments"
+
+
+def takes_tools(template: str) -> bool:
+    """Whether a chat template has a place for tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def format_of_template(template: str) -> ToolFormat | None:
+    """How the model that comes with this chat template writes calls; None: in no way that is known."""
+    if not takes_tools(template) or "<function=" in template:
+        return None
+    if "[TOOL_CALLS]" in template:
+        return ToolFormat.MISTRAL
+    if "<tool_call>" in template:
+        return ToolFormat.HERMES
+    if '"parameters": ' in template and "ipython" in template:
+        return ToolFormat.LLAMA3_JSON
+    return None
+
+
+class Text(NamedTuple):
+    """For people."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """The `number`-th call, from 0 on."""
+
+    number: int
+    name: str
+
+
+class Arguments(NamedTuple):
+    """More of a call's arguments, which together are JSON if the model has written JSON."""
+
+    number: int
+    piece: str
+
+
+Event = Text | CallStart | Arguments
+
+_SEPARATORS = "[],;"
+
+
+class _In(Enum):
+    """What the rest of the text is a part of."""
+
+    TEXT = auto()
+    BETWEEN = auto()  # behind the mark of calls, no call has begun
+    CALL = auto()
+
+
+class ToolCallParser:
+    """Of one answer. Calls of functions that are not in `names` are text.
+
+    White space around calls belongs to nobody. Calls beyond `max_calls` are left out.
+    """
+
+    def __init__(self, tool_format: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
+        self._format, self._names, self._max_calls = tool_format, names, max_calls
+        self._in = _In.TEXT if tool_format.begin else _In.BETWEEN
+        self._rest = ""
+        """has not been looked at"""
+        self._raw = ""
+        """is text if no call comes of it"""
+        self._space = ""
+        self._object = CallObject(names)
+        self._is_given = False
+        """the call has been told of"""
+        self.num_calls = 0
+        self.is_over = False
+        """all calls that are wanted are whole"""
+        self._events: list[Event] = []
+
+    def push(self, text: str) -> list[Event]:
+        """The events that `text` makes certain."""
+        self._rest += text
+        while self._rest and self._step():
+            pass
+        return self._take()
+
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """What was held back, now that no more follows. If the text `is_cut`, what a call may begin with is
+        one's beginning, and not text."""
+        may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
+        # Else it is a part of the mark behind calls.
+        if (self._raw or self._in is _In.TEXT) and not (is_cut and may_be_call):
+            self._say(self._raw + self._rest)
+        self._raw = self._rest = ""
+        if self._space and not self.num_calls:
+            self._events.append(Text(self._space))
+        self._space = ""
+        return self._take()
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the arguments of the latest call are not whole."""
+        return self._in is _In.CALL and self._is_given
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _step(self) -> bool:
+        """Whether there may be more to do."""
+        match self._in:
+            case _In.TEXT:
+                return self._step_text()
+            case _In.BETWEEN:
+                return self._step_between()
+            case _In.CALL:
+                return self._step_call()
+
+    def _step_text(self) -> bool:
+        mark = self._format.begin
+        if not mark:
+            self._say(self._rest)
+            self._rest = ""
+            return False
+        found = self._rest.find(mark)
+        if found < 0:
+            num_held = _num_common(self._rest, mark)
+            self._say(self._rest[: len(self._rest) - num_held])
+            self._rest = self._rest[len(self._rest) - num_held :]
+            return False
+        self._say(self._rest[:found])
+        self._rest, self._raw, self._in = self._rest[found + len(mark) :], mark, _In.BETWEEN
+        return True
+
+    def _step_between(self) -> bool:
+        mark = self._format.end
+        if mark.startswith(self._rest[: len(mark)]) and mark:
+            if len(self._rest) < len(mark):
+                return False
+            if self._raw:  # marks around nothing
+                self._say(self._raw + mark)
+            self._raw, self._rest, self._in = "", self._rest[len(mark) :], _In.TEXT
+            return True
+        char = self._rest[0]
+        if char == "{":
+            self._object, self._is_given, self._in = CallObject(self._names), False, _In.CALL
+        elif char.isspace() or (char in _SEPARATORS and (self._format.begin or self.num_calls)):
+            self._raw += char if self._raw or not self.num_calls else ""
+            self._rest = self._rest[1:]
+        else:
+            self._give_up()
+        return True
+
+    def _step_call(self) -> bool:
+        start = 0
+        while start < len(self._rest):
+            try:
+                end = self._object.push_plain(self._rest, start)
+                if end == start:
+                    self._object.push(self._rest[start])
+                    end += 1
+            except NotACallError:
+                self._raw += self._rest[start]
+                self._rest = self._rest[start + 1 :]
+                self._give_up()
+                return True
+            self._raw += "" if self._is_given else self._rest[start:end]
+            start = end
+            if self._object.is_call and not self._is_given:
+                self._begin_call()
+            if self._object.has_ended:
+                self._rest = self._rest[start:]
+                self._give_arguments()
+                self._is_given, self._in = False, _In.BETWEEN
+                self.is_over = self.num_calls == self._max_calls
+                return True
+        self._rest = ""
+        self._give_arguments()
+        return False
+
+    def _begin_call(self) -> None:
+        assert self._object.name is not None
+        self._is_given, self._raw, self._space = True, "", ""
+        self.num_calls += 1
+        if self._is_wanted:
+            self._events.append(CallStart(self.num_calls - 1, self._object.name))
+
+    def _give_arguments(self) -> None:
+        if self._is_given and (piece := self._object.take()) and self._is_wanted:
+            self._events.append(Arguments(self.num_calls - 1, piece))
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+    def _give_up(self) -> None:
+        """It is text after all."""
+        self._say(self._raw)
+        self._raw, self._in = "", _In.TEXT
+
+    def _say(self, text: str) -> None:
+        """White space waits until it is known whether text or a call follows."""
+        text = self._space + text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if said:
+            self._events.append(Text(said))
+
+
+def _num_common(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that `mark` begins with."""
+    return next(num for num in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:num]))

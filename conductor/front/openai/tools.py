@@ -1,0 +1,164 @@
+"""Tools that a chat request offers to the model, and how it may use them.
+
+Owns: the fields `tools`, `tool_choice`, `parallel_tool_calls`, and calls in messages. Does not know: how
+calls are found in text (`tool_calls`), templates' languages.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+
+from conductor.front.openai.fields import KnownFields
+from conductor.front.openai.tool_calls import ToolFormat
+from mooncake.errors import RequestError
+
+MAX_TOOLS = 128
+_NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class FunctionFields(KnownFields):
+    """A function; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=_NAME_PATTERN)]
+    description: str | None = None
+    parameters: dict[str, SkipValidation[Any]] | None = None
+    strict: bool | None = None
+
+
+class ToolFields(KnownFields):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class NamedFunction(KnownFields):
+    """The one that must be called."""
+
+    name: str
+
+
+class NamedTool(KnownFields):
+    """A `tool_choice` that says which."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(BaseModel):
+    """What an assistant has called; `arguments` is JSON."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: Annotated[str, Field(pattern=_NAME_PATTERN)]
+    arguments: str
+
+
+class ToolCallFields(BaseModel):
+    """One of `tool_calls` of an assistant's message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def rendered(self, path: str) -> dict[str, Any]:
+        """For templates, which want an object for arguments. Raises RequestError."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            where = f"{path}.function.arguments"
+            raise RequestError(f"{where}: expected a JSON object", param=where, code="invalid_value")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request wants of its tools. `functions` are those that may be called.
+
+    `must_call`: the answer is calls and nothing else; `is_named`: of the one function that is named.
+    """
+
+    tool_format: ToolFormat
+    functions: tuple[FunctionFields, ...]
+    must_call: bool
+    is_named: bool
+    max_calls: int | None
+
+    @property
+    def names(self) -> list[str]:
+        """Of all functions."""
+        return [function.name for function in self.functions]
+
+    def bare(self) -> "ToolUse":
+        """What answers need to know: the functions' names, nothing that a client has written at length."""
+        return replace(self, functions=tuple(FunctionFields(name=name) for name in self.names))
+
+
+def tool_use(
+    tools: Sequence[ToolFields],
+    tool_choice: object,
+    parallel_tool_calls: bool | None,
+    tool_format: ToolFormat | None,
+) -> ToolUse | None:
+    """None: there are no calls to look for. Raises RequestError."""
+    functions = {tool.function.name: tool.function for tool in tools}
+    if len(functions) < len(tools):
+        raise RequestError("tools: two functions have the same name", param="tools", code="invalid_value")
+    named = _named_by(tool_choice)
+    if not tools and (named is not None or tool_choice == "required"):
+        raise RequestError("tool_choice needs tools", param="tool_choice", code="invalid_value")
+    if not tools or tool_choice == "none":
+        return None
+    if named is not None and named not in functions:
+        raise RequestError(
+            f"tool_choice: {named!r} is none of the tools", param="tool_choice", code="invalid_value"
+        )
+    if tool_format is None:
+        raise RequestError(
+            "this model's chat template is not known to take tools; start the server with --http-tool-parser"
+            " hermes, llama3_json or mistral, as the model writes calls, or leave tools out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    must_call = named is not None or tool_choice == "required"
+    # A model that must go on calling or end, and would rather say something, repeats calls.
+    is_single = named is not None or parallel_tool_calls is False or (must_call and not parallel_tool_calls)
+    return ToolUse(
+        tool_format,
+        tuple(functions.values()) if named is None else (functions[named],),
+        must_call=must_call,
+        is_named=named is not None,
+        max_calls=1 if is_single else None,
+    )
+
+
+def _named_by(tool_choice: object) -> str | None:
+    """The function that must be called, if one is named."""
+    match tool_choice:
+        case None | "none" | "auto" | "required":
+            return None
+        case {"type": "function", "function": {"name": str(name), **more}, **rest} if not more and not rest:
+            return name
+        case _:
+            raise RequestError(
+                'tool_choice: expected "none", "auto", "required" or'
+                ' {"type": "function", "function": {"name": ...}}',
+                param="tool_choice",
+                code="invalid_value",
+            )
+
+
+def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
+    """For templates."""
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]

@@ -1,0 +1,45 @@
+"""The process of a front beside the Conductor's own: `python -m conductor.front.process.service`, `--role
+front`.
+
+Owns: its connection to the Conductor. Does not know: instances, context caches, which the Conductor's own
+front keeps.
+"""
+
+import contextlib
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from conductor.front.generation.link import FromConductor
+from conductor.front.process.server import listen
+from conductor.front.process.server import serve as serve_front
+from conductor.front.process.starting import announce, front_config, open_model
+from mooncake.messages.bus import Dealer, peer_identity
+from mooncake.node.process import Ready, child_main
+from mooncake.node.process_config import FrontProcess
+
+_LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits for any more
+
+
+async def serve(process: FrontProcess) -> None:
+    """Open the model's description, listen, serve until cancelled."""
+    config, key = process.config, process.cluster_key
+    with contextlib.closing(listen(config.http.host, config.http.port)) as listener:
+        model = await open_model(config)
+        identity = peer_identity(process.name, process.incarnation)
+        conductor: Dealer[FromConductor] = Dealer(config.conductor.endpoint, identity, FromConductor, key)
+        try:
+            await serve_front(
+                front_config(config, model.name, key, makes_context_caches=False),
+                model.served,
+                conductor,
+                CollectorRegistry(),
+                listener,
+                lambda url: announce(Ready(url)),
+            )
+        finally:
+            conductor.close(linger_s=_LAST_WORDS_S)
+
+
+if __name__ == "__main__":
+    child_main(FrontProcess, serve, lambda _: uvloop.new_event_loop())

@@ -1,0 +1,73 @@
+"""How a process that has a front comes to serve: its model, its front's settings, the moment it is ready.
+
+Owns: what of the configuration goes to a front. Does not know: where the Conductor is.
+"""
+
+import asyncio
+import gc
+from typing import NamedTuple
+
+from conductor.front.config import FrontConfig
+from conductor.front.openai.model import ServedModel, load_served_model
+from conductor.front.openai.tool_calls import ToolFormat
+from mooncake.config.settings import Config
+from mooncake.messages.blocks import KVDtype
+from mooncake.model.checkpoint import open_checkpoint
+from mooncake.node.process import Ready, report
+from mooncake.security.keys import ClusterKey
+
+_NUM_NEW_OBJECTS = 20_000
+"""that outlive each other, before garbage is looked for among them"""
+
+
+class OpenedModel(NamedTuple):
+    """The configured model. `name` is the checkpoint's own."""
+
+    name: str
+    dtype: KVDtype
+    served: ServedModel
+
+
+async def open_model(config: Config) -> OpenedModel:
+    """Raises ModelError."""
+    checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
+    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    tool_format = None if config.http.tool_parser == "auto" else ToolFormat(config.http.tool_parser)
+    served = await asyncio.to_thread(
+        load_served_model, checkpoint, dtype, config.kvcache.block_size, tool_format
+    )
+    return OpenedModel(checkpoint.name, dtype, served)
+
+
+def front_config(
+    config: Config, model_name: str, key: ClusterKey, *, makes_context_caches: bool
+) -> FrontConfig:
+    """Of the front of one process. `model_name`: what clients ask for unless the configuration says."""
+    return FrontConfig(
+        host=config.http.host,
+        port=config.http.port,
+        reply_endpoint=config.conductor.reply_endpoint,
+        served_model_name=config.served_model_name or model_name,
+        ttft_slo_s=config.conductor.ttft_slo_s,
+        tbt_slo_s=config.conductor.tbt_slo_s,
+        slo_classes={name: promised.priority for name, promised in config.conductor.slo_classes.items()},
+        max_request_bytes=int(config.http.max_request_bytes),
+        api_keys_file=config.http.api_keys_file,
+        admin_listen=config.http.admin_listen,
+        admin_keys_file=config.http.admin_keys_file,
+        context_cache_tokens=config.http.context_cache_tokens if makes_context_caches else None,
+        tls_cert=config.http.tls_cert,
+        tls_key=config.http.tls_key,
+        cors_origins=tuple(config.http.cors_origins),
+        cluster_key=key,
+    )
+
+
+def announce(ready: Ready) -> None:
+    """The process serves from now on."""
+    # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
+    gc.collect()
+    gc.freeze()
+    # One message with the tokens of all streams makes more of them than Python lets come between two looks.
+    gc.set_threshold(_NUM_NEW_OBJECTS, *gc.get_threshold()[1:])
+    report(ready)

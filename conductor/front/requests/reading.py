@@ -1,0 +1,184 @@
+"""Bodies of requests, read where they hold up nobody: brief ones at once, others beside the event loop.
+
+Owns: which are brief, what goes to the processes of `offload` and comes back. Does not know: HTTP, what is
+read (`validation`, `tokenization`, `context_beginnings`), context caches' owners.
+"""
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from conductor.front.caches.context_caches import Beginning
+from conductor.front.errors import RETRY_AFTER_S
+from conductor.front.http.offload import Answer, Lane, Offload
+from conductor.front.openai.body import Received
+from conductor.front.openai.model import ServedModel
+from conductor.front.requests.context_beginnings import NewBeginning, read_beginning
+from conductor.front.requests.grammars import WantedGrammar
+from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, check_num_ids
+from conductor.front.requests.validation import (
+    CacheWantedError,
+    Endpoint,
+    Job,
+    Prompt,
+    is_brief,
+    job_of,
+    read_job,
+    read_request,
+)
+from mooncake.errors import GrammarError, OverloadedError, RequestError
+from mooncake.messages.blocks import KEY_BYTES
+from mooncake.security.api_keys import ApiKey
+
+MAX_BRIEF_BYTES = 8192
+"""Reading more takes long enough (milliseconds) to be felt in the streams."""
+_MAX_SHORT_BYTES = 1 << 18
+_MAX_WAITING_GRAMMARS = 16
+_MAX_GRAMMARS_KEPT = 32
+
+FindCache = Callable[[str], Beginning]
+"""By id or name. Raises RequestError."""
+
+
+class _JobTask(NamedTuple):
+    endpoint: Endpoint
+    key: ApiKey | None
+    cache: Beginning | None
+
+
+class _BeginningTask(NamedTuple):
+    key: ApiKey | None
+
+
+class _TokensTask(NamedTuple):
+    kind: AboutTokens
+
+
+class Reading:
+    """Of one front. Needs a running event loop; `run` must run."""
+
+    def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
+        """Forks: nothing else may run in this process that a copy of it could wait for."""
+        self._model, self._name, self._max_choices = model, served_model_name, max_choices
+        self._offload = Offload({Lane.SHORT: self._read, Lane.LONG: self._read, Lane.GRAMMAR: self._compile})
+        self._good_grammars = OrderedDict[str, None]()
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        await self._offload.run()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._offload.close()
+
+    async def job(self, endpoint: Endpoint, body: Received, key: ApiKey | None, find_cache: FindCache) -> Job:
+        """The valid job in `body`; its grammar is one. Raises RequestError."""
+        cache = None
+        if len(body) <= MAX_BRIEF_BYTES:
+            request = read_request(endpoint, body.whole(), self._model, self._name)
+            if is_brief(request):
+                return await self._checked(job_of(request, self._model, self._max_choices, key), key)
+            if request.context_cache is not None:
+                cache = find_cache(request.context_cache)
+        answer = await self._ask(_JobTask(endpoint, key, cache), body, key)
+        if isinstance(answer.value, CacheWantedError):
+            cache = find_cache(answer.value.name)
+            answer = await self._ask(_JobTask(endpoint, key, cache), body, key)
+        return await self._checked(await _unpacked(answer.value, answer.parts), key)
+
+    async def beginning(self, body: Received, key: ApiKey | None) -> NewBeginning:
+        """What a new context cache is to have. Raises RequestError."""
+        if len(body) <= MAX_BRIEF_BYTES:
+            return read_beginning(body.whole(), self._model, self._name, key)
+        answer = await self._ask(_BeginningTask(key), body, key)
+        new: NewBeginning = answer.value
+        return new._replace(job=await _unpacked(new.job, answer.parts))
+
+    async def about_tokens(self, kind: AboutTokens, body: Received, key: ApiKey | None) -> bytes:
+        """The answer to `/tokenize` or `/detokenize`, in JSON. Raises RequestError."""
+        if kind is AboutTokens.DETOKENIZE:
+            check_num_ids(body, self._model)
+        if len(body) <= MAX_BRIEF_BYTES:
+            answer = answer_about_tokens(kind, body.whole(), self._model, self._name, only_brief=True)
+            if answer is not None:
+                return answer
+        [data] = (await self._ask(_TokensTask(kind), body, key)).parts
+        return data
+
+    async def _ask(self, task: Any, body: Received, key: ApiKey | None) -> Answer:
+        lane = Lane.SHORT if len(body) <= _MAX_SHORT_BYTES else Lane.LONG
+        return await self._offload.do(lane, task, _tenant(key), body.pieces)
+
+    async def _checked(self, job: Job, key: ApiKey | None) -> Job:
+        if job.grammar is not None:
+            await self._check(job.grammar, key)
+        return job
+
+    async def _check(self, grammar: WantedGrammar, key: ApiKey | None) -> None:
+        good = self._good_grammars
+        if grammar.text in good:
+            good.move_to_end(grammar.text)
+            return
+        if (num_waiting := self._offload.num_waiting(Lane.GRAMMAR)) >= _MAX_WAITING_GRAMMARS:
+            raise OverloadedError(f"{num_waiting} grammars are being compiled", RETRY_AFTER_S)
+        try:
+            await self._offload.do(Lane.GRAMMAR, grammar.text, _tenant(key))
+        except GrammarError as error:
+            raise RequestError(
+                f"{grammar.field}: {error}", param=grammar.field, code="invalid_schema"
+            ) from None
+        good[grammar.text] = None
+        if len(good) > _MAX_GRAMMARS_KEPT:
+            good.popitem(last=False)
+
+    # -- in other processes ---------------------------------------------------------------------------
+
+    def _read(self, task: _JobTask | _BeginningTask | _TokensTask, body: bytes) -> Answer:
+        model, name = self._model, self._name
+        match task:
+            case _JobTask(endpoint, key, cache):
+                try:
+                    job = read_job(endpoint, body, model, name, self._max_choices, key, cache)
+                except CacheWantedError as wanted:
+                    return Answer(wanted)
+                return Answer(*_packed(job))
+            case _BeginningTask(key):
+                new = read_beginning(body, model, name, key)
+                head, parts = _packed(new.job)
+                return Answer(new._replace(job=head), parts)
+            case _TokensTask(kind):
+                answer = answer_about_tokens(kind, body, model, name)
+                assert answer is not None, "it may have any length"
+                return Answer(None, [answer])
+
+    def _compile(self, text: str, _body: bytes) -> Answer:
+        self._model.grammars.compile(text)
+        return Answer(None)
+
+
+def _tenant(key: ApiKey | None) -> str:
+    return "" if key is None else key.sha256
+
+
+def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
+    """The job without its prompts, and these: each one's token ids and keys."""
+    parts = []
+    for prompt in job.prompts:
+        parts += [array("I", prompt.token_ids).tobytes(), b"".join(prompt.keys)]
+    return msgspec.structs.replace(job, prompts=[]), parts
+
+
+async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
+    """The whole job. Others have turns between its prompts, which together may have millions of tokens."""
+    prompts = []
+    for ids, keys in zip(parts[::2], parts[1::2], strict=True):
+        token_ids = array("I")
+        token_ids.frombytes(ids)
+        starts = range(0, len(keys), KEY_BYTES)
+        prompts.append(Prompt(token_ids.tolist(), [keys[start : start + KEY_BYTES] for start in starts]))
+        await asyncio.sleep(0)
+    return msgspec.structs.replace(job, prompts=prompts)

@@ -1,0 +1,35 @@
+"""The SLO class that a client names for a request, and on whose behalf it asks.
+
+Owns: the header, who may have which class. Does not know: what a class promises (`conductor.rules`).
+"""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from conductor.front.requests.validation import Job
+from mooncake.errors import RequestError
+from mooncake.security.api_keys import ApiKey
+
+SLO_CLASS_HEADER = "x-mooncake-slo-class"
+
+
+def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
+    """The job in the class of this name, or in none; for the tenant whose key it is.
+
+    `priorities`: of all classes; that of its class replaces the job's own. Raises RequestError for a class
+    that does not exist, or whose priority the key must not have.
+    """
+    if name is None and key is None:
+        return job
+    tenant = "" if key is None else key.name
+    if name is None:
+        return replace(job, tenant=tenant)
+    if name not in priorities:
+        known = ", ".join(sorted(priorities)) or "none (conductor.slo_classes)"
+        message = f"X-Mooncake-SLO-Class: there is no class {name[:64]!r}; there are {known}"
+        raise RequestError(message, code="unknown_slo_class")
+    if key is not None and key.priority is not None and priorities[name] < key.priority:
+        message = f"X-Mooncake-SLO-Class: {name} has priority {priorities[name]}, this API key {key.priority}"
+        raise RequestError(message, status=403, code="invalid_value")
+    return replace(job, tenant=tenant, slo_class=name, priority=priorities[name])

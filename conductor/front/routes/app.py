@@ -1,0 +1,191 @@
+"""The routes.
+
+Owns: paths, readiness. Does not know: how an answer comes about (`generation`, `response`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from fastapi.telemetry import TelemetryConfig
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from conductor.front.access.access import AccessControl, KeyLimits
+from conductor.front.access.access_metrics import AccessMetrics
+from conductor.front.access.admin_access import AdminAccess
+from conductor.front.access.key_ring import KeyRing
+from conductor.front.errors import RateLimitedError
+from conductor.front.generation.answer import AnswerFormat
+from conductor.front.generation.generation import Generation
+from conductor.front.generation.response import GenerationResponse, outcome_of
+from conductor.front.http.boundary import Boundary, answer_errors, response_to
+from conductor.front.metrics import Denial, Outcome
+from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, check_model
+from conductor.front.requests.slo_classes import SLO_CLASS_HEADER, in_class
+from conductor.front.requests.tokenization import AboutTokens, DetokenizeRequest, TokenizeRequest
+from conductor.front.requests.validation import Endpoint
+from conductor.front.routes.admin import admin
+from conductor.front.routes.context_api import context_caches
+from conductor.front.routes.monitoring import monitoring
+from conductor.front.routes.openapi import describe, described
+from conductor.front.routes.pages import add_pages
+from conductor.front.routes.shared import Front, key_of, take_choices
+from mooncake.errors import RequestError
+
+UNSERVED_ENDPOINTS = tuple(
+    f"/v1/{name}"
+    for name in (
+        *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files"),
+        *("fine_tuning", "images", "messages", "moderations", "realtime", "rerank", "responses", "score"),
+        *("threads", "uploads", "vector_stores", "videos"),
+    )
+)
+"""OpenAI's and vLLM's, so that a client learns that it is not a misspelling. 404: clients retry a 501"""
+
+# The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+
+log = logging.getLogger(__name__)
+
+
+class _ShortWay:
+    """ASGI: POST requests for these paths are answered here. They are routes of the application as well, so
+    that it describes them; on its way to a route each request pays for what other routes need."""
+
+    def __init__(self, app: ASGIApp, answers: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+        self._app, self._answers = app, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            answer = self._answers.get(scope["path"])
+        if answer is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await answer(Request(scope, receive, send))
+        except (RequestError, ClientDisconnect) as error:
+            response = response_to(error)
+        await response(scope, receive, send)
+
+
+def create_app(front: Front, access: AdminAccess) -> FastAPI:
+    """The HTTP API of `front`, whose link someone else runs. `access`: who may use the routes of admins, if
+    they are here. Raises ConfigError for unusable API keys."""
+    app = FastAPI(
+        title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
+    )
+
+    async def generate(endpoint: Endpoint, request: Request) -> Response:
+        arrived_s, key = asyncio.get_running_loop().time(), key_of(request)
+        try:
+            body = await front.read_body(request)
+            job = await front.read_job(endpoint, body, key)
+            slo_class = request.headers.get(SLO_CLASS_HEADER)
+            job = in_class(job, slo_class, front.config.slo_classes, key)
+            take_choices(request, len(job.sampling))
+        except RateLimitedError:
+            front.metrics.request_denied(Denial.LIMIT)
+            raise
+        except RequestError as error:
+            front.metrics.request_ended(outcome_of(error))
+            raise
+        except ClientDisconnect:
+            front.metrics.request_ended(Outcome.ABORTED)
+            raise
+        if job.client_request_id is not None:
+            request.scope["state"]["request_id"] = job.client_request_id
+        log.debug("request %s is %s", request.scope["state"]["request_id"], job.id)
+        return GenerationResponse(
+            Generation(job, front.model, front.link, front.metrics, front.request_log, arrived_s),
+            AnswerFormat(job, front.config.served_model_name, front.model),
+            job.stream,
+            front.metrics,
+        )
+
+    async def chat_completions(request: Request) -> Response:
+        return await generate(Endpoint.CHAT, request)
+
+    async def completions(request: Request) -> Response:
+        return await generate(Endpoint.COMPLETION, request)
+
+    generating = (
+        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/completions", completions, CompletionRequest),
+    )
+    app.add_middleware(_ShortWay, answers={path: answer for path, answer, _ in generating})
+    if (keys_file := front.config.api_keys_file) is not None:
+        ring, limits = KeyRing(keys_file), KeyLimits()
+        app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
+        AccessMetrics(ring, limits, front.registry)
+    app.add_middleware(Boundary)
+    if front.config.cors_origins:  # outside: browsers ask for permission without a key, and are told of bugs
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=front.config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+
+    for path, answer, schema in generating:
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=described(schema))
+
+    @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
+    async def tokenized(request: Request) -> Response:
+        return await front.about_tokens(AboutTokens.TOKENIZE, request)
+
+    @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+    async def detokenized(request: Request) -> Response:
+        return await front.about_tokens(AboutTokens.DETOKENIZE, request)
+
+    served = {
+        "id": front.config.served_model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "mooncake-serve",
+        "max_model_len": front.model.context_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [served]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        check_model(name, front.config.served_model_name)
+        return JSONResponse(served)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/live")
+    async def live() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def served_version() -> Response:
+        return JSONResponse({"version": version("mooncake-serve")})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        cluster = front.ready_cluster()
+        return JSONResponse(
+            {"status": "ready", "num_prefill": cluster.num_prefill, "num_decode": cluster.num_decode}
+        )
+
+    app.include_router(context_caches(front))
+    if front.config.admin_listen is None:
+        app.include_router(admin(front.link, access))
+        app.include_router(monitoring(front.registry, front.display, front.link, access))
+    add_pages(app, front.config.served_model_name)
+    answer_errors(app, UNSERVED_ENDPOINTS)
+    describe(app, needs_key=front.config.api_keys_file is not None)
+    return app

@@ -1,0 +1,69 @@
+"""`GET /openapi.json`: what the routes take, and how they answer.
+
+Owns: the document. Does not know: what a route does. Bodies are described from what parses them.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from conductor.front.access.access import OPEN_PATHS
+
+_REFERENCE = "#/components/schemas/{model}"
+_METHODS = frozenset({"get", "post", "delete"})
+_STREAMED = frozenset({"/v1/chat/completions", "/v1/completions"})
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+                "param": _NULLABLE,
+                "code": _NULLABLE,
+            },
+        }
+    },
+}
+
+
+def described(body: type[BaseModel]) -> dict[str, Any]:
+    """A route's body, for its `openapi_extra`: FastAPI describes only those that it parses itself."""
+    schema = body.model_json_schema(ref_template=_REFERENCE)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe(app: FastAPI, *, needs_key: bool) -> None:
+    """Call it behind the last route."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    for path, operations in document["paths"].items():
+        for operation in (operations[method] for method in _METHODS & operations.keys()):
+            if "requestBody" in operation:
+                body = operation["requestBody"]["content"]["application/json"]["schema"]
+                schemas |= body.pop("$defs", {})
+            operation["responses"] = _responses(path)
+            if needs_key and path not in OPEN_PATHS:
+                operation["security"] = [{"key": []}]
+    document["components"] = {"schemas": schemas}
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    app.openapi = lambda: document  # type: ignore[method-assign]
+
+
+def _responses(path: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if path == "/metrics" else _JSON
+    if path in _STREAMED:
+        content = {**content, "text/event-stream": {}}  # a schema describes no events
+    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
+    return {
+        "200": {"description": "the answer", "content": content},
+        "default": {"description": "OpenAI's error body", "content": error},
+    }

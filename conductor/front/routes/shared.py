@@ -1,0 +1,139 @@
+"""What the routes share: the link to the cluster, the model, how bodies are read, metrics, context caches.
+
+Owns: whose context caches a request finds, what the cluster must be to serve. Does not know: paths, answers.
+"""
+
+import asyncio
+
+import msgspec
+from fastapi import Request
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+
+from conductor.front.access.access import KeyUse
+from conductor.front.caches.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
+from conductor.front.caches.context_metrics import ContextMetrics
+from conductor.front.config import FrontConfig
+from conductor.front.errors import UnavailableError
+from conductor.front.generation.link import ConductorPeer, Link
+from conductor.front.generation.request_log import RequestLog
+from conductor.front.http.boundary import read_body
+from conductor.front.http.outbox import Outbox
+from conductor.front.metrics import Metrics
+from conductor.front.openai.body import Received
+from conductor.front.openai.model import ServedModel
+from conductor.front.requests.reading import Reading
+from conductor.front.requests.tokenization import AboutTokens
+from conductor.front.requests.validation import Endpoint, Job, fit_into_pool
+from conductor.telemetry.display import Display
+from mooncake.errors import RequestError
+from mooncake.messages.fronts import ClusterState
+from mooncake.messages.workers import Role
+from mooncake.security.api_keys import ApiKey
+
+
+class Front:
+    """Needs a running event loop."""
+
+    def __init__(
+        self,
+        config: FrontConfig,
+        model: ServedModel,
+        conductor: ConductorPeer,
+        registry: CollectorRegistry,
+        display: Display | None = None,
+    ) -> None:
+        """Raises ConfigError for an endpoint that cannot be used. Forks (`reading`)."""
+        self.config, self.model = config, model
+        self.registry, self.display = registry, display
+        self.outbox = Outbox()
+        self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
+        self.request_log = RequestLog(None if display is None else display.pair)
+        quota, now = config.context_cache_tokens, asyncio.get_running_loop().time
+        self._caches = None if quota is None else ContextCaches(quota)
+        if self._caches is not None:
+            ContextMetrics(self._caches, registry, now)
+        self.link = Link(
+            conductor,
+            config.reply_endpoint,
+            config.cluster_key,
+            model.fingerprint,
+            model.block_size,
+            self.metrics.output_dropped,
+            lambda: [] if self._caches is None else self._caches.kept(now()),
+            self.outbox,
+        )
+        self.reading = Reading(model, config.served_model_name, config.max_choices)
+
+    @property
+    def caches(self) -> ContextCaches:
+        """Raises RequestError if this front makes none."""
+        if self._caches is None:
+            raise RequestError(
+                "context caches are known to the conductor's own front alone, and this is another one",
+                status=501,
+                code="context_caches_elsewhere",
+            )
+        return self._caches
+
+    def cluster(self) -> ClusterState:
+        """The cluster's state. Raises UnavailableError if it is not known."""
+        cluster = self.link.cluster
+        if cluster is None:
+            raise UnavailableError("not ready: the conductor does not answer")
+        return cluster
+
+    def ready_cluster(self) -> ClusterState:
+        """The cluster's state. Raises UnavailableError that says what is missing, if it cannot serve."""
+        cluster = self.cluster()
+        missing = [
+            f"all {role.value} instances are draining"
+            if cluster.num_draining.get(role)
+            else f"no {role.value} instance has registered"
+            for role, num in ((Role.PREFILL, cluster.num_prefill), (Role.DECODE, cluster.num_decode))
+            if num == 0
+        ]
+        if missing:
+            raise UnavailableError(f"not ready: {' and '.join(missing)}")
+        return cluster
+
+    async def read_body(self, request: Request) -> Received:
+        """Raises RequestError if it is too large, ClientDisconnect if the client hangs up."""
+        return await read_body(request, self.config.max_request_bytes)
+
+    async def read_job(self, endpoint: Endpoint, body: Received, key: ApiKey | None) -> Job:
+        """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
+
+        Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
+        """
+        now_s = asyncio.get_running_loop().time()
+        found: list[ContextCache] = []
+
+        def find_cache(name: str) -> Beginning:
+            found.append(self.caches.find(key, name, now_s, param="context_cache"))
+            return found[-1].beginning
+
+        job = await self.reading.job(endpoint, body, key, find_cache)
+        if found:
+            job = msgspec.structs.replace(job, cache_use=CacheUse(found[-1], job.num_shared))
+        return fit_into_pool(job, self.cluster(), self.model.block_size)
+
+    async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
+        """The answer to a request about tokens. Raises RequestError."""
+        body = await self.read_body(request)
+        return Response(
+            await self.reading.about_tokens(kind, body, key_of(request)), media_type="application/json"
+        )
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The client's, if clients need one."""
+    use: KeyUse | None = request.scope["state"].get("key_use")
+    return None if use is None else use.key
+
+
+def take_choices(request: Request, num_choices: int) -> None:
+    """Count them against the limits of the client's key, if it needs one. Raises RequestError."""
+    use: KeyUse | None = request.scope["state"].get("key_use")
+    if use is not None:
+        use.take(num_choices)

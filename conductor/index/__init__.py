@@ -1,0 +1,1 @@
+"""The prefix index: which instances hold which KVCache blocks, by the events of their pools."""

@@ -1,0 +1,136 @@
+"""Interned sets of holders: which shards have a block, in which tier; so which instances have it whole.
+
+Blocks with the same holders share one set, named by a small number, so a block costs its key and that number,
+however many instances there are. A set is a bit mask, two bits for a shard: DRAM and, next to it, SSD. An
+instance of several shards (pipeline stages, ranks) holds a block only when all of them do.
+
+Owns: sets, their numbers, how many blocks use each. Does not know: keys.
+"""
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mooncake.messages.pools import Tier
+
+EMPTY = 0
+"""the set of a block that nobody holds"""
+_BITS = {Tier.DRAM: 0b01, Tier.SSD: 0b10}
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """A part of the instance at `slot`, in bits `2 * number` (DRAM) and `2 * number + 1` (SSD) of a set.
+
+    `instance_bits` are the DRAM bits of all shards of the instance.
+    """
+
+    slot: int
+    number: int
+    instance_bits: int
+    num_blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+
+    def bit(self, tier: Tier) -> int:
+        """Stands for this shard and tier in a set."""
+        return _BITS[tier] << 2 * self.number
+
+
+class HolderSets:
+    """Sets by number. `holding[n]` and `in_dram[n]` are masks by slot: of the instances that hold the blocks
+    of set `n` in any tier, and in DRAM. A set lives as long as blocks use it."""
+
+    def __init__(self) -> None:
+        self.holding = [0]
+        self.in_dram = [0]
+        self._held = [0]
+        self._num_blocks = [0]
+        self._numbers = {0: EMPTY}
+        """of each set by its mask; a set that `clear` has made equal to another one is not here"""
+        self._free: list[int] = []
+        self._num_empty = 0
+        self.is_empty = array("B", [False])
+        """by number: sets besides `EMPTY` that nobody is left in, though blocks use them"""
+
+    def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
+        """The set of blocks of set `before` after `shard` has stored or removed them; `num_blocks` move."""
+        held, bit = self._held[before], shard.bit(tier)
+        if bool(held & bit) is is_stored:
+            return before
+        held ^= bit
+        after = self._numbers.get(held)
+        if after is None:
+            after = self._new(held, self.holding[before], self.in_dram[before], shard)
+        shard.num_blocks[tier] += num_blocks if is_stored else -num_blocks
+        if after != EMPTY:
+            self._num_blocks[after] += num_blocks
+        if before != EMPTY:
+            self._release(before, num_blocks)
+        return after
+
+    def clear(self, shard: Shard) -> None:
+        """`shard` holds nothing any more. Costs time by the number of sets, not of blocks."""
+        if not any(shard.num_blocks.values()):
+            return
+        shard.num_blocks = dict.fromkeys(Tier, 0)
+        bits = shard.bit(Tier.DRAM) | shard.bit(Tier.SSD)
+        slot_bit = 1 << shard.slot
+        for number, held in enumerate(self._held):
+            if held & bits:
+                self._forget_mask(number)
+                held &= ~bits
+                self._held[number] = held
+                self.holding[number] &= ~slot_bit
+                self.in_dram[number] &= ~slot_bit
+                if held:
+                    self._numbers.setdefault(held, number)
+                else:
+                    self.is_empty[number] = True
+                    self._num_empty += 1
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether there are any sets besides `EMPTY` that nobody is left in."""
+        return self._num_empty > 0
+
+    @property
+    def num_unheld_blocks(self) -> int:
+        """Blocks that use a set that nobody is left in."""
+        return sum(itertools.compress(self._num_blocks, self.is_empty))
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """One block for each of these numbers does not use its set any more."""
+        for number, num_blocks in Counter(numbers).items():
+            self._release(number, num_blocks)
+
+    def _release(self, number: int, num_blocks: int) -> None:
+        self._num_blocks[number] -= num_blocks
+        if not self._num_blocks[number]:
+            self._forget_mask(number)
+            self._held[number] = self.holding[number] = self.in_dram[number] = 0
+            self._num_empty -= self.is_empty[number]
+            self.is_empty[number] = False
+            self._free.append(number)
+
+    def _new(self, held: int, holding: int, in_dram: int, shard: Shard) -> int:
+        """As the set with `holding` and `in_dram`, but for `shard`."""
+        wanted, slot_bit = shard.instance_bits, 1 << shard.slot
+        holding = holding | slot_bit if (held | held >> 1) & wanted == wanted else holding & ~slot_bit
+        in_dram = in_dram | slot_bit if held & wanted == wanted else in_dram & ~slot_bit
+        if self._free:
+            number = self._free.pop()
+            self._held[number], self.holding[number], self.in_dram[number] = held, holding, in_dram
+        else:
+            number = len(self._held)
+            self._held.append(held)
+            self.holding.append(holding)
+            self.in_dram.append(in_dram)
+            self._num_blocks.append(0)
+            self.is_empty.append(False)
+        self._numbers[held] = number
+        return number
+
+    def _forget_mask(self, number: int) -> None:
+        if self._numbers.get(self._held[number]) == number:
+            del self._numbers[self._held[number]]

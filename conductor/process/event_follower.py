@@ -1,0 +1,187 @@
+"""Keeps the prefix index up to date: follows the KV events of every registered instance's messengers.
+
+Two sockets for all of them: a SUB for live batches, and a ROUTER that connects to each messenger's, for
+snapshots and replays. A messenger that cannot be reached costs its hits, nothing else.
+
+Owns: these sockets, who is followed. Does not know: placement, the order of events
+(`conductor.index.event_stream` has that).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from conductor.index.event_stream import EventStream, Step
+from conductor.index.prefix_index import PrefixIndex
+from conductor.view.instances import Instances
+from mooncake.messages.kv_events import FromKVEvents
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.curve import CURVE_OVERHEAD_BYTES, use_key
+from mooncake.security.keys import ClusterKey
+
+TICK_S = 1.0
+LARGEST_EVENTS_BYTES = 16 << 20
+"""of a message; a part of a snapshot has 360 KB"""
+LIVE_QUEUE_LEN = 100
+"""batches that may wait from one messenger; what finds no room is replayed later"""
+ANSWER_QUEUE_LEN = 4
+"""parts of a snapshot that may wait, and then messengers do"""
+MAX_LOADING = 16
+"""snapshots that are on their way at the same time, when many instances come at once"""
+SLOWEST_RECONNECT_MS = 5000
+LOGGED_CHARS = 200
+
+_encode = msgspec.msgpack.Encoder().encode
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """One messenger. `life` is that of its instance: the index forgets what an earlier one had."""
+
+    life: bytes
+    address: MessengerAddress
+    peer: bytes
+    """its routing id at our ROUTER"""
+    stream: EventStream
+
+
+class EventFollower:
+    """Applies to `prefixes` what the messengers report. Needs a running event loop."""
+
+    def __init__(self, prefixes: PrefixIndex, key: ClusterKey) -> None:
+        self._prefixes = prefixes
+        self._decode = msgspec.msgpack.Decoder(FromKVEvents).decode
+        self._followed: dict[str, _Followed] = {}
+        """by the messenger's name"""
+        self._is_due = asyncio.Event()
+        self._peers = itertools.count(1)
+        self._live = self._socket(zmq.SUB, key, LIVE_QUEUE_LEN)
+        self._live.subscribe(b"")
+        self._answers = self._socket(zmq.ROUTER, key, ANSWER_QUEUE_LEN)
+        self._answers.router_mandatory = True
+
+    @property
+    def streams(self) -> Mapping[str, EventStream]:
+        """Of each messenger that is followed, by its name."""
+        return {name: followed.stream for name, followed in self._followed.items()}
+
+    def follow(self, instances: Instances) -> None:
+        """From now on these and no others. To be called at once after every change of `instances`."""
+        wanted = {
+            shard.messenger.instance: (instance.identity, shard.messenger)
+            for instance in instances
+            for shard in instance.registration.shards
+        }
+        for name, followed in list(self._followed.items()):
+            if wanted.get(name) != (followed.life, followed.address):
+                self._leave(name)
+        for name, (life, address) in wanted.items():
+            if name not in self._followed and all(address.event_endpoints):
+                self._join(name, life, address)
+
+    async def run(self) -> None:
+        """Receives and asks until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive(self._live))
+            tasks.create_task(self._receive(self._answers))
+            await self._tick()
+
+    def close(self) -> None:
+        """Close at once."""
+        self._live.close(linger=0)
+        self._answers.close(linger=0)
+
+    # -- who is followed ------------------------------------------------------------------------------
+
+    def _join(self, name: str, life: bytes, address: MessengerAddress) -> None:
+        live, requests = address.event_endpoints
+        peer = b"%d" % next(self._peers)  # never one that was there before: libzmq would end the process
+        try:
+            self._live.connect(live)
+            self._answers.setsockopt(zmq.CONNECT_ROUTING_ID, peer)
+            self._answers.connect(requests)
+        except zmq.ZMQError as error:
+            log.warning("cannot follow the KV events of %s at %s, %s: %s", name, live, requests, error)
+            self._disconnect(address)
+            return
+        stream = EventStream(name, address.incarnation)
+        self._followed[name] = _Followed(life, address, peer, stream)
+        self._is_due.set()
+
+    def _leave(self, name: str) -> None:
+        self._disconnect(self._followed.pop(name).address)
+
+    def _disconnect(self, address: MessengerAddress) -> None:
+        live, requests = address.event_endpoints
+        with contextlib.suppress(zmq.ZMQError):  # it was not connected
+            self._live.disconnect(live)
+        with contextlib.suppress(zmq.ZMQError):
+            self._answers.disconnect(requests)
+
+    def _socket(self, kind: int, key: ClusterKey, queue_len: int) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Context.instance().socket(kind)
+        use_key(socket, key)
+        socket.linger = 0
+        socket.set_hwm(queue_len)
+        socket.maxmsgsize = LARGEST_EVENTS_BYTES + CURVE_OVERHEAD_BYTES
+        socket.reconnect_ivl_max = SLOWEST_RECONNECT_MS
+        return socket
+
+    # -- what they say --------------------------------------------------------------------------------
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        """Both sockets put one frame before the message: a topic, or the peer."""
+        while True:
+            # Queued messages come without suspending; a burst of them must not starve the event loop.
+            await asyncio.sleep(0)
+            payload = (await socket.recv_multipart())[-1]
+            try:
+                message: FromKVEvents = self._decode(payload)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                reason = str(error)[:LOGGED_CHARS]
+                log.warning("dropped malformed KV events of %d bytes: %s", len(payload), reason)
+                continue
+            followed = self._followed.get(message.instance)
+            if followed is None:
+                continue
+            had_none = followed.stream.needs_snapshot
+            await self._carry_out(followed, followed.stream.receive(message, time.monotonic()))
+            if had_none and not followed.stream.needs_snapshot:
+                self._is_due.set()  # the next one's turn
+
+    async def _tick(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._is_due.wait()
+            self._is_due.clear()
+            now_s = time.monotonic()
+            num_loading = sum(followed.stream.is_loading(now_s) for followed in self._followed.values())
+            # Who was asked in vain comes last, so that it does not hold up the others.
+            for followed in sorted(self._followed.values(), key=lambda followed: followed.stream.progress_s):
+                stream = followed.stream
+                if stream.needs_snapshot and not stream.is_loading(now_s):
+                    if num_loading >= MAX_LOADING:
+                        continue
+                    num_loading += 1
+                await self._carry_out(followed, stream.tick(now_s))
+
+    async def _carry_out(self, followed: _Followed, step: Step) -> None:
+        if step.events:
+            self._prefixes.apply(followed.address.instance, step.events)
+        if step.ask is None:
+            return
+        try:
+            await self._answers.send_multipart([followed.peer, _encode(step.ask)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Nobody is there, or nobody reads: it is asked again later.
+            log.debug("cannot ask %s for KV events: %s", followed.address.instance, error.strerror)

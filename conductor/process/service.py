@@ -1,0 +1,222 @@
+"""The conductor process: `python -m conductor.process.service`, started by the supervisor.
+
+It carries the messages of the pure policy (`conductor.policy`) and embeds one front.
+
+Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why a message is
+sent, what the events say.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from conductor.effects import Effect, ToConductor
+from conductor.front.config import FrontConfig
+from conductor.front.openai.model import ServedModel
+from conductor.front.process.server import listen
+from conductor.front.process.server import serve as serve_front
+from conductor.front.process.starting import announce, front_config, open_model
+from conductor.policy import Conductor
+from conductor.process.event_follower import EventFollower
+from conductor.rules import Limits, ReplicationRules, Rules, SLOs
+from conductor.telemetry.display import Display
+from conductor.telemetry.history import History
+from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
+from mooncake.config.profile import load_profile
+from mooncake.config.sections import ConductorConfig
+from mooncake.errors import ConfigError
+from mooncake.messages.bus import PeerGoneError, Router, peer_identity
+from mooncake.messages.costs import Costs
+from mooncake.messages.fronts import FromFront
+from mooncake.messages.line import Inbox, Line
+from mooncake.node.process import Ready, child_main
+from mooncake.node.process_config import ConductorProcess
+
+TICK_S = 0.5
+OWN_FRONT = peer_identity("front", 0)
+"""those of other processes are called after their nodes"""
+log = logging.getLogger(__name__)
+
+
+class ConductorService:
+    """Receives, decides, sends."""
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        router: Router[ToConductor],
+        front: Line[Any, FromFront],
+        follower: EventFollower,
+        history: History,
+    ) -> None:
+        """`router` is for workers, and fronts in other processes; `front` for the one in this process."""
+        self._conductor = conductor
+        self._router, self._front = router, front
+        self._follower = follower
+        self._history = history
+        self._num_changes_followed = 0
+
+    async def run(self) -> None:
+        """The loop."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tick())
+            group.create_task(self._follower.run())
+            group.create_task(self._hear_own_front())
+            while True:
+                await self._react(*await self._router.recv())
+
+    async def _hear_own_front(self) -> None:
+        while True:
+            await self._react(OWN_FRONT, await self._front.recv())
+            if self._front.num_unread:
+                await asyncio.sleep(0)  # many requests at once must not starve the event loop
+
+    async def _react(self, sender: bytes, message: ToConductor) -> None:
+        now_s = time.monotonic()
+        effects = self._conductor.handle(sender, message, now_s)
+        self._history.observe(sender, message, effects, now_s)
+        await self._carry_out(effects)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            effects = self._conductor.tick(now_s)
+            self._history.observe(b"", None, effects, now_s)
+            await self._carry_out(effects)
+
+    async def _carry_out(self, effects: list[Effect]) -> None:
+        """Send; a peer that is gone has effects of its own."""
+        self._follow()
+        pending = list(effects)
+        while pending:
+            effect = pending.pop(0)
+            if effect.peer == OWN_FRONT:
+                await self._front.send(effect.message)
+                continue
+            try:
+                await self._router.send(effect.peer, effect.message)
+            except PeerGoneError as error:
+                now_s = time.monotonic()
+                consequences = self._conductor.peer_gone(effect.peer, now_s)
+                self._history.observe(b"", None, consequences, now_s)
+                log.log(logging.WARNING if consequences else logging.DEBUG, "%s", error)
+                self._follow()
+                pending += consequences
+
+    def _follow(self) -> None:
+        """Called before anything is awaited, so that each life of an instance is seen to come and to go."""
+        if self._num_changes_followed != self._conductor.instances.num_changes:
+            self._num_changes_followed = self._conductor.instances.num_changes
+            self._follower.follow(self._conductor.instances)
+
+
+async def serve(process: ConductorProcess) -> None:
+    """Open the model's description, listen, serve until cancelled."""
+    config = process.config
+    listener = listen(config.http.host, config.http.port)
+    with contextlib.closing(listener):
+        model = await open_model(config)
+        limits = Limits(
+            max_running_requests=config.conductor.max_running_requests,
+            peer_timeout_s=config.conductor.peer_timeout_s,
+            placement_timeout_s=config.conductor.placement_timeout_s,
+            ttft_slo_s=config.conductor.ttft_slo_s,
+            tbt_slo_s=config.conductor.tbt_slo_s,
+            slo_classes={
+                name: SLOs(promised.ttft_slo_s, promised.tbt_slo_s)
+                for name, promised in config.conductor.slo_classes.items()
+            },
+            max_waiting=config.conductor.max_waiting,
+        )
+        registry = CollectorRegistry()
+        threshold = config.conductor.kvcache_balancing_threshold
+        rules = Rules(
+            config.conductor.scheduling,
+            None if isinstance(threshold, str) else threshold,
+            config.conductor.overload,
+            replication=_replication_rules(config.conductor),
+        )
+        profiled = _profiled_costs(config.conductor.profile, model.name, model.dtype)
+        conductor = Conductor(time.time_ns(), model.served.fingerprint, limits, rules, profiled)
+        front = front_config(config, model.name, process.cluster_key, makes_context_caches=True)
+        from_front, to_front = Inbox[FromFront](), Inbox[Any]()
+        own_front = Line(to_front, from_front)
+        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
+        follower = EventFollower(conductor.prefixes, process.cluster_key)
+        history = History()
+        ConductorMetrics(
+            conductor,
+            registry,
+            lambda: router.num_refused,
+            lambda: router.num_unfinished,
+            lambda: follower.streams,
+        )
+        HistoryMetrics(history, registry)
+        display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ConductorService(conductor, router, own_front, follower, history).run())
+                await serve_front(
+                    front,
+                    model.served,
+                    Line(from_front, to_front),
+                    registry,
+                    listener,
+                    lambda url: announce(_ready(url, front, model.served, config.role == "all")),
+                    display,
+                )
+        finally:
+            follower.close()
+            router.close()
+
+
+def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
+    if not config.replicate:
+        return None
+    return ReplicationRules(
+        config.replication_period_s, config.replication_uses, int(config.replication_bytes)
+    )
+
+
+def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, Costs] | None:
+    """Of a profile of this model, if one is configured."""
+    if path is None:
+        return None
+    profile = load_profile(path)
+    if (profile.model, profile.dtype) != (model, dtype):
+        raise ConfigError(
+            f"conductor.profile: {path} was measured with {profile.model} in {profile.dtype}, this is {model}"
+            f" in {dtype}; measure it anew with `mooncake-serve profile FILE`"
+        )
+    return profile.costs
+
+
+def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
+    """Where to find the API and, if instances come up beside it, a command that shows that it works."""
+    if not is_whole_cluster:
+        return Ready(url)
+    text = "What is the capital of France?"
+    prompt: dict[str, object]
+    if model.tokenizer.has_chat_template:
+        path, prompt = "chat/completions", {"messages": [{"role": "user", "content": text}]}
+    else:
+        path, prompt = "completions", {"prompt": text}
+    body = json.dumps({"model": front.served_model_name, **prompt, "temperature": 0})
+    reachable = url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+    headers = "-H 'Content-Type: application/json'"
+    if front.api_keys_file is not None:
+        headers += ' -H "Authorization: Bearer $OPENAI_API_KEY"'
+    return Ready(url, f"curl -sS {reachable}/v1/{path} {headers} -d {shlex.quote(body)}")
+
+
+if __name__ == "__main__":
+    child_main(ConductorProcess, serve, lambda _: uvloop.new_event_loop())

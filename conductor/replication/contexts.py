@@ -1,0 +1,139 @@
+"""Context caches (Mooncake, section 3): beginnings of prompts whose blocks are pinned where they are held.
+
+Blocks are pinned on one instance, for a while that is renewed, so pins of a Conductor that is gone end by
+themselves. Whoever holds most of a cache is found in the prefix index. When that instance is lost, or has
+had to evict blocks, a prompt that uses the cache is computed like any other; the index then tells who holds
+it, and it is pinned there. Pure: no clock, no IO.
+
+Owns: which cache is pinned where, and until when. Does not know: tokens, keys of clients, how a pool pins.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from conductor.effects import Effect
+from conductor.index.prefix_index import PrefixIndex
+from conductor.view.instances import Instance, Instances
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.workers import InstanceState, Pin, Role, Unpin
+
+PIN_S = 60.0
+RENEW_S = 20.0
+
+
+@dataclass(slots=True)
+class KeptContext:
+    """One cache. Invariant: `num_pinned <= len(keys)`; the first so many are pinned on `holder`."""
+
+    keys: list[BlockKey]
+    expires_s: float
+    holder: Instance | None = None
+    num_pinned: int = 0
+    renew_s: float = 0.0
+
+    @property
+    def pinned(self) -> list[BlockKey]:
+        """What `holder` was told to keep."""
+        return self.keys[: self.num_pinned]
+
+
+class Contexts:
+    """All caches, by their ids. What is to be said to whom is returned."""
+
+    def __init__(self, prefixes: PrefixIndex, instances: Instances) -> None:
+        self._prefixes, self._instances = prefixes, instances
+        self._contexts: dict[str, KeptContext] = {}
+
+    def newest(self, num_most: int) -> list[tuple[str, KeptContext]]:
+        """The latest caches, with their ids."""
+        return list(islice(reversed(self._contexts.items()), num_most))
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all caches; what two have in common counts twice."""
+        return sum(len(context.keys) for context in self._contexts.values())
+
+    @property
+    def num_pinned(self) -> int:
+        """Of these, as far as is known."""
+        return sum(context.num_pinned for context in self._contexts.values())
+
+    def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
+        """A new cache, or a new time to live for one. The same id has the same keys."""
+        context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
+        context.expires_s, context.renew_s = now_s + ttl_s, now_s
+        return self._pin(context, now_s)
+
+    def drop(self, context_id: str) -> list[Effect]:
+        """It is not wanted any more. Idempotent."""
+        context = self._contexts.pop(context_id, None)
+        return [] if context is None else self._unpin(context)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Let time pass: caches end, pins are renewed, and what is not whole is looked for."""
+        effects = []
+        for context_id, context in list(self._contexts.items()):
+            if context.expires_s <= now_s:
+                effects += self.drop(context_id)
+            elif context.renew_s <= now_s or self._is_lost(context) or self._may_be_longer(context):
+                effects += self._pin(context, now_s)
+        return effects
+
+    def _may_be_longer(self, context: KeptContext) -> bool:
+        """Somebody holds the first block that is missing. Costs one look-up, whatever the cache's length."""
+        missing = context.keys[context.num_pinned : context.num_pinned + 1]
+        return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
+
+    def _is_lost(self, context: KeptContext) -> bool:
+        holder = context.holder
+        return holder is not None and self._instances.get(holder.name) is not holder
+
+    def _pin(self, context: KeptContext, now_s: float) -> list[Effect]:
+        """Where most of it is now. Says nothing if all was said lately."""
+        before = context.holder, context.num_pinned
+        holder, num_held = self._best_holder(context)
+        effects = self._unpin(context) if holder is not context.holder else []
+        context.holder, context.num_pinned = holder, num_held
+        if before != (holder, num_held) or context.renew_s <= now_s:
+            context.renew_s = now_s + RENEW_S
+            if holder is not None:
+                pin = Pin(context.pinned, min(PIN_S, context.expires_s - now_s))
+                effects.append(Effect(holder.identity, pin))
+        return effects
+
+    def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
+        """Who holds most of it, and how much."""
+        num_blocks = self._prefixes.match(context.keys).num_blocks
+        most = int(num_blocks.max(initial=0))
+        if not most:
+            return None, 0
+        slots = self._prefixes.slots
+        holders = [
+            instance
+            for instance in self._instances
+            if (slot := slots.get(instance.name)) is not None and num_blocks[slot] == most
+        ]
+        return max(holders, key=lambda one: _preference(one, context), default=None), most
+
+    def _unpin(self, context: KeptContext) -> list[Effect]:
+        """All that no other cache has pinned on the same instance."""
+        holder = context.holder
+        if holder is None or self._is_lost(context) or not context.num_pinned:
+            return []
+        wanted = {
+            key
+            for other in self._contexts.values()
+            if other is not context and other.holder is holder
+            for key in other.pinned
+        }
+        keys = [key for key in context.pinned if key not in wanted]
+        return [Effect(holder.identity, Unpin(keys))] if keys else []
+
+
+def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
+    """One that stays, that has it pinned already, that prefills: there it is used."""
+    return (
+        instance.state is InstanceState.SERVING,
+        instance is context.holder,
+        instance.registration.role is Role.PREFILL,
+    )

@@ -1,0 +1,253 @@
+"""Copies of the hottest prefixes, made before they are asked for (Mooncake, sections 3 and 6.2).
+
+"The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Beside the spreading
+by forwarded requests, every few seconds: a prefix is worth one copy more for every so many uses. The instance
+with the least to do is told to fetch it, as bulk, so many bytes at a time at most. A copy that was ordered so
+is dropped when the uses have fallen to half of what it was made for, and another prefill instance holds it.
+Copies that requests have brought are the pools' to evict.
+
+Owns: which copies were ordered, and what became of them. Does not know: how blocks travel, the clock.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.effects import Effect
+from conductor.index.prefix_index import PrefixMatch
+from conductor.replication.heat import Heat
+from conductor.rules import ReplicationRules
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.workers import DropCopies, Replicate
+
+FETCH_S = 30.0
+"""that an instance may take for a copy"""
+AGAIN_S = 120.0
+"""before a copy that did not come, or was evicted, is ordered again: there is no room for it"""
+MOST_COPIES = 256
+"""that are followed; beyond, the oldest ones are left to eviction"""
+_MOST_NOTED = 1 << 13
+"""prompts, the latest, in which a round looks for prefixes: hot ones are among them, however long it took"""
+_MOST_PREFIXES = 64
+"""that are looked at in one round, the hottest"""
+_ROOM_SHARE = 2
+"""a copy takes no more than this part (one half) of an instance's pages"""
+
+
+@dataclass(slots=True)
+class Copy:
+    """Leading blocks of prompts that `instance` was told to fetch."""
+
+    instance: Instance
+    keys: Sequence[BlockKey]
+    num_bytes: int
+    due_s: float
+    """until then it may come"""
+    is_there: bool = False
+    missed_s: float | None = None
+    """since when it has not come in time, or not stayed"""
+
+    def is_under_way(self, now_s: float) -> bool:
+        """Whether it may still come."""
+        return not self.is_there and now_s < self.due_s
+
+
+class Replication:
+    """The slow loop. `view` is the Conductor's own."""
+
+    def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
+        self._view, self._rules = view, rules
+        self._heat = Heat()
+        self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_NOTED)
+        """prompts that were counted since the latest round"""
+        self._copies: dict[tuple[str, BlockKey], Copy] = {}
+        """by instance and last block; oldest first"""
+        self._hot: list[Sequence[BlockKey]] = []
+        """prefixes that were worth a second copy in the latest round"""
+        self._round_s: float | None = None
+        self.num_ordered_blocks = 0
+        self.num_dropped_blocks = 0
+
+    @property
+    def num_copies(self) -> int:
+        """That have come, as far as is known, and have not been dropped."""
+        return sum(copy.is_there for copy in self._copies.values())
+
+    def note(self, keys: Sequence[BlockKey]) -> None:
+        """A prompt with these blocks has come."""
+        self._heat.note(keys)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """A round, if it is time for one. What was noted is counted with each call, a little at a time."""
+        if self._round_s is None:
+            self._round_s = now_s
+        seconds = now_s - self._round_s
+        layout = self._view.layout
+        if layout is None:
+            return []
+        is_time = seconds >= self._rules.period_s
+        if is_time:
+            self._round_s = now_s
+            self._heat.fade(seconds)
+        self._noted += self._heat.count()
+        if not is_time:
+            return []
+        holders = self._holders()
+        self._follow(holders, now_s)
+        return self._drop(holders) + self._replicate(layout, now_s)
+
+    # -- copies that were ordered -------------------------------------------------------------------
+
+    def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
+        """By a copy's last block the slots that hold all of it. Copies of one prefix are looked up once."""
+        prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
+        match = self._view.prefixes.match
+        return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
+
+    def _follow(self, holders: dict[BlockKey, NDArray[np.bool_]], now_s: float) -> None:
+        """Which have come; those of lost instances, and those that have not come or stayed, are forgotten."""
+        view = self._view
+        for name, copy in list(self._copies.items()):
+            slot = view.slot_of(copy.instance.name)
+            if slot is None or not view.holds(slot, copy.instance):
+                del self._copies[name]
+                continue
+            copy.is_there = holders[copy.keys[-1]].item(slot)
+            if copy.is_there or copy.is_under_way(now_s):
+                copy.missed_s = None
+            elif copy.missed_s is None:
+                copy.missed_s = now_s
+            elif now_s >= copy.missed_s + AGAIN_S:
+                del self._copies[name]
+
+    def _drop(self, holders: dict[BlockKey, NDArray[np.bool_]]) -> list[Effect]:
+        """Of copies that are surplus the blocks that have become cold."""
+        view = self._view
+        effects = []
+        num_dropped: Counter[BlockKey] = Counter()
+        for name, copy in list(self._copies.items()):
+            if not copy.is_there:
+                continue
+            tip, slot = copy.keys[-1], view.slot_of(copy.instance.name)
+            assert slot is not None  # those of lost instances have been forgotten
+            held = view.loads.is_prefill & holders[tip]
+            held[slot] = False
+            num_others = int(held.sum()) - num_dropped[tip]
+            num_warm = self._heat.depth(copy.keys, self._rules.uses_per_copy * num_others / 2)
+            if num_others < 1 or num_warm == len(copy.keys):
+                continue
+            num_dropped[tip] += 1
+            self.num_dropped_blocks += len(copy.keys) - num_warm
+            effects.append(Effect(copy.instance.identity, DropCopies(list(copy.keys[num_warm:]))))
+            del self._copies[name]
+            if num_warm:
+                copy.keys = copy.keys[:num_warm]
+                self._copies.setdefault((copy.instance.name, copy.keys[-1]), copy)
+        return effects
+
+    # -- new ones -----------------------------------------------------------------------------------
+
+    def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
+        """The hottest first, as long as there are bytes to give."""
+        under_way = [copy for copy in self._copies.values() if copy.is_under_way(now_s)]
+        left_bytes = self._rules.most_bytes - sum(copy.num_bytes for copy in under_way)
+        effects = []
+        self._hot = self._hottest([*self._noted, *self._hot])
+        self._noted.clear()
+        for keys in self._hot:
+            for copy, source in self._lacking(keys, layout, left_bytes, now_s):
+                left_bytes -= copy.num_bytes
+                num_new_blocks = copy.num_bytes // layout.block_bytes
+                self.num_ordered_blocks += num_new_blocks
+                self._add(copy, len(copy.keys) - num_new_blocks, now_s)
+                order = Replicate(list(copy.keys), source.registration.shards, FETCH_S)
+                effects.append(Effect(copy.instance.identity, order))
+        return effects
+
+    def _hottest(self, noted: Iterable[Sequence[BlockKey]]) -> list[Sequence[BlockKey]]:
+        """Prefixes that are worth a second copy, each once."""
+        prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
+        for keys in noted:
+            if depth := self._heat.depth(keys, self._rules.uses_per_copy):
+                prefixes.setdefault(keys[depth - 1], keys[:depth])
+        return heapq.nlargest(_MOST_PREFIXES, prefixes.values(), key=lambda keys: self._heat.uses(keys[-1]))
+
+    def _lacking(
+        self, keys: Sequence[BlockKey], layout: KVLayout, left_bytes: int, now_s: float
+    ) -> list[tuple[Copy, Instance]]:
+        """Copies of this prefix that are worth being made, and who has the blocks."""
+        view = self._view
+        match = view.prefixes.match(keys)
+        num_known = int(match.num_blocks.max(initial=0))
+        num_blocks = self._with_coming(match.num_blocks, keys, now_s)
+        is_prefill = view.loads.is_prefill
+        lacking: list[tuple[Copy, Instance]] = []
+        for number in range(1, int(is_prefill.sum())):
+            depth = min(self._heat.depth(keys, self._rules.uses_per_copy * number), num_known)
+            if int((is_prefill & (num_blocks >= depth)).sum()) > number:
+                continue
+            target = self._target(num_blocks, keys, depth, now_s) if depth else None
+            if target is None:
+                break
+            num_held = num_blocks.item(target)
+            depth = min(depth, num_held + left_bytes // layout.block_bytes)
+            if depth <= num_held:
+                break
+            num_bytes = (depth - num_held) * layout.block_bytes
+            source = self._source(match, depth, layout)
+            copy = Copy(view.instance_at(target), keys[:depth], num_bytes, now_s + FETCH_S)
+            lacking.append((copy, view.instance_at(source)))
+            num_blocks[target] = depth
+            left_bytes -= num_bytes
+        return lacking
+
+    def _with_coming(
+        self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], now_s: float
+    ) -> NDArray[np.int32]:
+        """What instances will hold when the copies that are under way have come."""
+        num_blocks = num_blocks.copy()
+        for copy in self._copies.values():
+            depth = min(len(copy.keys), len(keys))
+            if keys[depth - 1] == copy.keys[depth - 1] and copy.is_under_way(now_s):
+                slot = self._view.slot_of(copy.instance.name)
+                assert slot is not None  # those of lost instances have been forgotten
+                num_blocks[slot] = max(num_blocks.item(slot), depth)
+        return num_blocks
+
+    def _target(
+        self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], depth: int, now_s: float
+    ) -> int | None:
+        """The prefill instance with the shortest queue that lacks some of these blocks and has room."""
+        view, loads = self._view, self._view.loads
+        is_possible = loads.is_prefill & (num_blocks < depth)
+        is_possible &= depth - num_blocks <= loads.prefill_room_blocks // _ROOM_SHARE
+        queue_s = np.where(is_possible, loads.queue_s(now_s), np.inf)
+        for slot in queue_s.argsort(kind="stable").tolist():
+            if not is_possible[slot]:
+                break
+            if (view.instance_at(slot).name, keys[depth - 1]) not in self._copies:
+                return int(slot)
+        return None
+
+    def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
+        """Who holds these blocks and has the fewest bytes to move before them."""
+        (holders,) = (match.num_blocks >= depth).nonzero()
+        num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)
+        ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
+        return int(holders[ahead_bytes.argmin()])
+
+    def _add(self, copy: Copy, num_held_blocks: int, now_s: float) -> None:
+        """It replaces one that ends where it goes on: a long prefix that comes in parts is one copy."""
+        if num_held_blocks:
+            earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)
+            if earlier is not None and earlier.is_under_way(now_s):
+                copy.num_bytes += earlier.num_bytes
+        self._copies[copy.instance.name, copy.keys[-1]] = copy
+        if len(self._copies) > MOST_COPIES:
+            del self._copies[next(iter(self._copies))]

@@ -1,0 +1,78 @@
+"""How often each block has lately been asked for: counts that fade (Mooncake, sections 3 and 6.2).
+
+Prompts are noted when they come and counted later, several at once, so that noting costs a decision nothing.
+Keys are chained: no block of a prompt is hotter than those before it.
+
+Owns: the counts. Does not know: who holds a block, the clock.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, compress
+
+import numpy as np
+
+from mooncake.messages.blocks import BlockKey
+
+HALF_LIFE_S = 60.0
+MOST_KEYS = 1 << 15
+"""that are remembered, the hottest: some 4 MB"""
+MOST_NOTED_BLOCKS = 1 << 15
+"""between two counts; prompts beyond are not counted: while they are no stream gets a token"""
+_LEAST_USES = 0.5
+"""with less a block is forgotten"""
+
+
+class Heat:
+    """Uses of blocks; one use counts half after `HALF_LIFE_S`."""
+
+    def __init__(self) -> None:
+        self._uses: dict[BlockKey, float] = {}
+        self._noted: list[Sequence[BlockKey]] = []
+        self._num_noted_blocks = 0
+
+    def __len__(self) -> int:
+        """Blocks that are remembered."""
+        return len(self._uses)
+
+    def note(self, keys: Sequence[BlockKey]) -> None:
+        """A prompt with these blocks has come."""
+        if keys and self._num_noted_blocks + len(keys) <= MOST_NOTED_BLOCKS:
+            self._noted.append(keys)
+            self._num_noted_blocks += len(keys)
+
+    def count(self) -> list[Sequence[BlockKey]]:
+        """What was noted since the last count; it is counted now."""
+        noted, self._noted, self._num_noted_blocks = self._noted, [], 0
+        uses = self._uses
+        for key, num in Counter(chain.from_iterable(noted)).items():
+            uses[key] = uses.get(key, 0.0) + num
+        if len(uses) > MOST_KEYS:
+            self._uses = _hottest(uses, MOST_KEYS // 2)
+        return noted
+
+    def fade(self, seconds: float) -> None:
+        """So much time has passed since it was last said."""
+        fade = 0.5 ** (seconds / HALF_LIFE_S)
+        self._uses = {key: left for key, num in self._uses.items() if (left := num * fade) >= _LEAST_USES}
+
+    def uses(self, key: BlockKey) -> float:
+        """Of one block."""
+        return self._uses.get(key, 0.0)
+
+    def depth(self, keys: Sequence[BlockKey], num_uses: float) -> int:
+        """How many of a prompt's first blocks have more uses than these."""
+        if not keys or self.uses(keys[0]) <= num_uses:
+            return 0
+        return bisect_left(keys, -num_uses, key=lambda key: -self.uses(key))
+
+
+def _hottest(uses: dict[BlockKey, float], number: int) -> dict[BlockKey, float]:
+    """So many of them, in their order; of equal ones the first, which are the first of their prompts."""
+    numbers = np.fromiter(uses.values(), np.float64, len(uses))
+    least = np.partition(numbers, -number)[-number]
+    is_kept = numbers > least
+    (equal,) = (numbers == least).nonzero()
+    is_kept[equal[: number - np.count_nonzero(is_kept)]] = True
+    return dict(compress(uses.items(), is_kept.tolist()))

@@ -1,0 +1,1 @@
+"""The lives of accepted requests: waiting, placed, computed, lost with an instance, ended."""

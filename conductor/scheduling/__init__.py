@@ -1,0 +1,1 @@
+"""Algorithm 1: which pair of instances serves a request."""

@@ -1,0 +1,143 @@
+// Algorithm 1's loops over the instances (Mooncake, section 6), with the paper's names and in its order.
+//
+// `loops.py` has the same with numpy, with the same results to the last bit: compile with -ffp-contract=off.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// By slot. The first four are written: what the prompt takes there.
+struct Columns {
+    int64_t num_slots;
+    double *queue_s, *rest_s, *ttft_s;
+    uint8_t* is_remote;
+    const uint8_t* is_prefill;
+    const double *ends_s, *behind_head_s;
+    const double *constant_s, *token_s, *pair_s;
+    const int64_t* prefill_room_blocks;
+    const double *next_step_s, *kv_token_s;
+    const int64_t* decode_room_blocks;
+    const double *in_flight_bytes, *ordered_bytes;
+};
+
+struct Prompt {
+    int64_t len, num_blocks, block_size;
+    double load_block_s;
+    struct {
+        int64_t num_blocks;
+        double whole_s, block_s, worth_below_blocks;
+    } fetch;
+    double now_s;
+};
+
+bool is_in(const uint8_t* row, int64_t slot) { return row[slot / 8] >> slot % 8 & 1; }
+
+// Numbers of blocks, and for each a row of bits by slot: of those that hold so many and no more, behind them of
+// those that have so many of theirs on SSD only.
+struct Match {
+    int64_t num_depths, num_on_ssd, row_bytes;
+    const int32_t* numbers;
+    const uint8_t* rows;
+
+    const uint8_t* row(int64_t number) const { return rows + number * row_bytes; }
+
+    bool has_longest(int64_t slot) const { return is_in(row(num_depths - 1), slot); }
+
+    int64_t num_prefix_blocks(int64_t slot) const {
+        int64_t number = 0;
+        while (!is_in(row(number), slot)) number++;  // each slot is in one of them
+        return numbers[number];
+    }
+
+    int64_t num_ssd_blocks(int64_t slot) const {
+        int64_t sum = 0;
+        for (int64_t number = num_depths; number < num_depths + num_on_ssd; number++)
+            if (is_in(row(number), slot)) sum += numbers[number];
+        return sum;
+    }
+};
+
+double estimate_prefill_queue_time(const Columns& at, int64_t p, const double* behind_s, double now_s) {
+    double left_s = std::max(at.ends_s[p] - now_s, at.behind_head_s[p]);
+    return behind_s ? left_s - behind_s[p] : left_s;
+}
+
+// `mooncake.messages.costs`; at least one token is computed, from which the first one comes.
+double estimate_prefill_execution_time(const Columns& at, int64_t p, const Prompt& prompt, int64_t prefix_blocks) {
+    int64_t prefix_len = std::min(prefix_blocks * prompt.block_size, prompt.len - 1);
+    double num_new = prompt.len - prefix_len, num_pairs = num_new * (prefix_len + num_new / 2);
+    return at.constant_s[p] + num_new * at.token_s[p] + num_pairs * at.pair_s[p];
+}
+
+}  // namespace
+
+extern "C" {
+
+// Line 4: of those that hold the longest prefix, who gives it first.
+int64_t find_best_prefix_match(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
+                               const uint8_t* rows, double block_bytes) {
+    Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
+    int64_t best = 0;
+    double least_bytes = kNever;
+    for (int64_t slot = 0; slot < at->num_slots; slot++) {
+        if (!match.has_longest(slot)) continue;
+        double ahead_bytes = std::max(at->in_flight_bytes[slot], at->ordered_bytes[slot]);
+        ahead_bytes += match.num_ssd_blocks(slot) * block_bytes;
+        if (ahead_bytes < least_bytes) {
+            least_bytes = ahead_bytes;
+            best = slot;
+        }
+    }
+    return best;
+}
+
+// Lines 5 to 23: the prefill instance with the least TTFT.
+int64_t find_least_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
+                        const uint8_t* rows, const Prompt* prompt, const double* behind_s) {
+    Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
+    const auto& fetch = prompt->fetch;
+    int64_t p = 0;
+    double least_ttft_s = kNever;
+    for (int64_t slot = 0; slot < at->num_slots; slot++) {
+        int64_t prefix_blocks = match.num_prefix_blocks(slot);
+        double t_queue = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);
+        double local_s = match.num_ssd_blocks(slot) * prompt->load_block_s +
+                         estimate_prefill_execution_time(*at, slot, *prompt, prefix_blocks);
+        double t_transfer = fetch.whole_s - prefix_blocks * fetch.block_s;
+        double remote_s = t_transfer + estimate_prefill_execution_time(*at, slot, *prompt, fetch.num_blocks);
+        // Line 8, and section 6.2: only if it is quicker than to compute what is lacking.
+        bool is_remote = prefix_blocks < fetch.worth_below_blocks && remote_s < local_s;
+        double rest_s = is_remote ? remote_s : local_s;
+        bool is_possible = at->is_prefill[slot] && at->prefill_room_blocks[slot] >= prompt->num_blocks;
+        double ttft_s = is_possible ? t_queue + rest_s : kNever;
+        if (ttft_s < least_ttft_s) {
+            least_ttft_s = ttft_s;
+            p = slot;
+        }
+        at->queue_s[slot] = t_queue;
+        at->rest_s[slot] = rest_s;
+        at->ttft_s[slot] = ttft_s;
+        at->is_remote[slot] = is_remote;
+    }
+    return p;
+}
+
+// Line 24: where a step is shortest with this request, -1 if it has room nowhere. `refused` is a row, or null.
+int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blocks, const uint8_t* refused,
+                                 double* tbt_s) {
+    int64_t d = -1;
+    *tbt_s = kNever;
+    for (int64_t slot = 0; slot < at->num_slots; slot++) {
+        double step_s = at->next_step_s[slot] + len * at->kv_token_s[slot];
+        bool is_possible = at->decode_room_blocks[slot] >= num_blocks && !(refused && is_in(refused, slot));
+        if (is_possible && step_s < *tbt_s) {
+            *tbt_s = step_s;
+            d = slot;
+        }
+    }
+    return d;
+}
+}

@@ -1,0 +1,153 @@
+"""The cluster as the Conductor knows it, for people: what `/metrics` and `/dashboard` show. Pure: no clock.
+
+Owns: the shape of what is shown. Does not know: HTTP, how it is drawn.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from conductor.policy import Conductor
+from conductor.telemetry.history import TRANSFERRING, History, Timeline
+from conductor.telemetry.metrics import instances_text
+from conductor.view.instances import Instance
+from mooncake.messages.workers import Heartbeat
+
+NUM_REQUESTS = 40
+NUM_REJECTIONS = 20
+NUM_PATHS = 60
+NUM_CONTEXTS = 40
+NumReceived = Callable[[str], int | None]
+
+
+class Display:
+    """Times are told as seconds since 1970: `wall_offset_s` after the Conductor's."""
+
+    def __init__(self, conductor: Conductor, history: History, model_name: str, wall_offset_s: float) -> None:
+        self._conductor, self._history = conductor, history
+        self._model_name = model_name
+        self._wall_offset_s = wall_offset_s
+
+    def metrics_text(self) -> str:
+        """The instances' metrics in Prometheus' text format."""
+        return instances_text(self._conductor, self._model_name)
+
+    def state(self, num_received: NumReceived) -> dict[str, Any]:
+        """The instances, the traffic between pools, the latest requests and rejections.
+
+        `num_received` says how many tokens of a request have come. Nothing in it changes by time alone.
+        """
+        history = self._history
+        return {
+            "model": self._model_name,
+            "instances": [_instance(instance) for instance in self._conductor.instances],
+            "paths": self._paths(),
+            "num_transfers": history.num_steps[TRANSFERRING],
+            "contexts": [
+                {
+                    "id": context_id,
+                    "num_blocks": len(context.keys),
+                    "num_pinned": context.num_pinned,
+                    "holder": None if context.holder is None else context.holder.name,
+                    "expires_s": self._wall_s(context.expires_s),
+                }
+                for context_id, context in self._conductor.contexts.newest(NUM_CONTEXTS)
+            ],
+            "num_ended": history.num_ended,
+            "num_rejected": history.num_rejected,
+            "requests": [
+                self._summary(timeline, num_received)
+                for ring in (reversed(history.live.values()), reversed(history.ended.values()))
+                for timeline in islice(ring, NUM_REQUESTS)
+            ],
+            "rejections": [
+                {
+                    "at_s": self._wall_s(rejection.at_s),
+                    "request_id": rejection.request_id,
+                    "status": rejection.status,
+                    "reason": rejection.reason,
+                    "message": rejection.message,
+                    "num_prompt_tokens": rejection.prompt_len,
+                }
+                for rejection in islice(reversed(history.rejections), NUM_REJECTIONS)
+            ],
+        }
+
+    def timeline(self, request_id: str, num_received: NumReceived) -> dict[str, Any] | None:
+        """All moments of one request; None if it is not known any more."""
+        timeline = self._history.find(request_id)
+        if timeline is None:
+            return None
+        moments = [{**moment._asdict(), "at_s": self._wall_s(moment.at_s)} for moment in timeline.moments]
+        return {**self._summary(timeline, num_received), "moments": moments}
+
+    def pair(self, request_id: str) -> tuple[str | None, str | None]:
+        """The prefill and the decode instance of a request, as far as they are known."""
+        timeline = self._history.find(request_id)
+        return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
+
+    def _summary(self, timeline: Timeline, num_received: NumReceived) -> dict[str, Any]:
+        num_tokens = timeline.num_output_tokens or num_received(timeline.request_id) or 0
+        return {
+            "id": timeline.request_id,
+            "submitted_s": self._wall_s(timeline.moments[0].at_s),
+            "last_s": self._wall_s(timeline.last.at_s),
+            "step": timeline.last.step,
+            "is_over": timeline.is_over,
+            "prefill": timeline.prefill,
+            "decode": timeline.decode,
+            "num_attempts": timeline.attempt,
+            "num_prompt_tokens": timeline.num_prompt_tokens,
+            "num_cached_tokens": timeline.num_cached_tokens,
+            "num_output_tokens": num_tokens,
+        }
+
+    def _paths(self) -> list[dict[str, Any]]:
+        """The busiest ways between pools, by all that has gone over them at the request of either end."""
+        num_bytes: Counter[tuple[str, str, str]] = Counter()
+        for instance in self._conductor.instances:
+            for part, pool in instance.heartbeat.pools.items() if instance.heartbeat is not None else ():
+                for peer, stats in pool.peers.items():
+                    for transport, sent_bytes in stats.sent_bytes.items():
+                        num_bytes[part, peer, transport] += sent_bytes
+                    for transport, received_bytes in stats.received_bytes.items():
+                        num_bytes[peer, part, transport] += received_bytes
+        return [
+            {"source": source, "target": target, "transport": transport, "bytes": total}
+            for (source, target, transport), total in num_bytes.most_common(NUM_PATHS)
+        ]
+
+    def _wall_s(self, at_s: float) -> float:
+        return round(at_s + self._wall_offset_s, 4)
+
+
+def _instance(instance: Instance) -> dict[str, Any]:
+    shown = {
+        "name": instance.name,
+        "role": instance.registration.role,
+        "state": instance.state,
+        "engine": instance.registration.engine,
+        "num_requests": len(instance.requests),
+        "num_assigned_tokens": instance.num_assigned_tokens,
+        "num_device_pages": instance.registration.capacity.num_device_pages,
+    }
+    return shown if instance.heartbeat is None else shown | _reported(instance.heartbeat)
+
+
+def _reported(heartbeat: Heartbeat) -> dict[str, Any]:
+    pools = heartbeat.pools.values()
+    return {
+        "num_running": heartbeat.num_running,
+        "num_waiting": heartbeat.num_waiting,
+        "num_free_device_pages": heartbeat.num_free_device_pages,
+        "num_decoded_tokens": heartbeat.decode.num_tokens,
+        "prefill_tokens": heartbeat.num_prefill_tokens,
+        "num_pages": sum(pool.num_pages for pool in pools),
+        "num_used_pages": sum(pool.num_used for pool in pools),
+        "num_sealed_pages": sum(pool.num_sealed for pool in pools),
+        "num_orphaned_pages": sum(pool.num_orphaned for pool in pools),
+        "num_hits": sum(tier.num_hits for pool in pools for tier in pool.tiers.values()),
+        "num_misses": sum(sum(pool.num_misses.values()) for pool in pools),
+        "is_healthy": all(tier.is_healthy for pool in pools for tier in pool.tiers.values()),
+    }

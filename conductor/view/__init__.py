@@ -1,0 +1,1 @@
+"""What the Conductor knows and predicts of its instances: load, costs, and what is under way."""

@@ -1,0 +1,149 @@
+"""The instances of the cluster: who is registered, alive, and how much is assigned to whom.
+
+Load is the Conductor's own count of what it assigned and has not seen end, not what heartbeats claim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mooncake.messages.workers import Heartbeat, InstanceState, Register, Role
+
+_NEXT = {
+    InstanceState.SERVING: frozenset({InstanceState.DRAINING, InstanceState.RETIRING}),
+    InstanceState.DRAINING: frozenset({InstanceState.SERVING, InstanceState.RETIRING}),
+    InstanceState.RETIRING: frozenset({InstanceState.RETIRED}),
+    InstanceState.RETIRED: frozenset[InstanceState](),
+}
+
+
+@dataclass(slots=True)
+class Instance:
+    """One life of one instance. `requests` are the ids assigned to it, as prefill or as decode."""
+
+    registration: Register
+    identity: bytes
+    last_seen_s: float
+    heartbeat: Heartbeat | None = None
+    state: InstanceState = InstanceState.SERVING
+    requests: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
+
+    @property
+    def name(self) -> str:
+        """Stays the same over restarts; the identity does not."""
+        return self.registration.instance
+
+    @property
+    def num_assigned_tokens(self) -> int:
+        """Prompt tokens of everything assigned."""
+        return sum(self.requests.values())
+
+    @property
+    def max_sequence_blocks(self) -> int:
+        """The longest sequence that fits into an otherwise empty instance, in blocks."""
+        capacity = self.registration.capacity
+        return min(capacity.num_pool_pages, capacity.num_device_pages)
+
+    def shares_cores(self, other: "Instance") -> bool:
+        """Whether both compute on some of the same cores, each as long as the other leaves them idle."""
+        ours, theirs = self.registration, other.registration
+        if ours.idle_cores.isdisjoint(theirs.idle_cores):
+            return False
+        return ours.shards[0].messenger.host_id == theirs.shards[0].messenger.host_id
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of this length fits when the instance does nothing else."""
+        return self.registration.layout.num_blocks(num_tokens) <= self.max_sequence_blocks
+
+
+class Instances:
+    """All registered instances by name. At most one life of a name is registered."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Instance] = {}
+        self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
+        self.num_changes = 0
+        """how often an instance has come or gone"""
+        self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
+
+    def add(self, instance: Instance) -> None:
+        """The name must be free: remove an earlier life first."""
+        assert instance.name not in self._by_name
+        self._lost.pop(instance.name, None)
+        self._by_name[instance.name] = instance
+        self._changed()
+
+    def remove(self, name: str, until_s: float) -> None:
+        """This life has ended; the next is expected, until `until_s`."""
+        self._lost[name] = (self._by_name.pop(name), until_s)
+        self._changed()
+
+    def expect(self, name: str, until_s: float) -> None:
+        """The next life of a lost instance is about to serve: expect it for longer."""
+        if name in self._lost:
+            self._lost[name] = (self._lost[name][0], until_s)
+
+    def move(self, instance: Instance, state: InstanceState) -> bool:
+        """Whether it may be in this state next, and now is."""
+        if state not in _NEXT[instance.state]:
+            return False
+        instance.state = state
+        self._largest.clear()
+        return True
+
+    def _changed(self) -> None:
+        self.num_changes += 1
+        self._largest.clear()
+
+    def forget_lost(self, now_s: float) -> None:
+        """Expect those no longer that should have been back by now."""
+        kept = {name: lost for name, lost in self._lost.items() if lost[1] >= now_s}
+        if len(kept) < len(self._lost):
+            self._lost = kept
+            self._largest.clear()
+
+    def largest(self, role: Role) -> Instance | None:
+        """Of those of this role that serve, or may be about to return, who holds the longest sequence."""
+        if role not in self._largest:
+            lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
+            expected = self.serving(role) + lost
+            self._largest[role] = max(
+                expected, key=lambda instance: instance.max_sequence_blocks, default=None
+            )
+        return self._largest[role]
+
+    def get(self, name: str | None) -> Instance | None:
+        """By name; None when it is not registered."""
+        return self._by_name.get(name) if name is not None else None
+
+    def by_identity(self, identity: bytes) -> Instance | None:
+        """The instance that speaks from this socket, if that life is the registered one."""
+        instance = self._by_name.get(identity.decode(errors="replace").rpartition("#")[0])
+        return instance if instance is not None and instance.identity == identity else None
+
+    def of_role(self, role: Role) -> list[Instance]:
+        """All instances that have this role now."""
+        return [instance for instance in self._by_name.values() if instance.registration.role is role]
+
+    def serving(self, role: Role) -> list[Instance]:
+        """Those of this role that take requests."""
+        return [instance for instance in self.of_role(role) if instance.state is InstanceState.SERVING]
+
+    def why_none(self, role: Role) -> str:
+        """What to tell a client when nobody of this role takes requests."""
+        return (
+            f"all {role.value} instances are draining"
+            if self.of_role(role)
+            else f"no {role.value} instance is ready"
+        )
+
+    def silent_since(self, deadline_s: float) -> list[Instance]:
+        """Those not heard of since `deadline_s`."""
+        return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
+
+    def max_sequence_blocks(self) -> int:
+        """The longest prompt and output that some expected pair can hold, in blocks; 0 without a pair."""
+        largest = [self.largest(role) for role in Role]
+        return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._by_name.values())

@@ -1,0 +1,395 @@
+"""The KVCache pool as a library: any program stores, finds and reads blocks. See docs/kvcache-pool.md.
+
+Plain blocking calls, no event loop; any number of threads may use one `KVCachePool`. Blocks of a pool on
+the same host are copied from and to shared memory; only keys and page numbers pass through its socket.
+
+Owns: what is asked of which pool. Does not know: connections, pages.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from kvstore.client.connections import Place, PoolConnection
+from kvstore.client.holders import Holder, Holders, Unreachable, connect_all, nobody_answers
+from kvstore.client.leases import Lease
+from kvstore.client.mapped import MappedConnection
+from kvstore.client.replicas import Replicas, change_replica
+from kvstore.protocol.answers import LOCATIONS, BlockInfo, Count, Listing, Located, Stats, Verified
+from kvstore.protocol.calls import (
+    GetStats,
+    ListBlocks,
+    Lookup,
+    PinBlocks,
+    Prefetch,
+    RemoveBlocks,
+    UnpinBlocks,
+    VerifyBlocks,
+)
+from kvstore.protocol.frames import LONGEST_WAIT_S, max_keys
+from mooncake.errors import ConfigError, PoolError
+from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
+from mooncake.messages.pools import PoolStats, Tier
+from mooncake.security.keys import ClusterKey
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+PUT_TIMEOUT_S = 30.0
+_BATCH_BYTES = 64 << 20
+"""of blocks in one call: bounds how long it takes, and keeps pages from others"""
+_LISTED_AT_ONCE = 1000
+Answer = TypeVar("Answer")
+
+
+class Verification(NamedTuple):
+    """`damaged`: keys of which a copy was dropped. Blocks that have gone, or have a copy that cannot be read
+    now, are in neither."""
+
+    num_intact: int
+    damaged: list[BlockKey]
+
+
+class KVCachePool:
+    """One or more parts of the KVCache pool, each an instance's. Made by `connect`; a context manager.
+
+    Keys have 16 bytes, blocks the `block_bytes` of the layout. The first pool is where puts go and where is
+    looked first; the others are asked for what it lacks. A pool that does not answer counts as one that has
+    nothing, and is tried again about a second later; if none answers, the call raises PoolError, or
+    MismatchError if one of them has come back with other blocks, ConfigError if with another cluster key.
+    """
+
+    def __init__(self, holders: Holders, fingerprint: str, layout: KVLayout) -> None:
+        self.fingerprint = fingerprint
+        """of the model whose blocks these are"""
+        self.layout = layout
+        self._holders = holders
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        *addresses: str,
+        fingerprint: str | None = None,
+        layout: KVLayout | None = None,
+        timeout_s: float = 10.0,
+        key_file: Path | str | None = None,
+    ) -> "KVCachePool":
+        """Connects to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
+        another.
+
+        `fingerprint` and `layout` say what the caller's blocks are; by default they are what the pools hold.
+        With both given, a pool that is new and answers now is formatted for them.
+        A pool that answers nothing for `timeout_s`, now or later, counts as gone.
+        `key_file` holds the cluster's key, which both sides of a `tcp://` address prove that they know; it is
+        read once. A `unix:` address needs none: the socket is private to its user.
+
+        Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if none answers;
+        ConfigError for what is no address, and for a key that is missing, unreadable or not the pool's.
+        """
+        if not addresses:
+            raise ConfigError("name at least one pool: unix:/path/of.sock or tcp://host:port")
+        if not 0 < timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(
+                f"a timeout of {timeout_s} s; it must be positive, at most {LONGEST_WAIT_S:g} s"
+            )
+        places = [Place.parse(address) for address in addresses]
+        key = _key_for(places, key_file)
+        return cls(*connect_all(places, key, fingerprint, layout, timeout_s))
+
+    @property
+    def addresses(self) -> list[str]:
+        """As given to `connect`, in the order in which they are asked."""
+        return [holder.place.text for holder in self._holders.all]
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: "Sequence[ReadableBuffer]",
+        timeout_s: float = PUT_TIMEOUT_S,
+    ) -> None:
+        """Stores `blocks` under `keys`. When this returns, all of them have been sealed.
+
+        A block that is there already is not written again. A full pool is waited for: up to `timeout_s`,
+        then PoolFullError; the blocks before have been stored. Goes to the first pool that answers.
+        """
+        views = [self._view(block, self.layout.num_layers) for block in blocks]
+        self._check(keys, len(views))
+        if not 0 <= timeout_s <= LONGEST_WAIT_S:
+            raise PoolError(f"a timeout of {timeout_s} s; it must be 0 to {LONGEST_WAIT_S:g} s")
+        by_key = dict(zip(keys, views, strict=True))
+        distinct = list(by_key)
+        for part in self._batches(len(distinct), self.layout.num_layers):
+            some_keys = distinct[part]
+            some_blocks = [by_key[key] for key in some_keys]
+            self._holders.first(lambda connection: connection.put(some_keys, some_blocks, timeout_s))  # noqa: B023
+
+    def get(
+        self, keys: Sequence[BlockKey], out: "Sequence[WriteableBuffer]", layers: range | None = None
+    ) -> list[bool]:
+        """Copies the blocks, or only consecutive `layers` of them, into the caller's buffers.
+
+        What is True in the answer has been verified. False: the block is not there, or was damaged and is
+        no more; its buffer may have been written to all the same.
+        """
+        layers = self._checked(layers)
+        views = [self._view(buffer, len(layers), writable=True) for buffer in out]
+        self._check(keys, len(views))
+        is_there = [False] * len(keys)
+        for part in self._batches(len(keys), len(layers)):
+
+            def read(connection: PoolConnection, wanted: Sequence[int]) -> Sequence[int]:
+                found = connection.get([keys[i] for i in wanted], [views[i] for i in wanted], layers)
+                for i, is_found in zip(wanted, found, strict=True):
+                    is_there[i] = is_found
+                return [i for i in wanted if not is_there[i]]
+
+            self._holders.in_turn(range(len(keys))[part], read)
+        return is_there
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """The tier in which each block is, None for those that are nowhere. Counts as no use of them."""
+        self._check(keys)
+        tiers: list[Tier | None] = [None] * len(keys)
+        for part in self._batches(len(keys), 0):
+
+            def look(connection: PoolConnection, wanted: Sequence[int]) -> Sequence[int]:
+                lookup = Lookup(connection.next_id(), [keys[i] for i in wanted])
+                for i, location in zip(wanted, connection.call(lookup, Located).locations, strict=True):
+                    tiers[i] = LOCATIONS[location]
+                return [i for i in wanted if tiers[i] is None]
+
+            self._holders.in_turn(range(len(keys))[part], look)
+        return tiers
+
+    def prefix_len(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the first blocks are there, up to the first that is not."""
+        return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
+
+    def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
+        """Blocks in place, without a copy: see `Lease`. Only of pools on this host."""
+        self._check(keys)
+        local = Holders([holder for holder in self._holders.all if holder.place.tcp is None])
+        if not local.all:
+            raise PoolError("blocks can be leased only from a pool on this host (unix:...); get copies them")
+        lease = Lease(keys)
+        try:
+            for part in self._batches(len(keys), self.layout.num_layers):
+
+                def take(connection: PoolConnection, wanted: Sequence[int]) -> Sequence[int]:
+                    assert isinstance(connection, MappedConnection)
+                    leased = connection.lease([keys[i] for i in wanted], ttl_s)
+                    return lease.add(connection, leased, wanted)
+
+                local.in_turn(range(len(keys))[part], take)
+        except BaseException:
+            lease.end()
+            raise
+        return lease
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks will be wanted soon: pools that have them on SSD begin to bring them to DRAM."""
+        self._check(keys)
+        self._of_each(keys, lambda connection, some_keys: connection.notify(Prefetch(some_keys)))
+
+    # -- what becomes of blocks -------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
+        """Keeps these blocks in DRAM for `ttl_s`: as long as others can be evicted, or `hard` at any price.
+
+        Pins outlive this client; a soft one leaves a hard one as it is. Returns how many copies are pinned.
+        Raises PoolError when hard pins would take more than half of a pool.
+        """
+        self._check(keys)
+
+        def pin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
+            call = PinBlocks(connection.next_id(), some_keys, ttl_s, hard)
+            return connection.call(call, Count).num_blocks
+
+        return sum(self._of_each(keys, pin, moves_blocks=True))
+
+    def unpin(self, keys: Sequence[BlockKey]) -> int:
+        """Returns how many pins have been taken away."""
+        self._check(keys)
+
+        def unpin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
+            return connection.call(UnpinBlocks(connection.next_id(), some_keys), Count).num_blocks
+
+        return sum(self._of_each(keys, unpin))
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forgets these blocks in every pool and tier. Who reads one may finish. Returns how many copies
+        there were."""
+        self._check(keys)
+
+        def remove(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
+            return connection.call(RemoveBlocks(connection.next_id(), some_keys), Count).num_blocks
+
+        return sum(self._of_each(keys, remove))
+
+    def clear(self) -> int:
+        """Forgets every block of every pool. Returns how many copies there were."""
+        self._check([])
+
+        def clear(connection: PoolConnection) -> int:
+            return connection.call(RemoveBlocks(connection.next_id(), None), Count).num_blocks
+
+        return sum(self._holders.each(clear))
+
+    def change_replica(self, key: BlockKey, num_replicas: int) -> Replicas:
+        """Makes or removes copies until exactly `num_replicas` instances hold the block, on as many hosts as
+        possible. Bytes go from messenger to messenger.
+
+        Raises PoolError, which says how many copies there are now and why, if that cannot be reached.
+        """
+        self._check([key])
+        return change_replica(self._holders.all, key, num_replicas)
+
+    # -- looking after pools ----------------------------------------------------------------------
+
+    def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
+        """Of every pool that answers, by instance.
+
+        `check_integrity` looks at every page now, and holds the pool up meanwhile; by default `integrity` and
+        `num_orphaned` are those of its last look, which it takes when idle.
+        """
+        self._check([])
+
+        def ask(connection: PoolConnection) -> tuple[str, PoolStats]:
+            call = GetStats(connection.next_id(), check_integrity)
+            return connection.address.instance, connection.call(call, Stats).stats
+
+        return dict(self._holders.each(ask))
+
+    def list_blocks(self) -> Iterator[tuple[str, BlockInfo]]:
+        """Every copy of every block, with its instance. Those that come and go meanwhile may be missed, or
+        named twice."""
+        self._check([])
+        lost: list[Unreachable] = []
+        for holder in self._holders.all:
+            try:
+                yield from _list_blocks(holder)
+            except Unreachable as error:
+                lost.append(error)
+        if len(lost) == len(self._holders.all):
+            raise nobody_answers(lost)
+
+    def verify(self, keys: Sequence[BlockKey]) -> Verification:
+        """Has every copy of these blocks read and compared with its checksums. Damaged ones are dropped."""
+        self._check(keys)
+
+        def verify(connection: PoolConnection, some_keys: list[BlockKey]) -> Verified:
+            return connection.call(VerifyBlocks(connection.next_id(), some_keys), Verified)
+
+        answers = self._of_each(keys, verify, moves_blocks=True)
+        damaged = itertools.chain.from_iterable(answer.damaged for answer in answers)
+        return Verification(sum(answer.num_intact for answer in answers), list(dict.fromkeys(damaged)))
+
+    def close(self) -> None:
+        """Ends all connections; calls in other threads may finish, leases end. Idempotent."""
+        self._is_closed = True
+        if os.getpid() != self._pid:
+            return  # nothing of the parent's is open here
+        for holder in self._holders.all:
+            holder.close()
+
+    def __enter__(self) -> "KVCachePool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _of_each(
+        self,
+        keys: Sequence[BlockKey],
+        use: Callable[[PoolConnection, list[BlockKey]], Answer],
+        *,
+        moves_blocks: bool = False,
+    ) -> list[Answer]:
+        """`use` with every pool that answers and as many keys as one call may name."""
+        answers: list[Answer] = []
+        for part in self._batches(len(keys), self.layout.num_layers if moves_blocks else 0):
+            some_keys = list(keys[part])
+            answers += self._holders.each(lambda connection: use(connection, some_keys))  # noqa: B023
+        return answers
+
+    def _batches(self, num_keys: int, num_layers: int) -> Iterator[slice]:
+        """Parts of a list of keys, each for one call that moves or reads `num_layers` of each block."""
+        stride = max_keys(num_layers)
+        if num_layers:
+            stride = max(1, min(stride, _BATCH_BYTES // (num_layers * self.layout.layer_bytes)))
+        return (slice(start, start + stride) for start in range(0, num_keys, stride))
+
+    def _check(self, keys: Sequence[BlockKey], num_blocks: int | None = None) -> None:
+        """Before every call. Raises PoolError for what is no key, or not one for each block."""
+        if self._is_closed:
+            raise PoolError("this KVCachePool is closed; connect again")
+        if os.getpid() != self._pid:
+            raise PoolError("this KVCachePool belongs to the parent process; connect again in the child")
+        if num_blocks is not None and num_blocks != len(keys):
+            raise PoolError(f"{len(keys)} keys came with {num_blocks} blocks")
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise PoolError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+
+    def _checked(self, layers: range | None) -> range:
+        all_layers = range(self.layout.num_layers)
+        if layers is None:
+            return all_layers
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(all_layers):
+            raise PoolError(f"consecutive layers within {all_layers} can be read, not {layers}")
+        return layers
+
+    def _view(self, buffer: "ReadableBuffer", num_layers: int, *, writable: bool = False) -> memoryview:
+        """The bytes of a caller's buffer."""
+        try:
+            view = memoryview(buffer).cast("B")
+        except TypeError as error:
+            raise PoolError(f"a block must lie in one piece: {error}") from None
+        wanted_bytes = num_layers * self.layout.layer_bytes
+        if len(view) != wanted_bytes:
+            relation = "larger than a page" if len(view) > wanted_bytes else "shorter than a block"
+            raise PoolError(
+                f"a buffer of {len(view)} bytes is {relation}: {num_layers} layers of this layout take"
+                f" {wanted_bytes} bytes"
+            )
+        if writable and view.readonly:
+            raise PoolError("a buffer that is to be filled is read-only")
+        return view
+
+
+def _key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
+    """The key in `key_file`; None if all places are on this host. Raises ConfigError if there must be one."""
+    remote = [place.text for place in places if place.tcp is not None]
+    if not remote:
+        return None
+    if key_file is None:
+        raise ConfigError(
+            f"{remote[0]} listens only to those who know its cluster's key: name the file that has it, as"
+            " key_file=... or mooncake-kv --key-file"
+        )
+    return ClusterKey.load(Path(key_file))
+
+
+def _list_blocks(holder: Holder) -> Iterator[tuple[str, BlockInfo]]:
+    cursor: int | None = 0
+
+    def ask(connection: PoolConnection) -> tuple[str, Listing]:
+        assert cursor is not None
+        call = ListBlocks(connection.next_id(), cursor, _LISTED_AT_ONCE)
+        return connection.address.instance, connection.call(call, Listing)
+
+    while cursor is not None:
+        instance, listing = holder.run(ask)
+        yield from ((instance, block) for block in listing.blocks)
+        cursor = listing.next_cursor

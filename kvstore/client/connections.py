@@ -1,0 +1,235 @@
+"""A client's connection to a pool: one session, used by one thread at a time.
+
+What both kinds have in common; see mapped (Unix socket and shared memory) and streamed (TCP).
+
+Owns: calls and their answers. Does not know: threads, other pools.
+"""
+
+import itertools
+import os
+import socket
+import struct
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from kvstore.protocol.answers import (
+    Answer,
+    CallFailed,
+    Detached,
+    Done,
+    FromRemotePool,
+    GotBlocks,
+    Reservation,
+    Verified,
+)
+from kvstore.protocol.calls import (
+    AwaitSpace,
+    Call,
+    GetBlocks,
+    Notice,
+    PutBlocks,
+    Release,
+    ReservePages,
+    VerifyBlocks,
+)
+from kvstore.protocol.failures import error_of
+from mooncake.errors import ConfigError, PoolError, PoolFullError
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import MessengerAddress
+
+RemoteCall = Call | GetBlocks | PutBlocks
+Expected = TypeVar("Expected", bound=Answer | GotBlocks)
+
+_TIMEVAL = struct.Struct("@ll")
+_LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
+
+
+class Place(NamedTuple):
+    """Where a pool listens: a Unix socket, or a host and port."""
+
+    text: str
+    unix_path: str | None
+    tcp: tuple[str, int] | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """Of `unix:/path` or `tcp://host:port`. Raises ConfigError."""
+        if text.startswith("unix:") and len(text) > len("unix:"):
+            return cls(text, text.removeprefix("unix:"), None)
+        host, _, port = text.removeprefix("tcp://").rpartition(":")
+        if text.startswith("tcp://") and ":" in host:
+            raise ConfigError(
+                f"{text!r} is an IPv6 address, or none; pools listen on IPv4 only: name the host, or its IPv4"
+                " address"
+            )
+        if text.startswith("tcp://") and host and port.isdecimal() and 0 < int(port) < 65536:
+            return cls(text, None, (host, int(port)))
+        raise ConfigError(f"a pool's address is unix:/path/of.sock or tcp://host:port, not {text!r}")
+
+
+class PoolConnection(ABC):
+    """A session. `call` and what is built on it belong to one thread at a time.
+
+    A pool that is gone is a ConnectionError, one that is silent for too long a TimeoutError; only `close` is
+    allowed then. Errors of `mooncake.errors` are the pool's answers and leave the connection as it was.
+    """
+
+    address: MessengerAddress
+    fingerprint: str
+    layout: KVLayout
+    num_pages: int
+    """of the pool's DRAM"""
+
+    def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
+        self.place = place
+        self.serial = serial
+        self.is_open = True
+        self._sock = sock
+        self._timeout_s = timeout_s
+        self._timeouts_s: dict[int, float] = {}
+        """what the kernel has been told, by socket option"""
+        self._call_ids = itertools.count(1)
+        self._space_epoch = 0
+        """of the last failure for want of room"""
+        self._await_space: AwaitSpace | None = None
+        """a call without an answer so far, though nobody may be waiting for it"""
+        self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
+        self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
+        _connections.add(self)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        return next(self._call_ids)
+
+    def call(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None = None) -> Expected:
+        """The answer to `call`, which must be `expected`. Raises what the pool says went wrong.
+
+        Raises TimeoutError after `timeout_s` (by default the connection's own) without any answer.
+        """
+        self.notify(call)
+        return self._answer(call, expected, timeout_s)
+
+    @abstractmethod
+    def notify(self, message: RemoteCall | Notice) -> None:
+        """Sends a message. Raises PoolError if it is too large."""
+
+    @abstractmethod
+    def _receive(self) -> FromRemotePool:
+        """The next message; ConnectionError or TimeoutError if none comes."""
+
+    def _answer(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None) -> Expected:
+        self._set_timeout(socket.SO_RCVTIMEO, self._timeout_s if timeout_s is None else timeout_s)
+        while True:
+            try:
+                answer = self._receive()
+            except msgspec.MsgspecError as error:
+                raise self._broken(str(error)) from None
+            if isinstance(answer, Detached):
+                self.is_open = False
+                raise PoolError(f"{self.place.text} ended the session: {answer.reason}")
+            if self._await_space is not None and answer.call_id == self._await_space.call_id:
+                self._await_space = None
+            if answer.call_id != call.call_id:
+                continue  # of a call that was given up
+            if isinstance(answer, CallFailed):
+                self._space_epoch = answer.space_epoch
+                raise error_of(answer, f"this client and the pool at {self.place.text} must agree")
+            if not isinstance(answer, expected):
+                raise self._broken(f"{type(answer).__name__} to {type(call).__name__}")
+            return answer
+
+    def close(self) -> None:
+        """Ends the session: the pool takes back what it had reserved or leased. Idempotent."""
+        self.is_open = False
+        self._sock.close()
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
+        """Copies `layers` of each block that is here and intact. The others' buffers may have changed."""
+
+    @abstractmethod
+    def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
+        """Stores blocks of distinct keys; waits up to `timeout_s` for room, then raises PoolFullError."""
+
+    def reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
+        """Leases or reserves a page for each key; waits up to `timeout_s` for room.
+
+        Raises PoolFullError, or PoolError if there will never be room.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.call(ReservePages(self.next_id(), list(keys), 0), Reservation)
+            except PoolFullError as error:
+                left_s = deadline - time.monotonic()
+                full = PoolFullError(f"no room for {len(keys)} blocks within {timeout_s:g} s: {error}")
+            if left_s <= 0:
+                raise full
+            try:
+                self._wait_for_space(left_s)
+            except TimeoutError:
+                raise full from None
+
+    def _wait_for_space(self, timeout_s: float) -> None:
+        # Whoever gives up again and again in a pool that stays full leaves one such call behind, not many.
+        if self._await_space is None:
+            self._await_space = AwaitSpace(self.next_id(), self._space_epoch)
+            self.notify(self._await_space)
+        self._answer(self._await_space, Done, timeout_s)
+
+    def parts(self, num_blocks: int) -> list[slice]:
+        """A batch in parts, none of which claims too much of a small pool at once."""
+        stride = max(1, self.num_pages // 4)
+        return [slice(start, start + stride) for start in range(0, num_blocks, stride)]
+
+    def release(self, reservation_id: int) -> None:
+        self.call(Release(self.next_id(), reservation_id), Done)
+
+    def report_damaged(self, keys: list[BlockKey]) -> None:
+        """The pool looks at these blocks itself and drops what is damaged."""
+        if keys:
+            self.call(VerifyBlocks(self.next_id(), keys), Verified)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _set_timeout(self, option: int, timeout_s: float) -> None:
+        """How long one send or receive may take. The kernel does that: Python's own timeouts cost a poll
+        before every call."""
+        if timeout_s != self._timeouts_s.get(option):
+            seconds = int(timeout_s)
+            timeval = _TIMEVAL.pack(seconds, max(_LEAST_TIMEOUT_US, int((timeout_s - seconds) * 1e6)))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._timeouts_s[option] = timeout_s
+
+    def _silent(self, option: int) -> TimeoutError:
+        """The kernel's timeout has passed."""
+        return TimeoutError(f"{self.place.text} has been silent for {self._timeouts_s[option]:g} s")
+
+    def _gone(self, reason: object) -> ConnectionResetError:
+        return ConnectionResetError(f"{self.place.text} is gone: {reason}")
+
+    def _broken(self, what: str) -> PoolError:
+        """The other side does not keep to the protocol."""
+        self.is_open = False
+        return PoolError(f"{self.place.text} answered what it should not: {what}")
+
+
+_connections: "weakref.WeakSet[PoolConnection]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: its copies of the sockets would keep the parent's sessions alive."""
+    for connection in _connections:
+        connection.is_open = False
+        connection._sock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

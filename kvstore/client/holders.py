@@ -1,0 +1,336 @@
+"""The pools of a client: whom to ask, and who is asked when one does not answer.
+
+Each thread that uses a pool at a time has a connection of its own. A lost pool is tried again by a thread
+of its own, about once a second and only while somebody asks for it: a caller who can go on elsewhere waits
+for that only a moment.
+
+Owns: open connections and their serials; that a lost pool makes no call fail which another can answer.
+Does not know: what is asked.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from kvstore.client.connections import Place, PoolConnection
+from kvstore.client.mapped import MappedConnection, Mapping
+from kvstore.client.streamed import StreamedConnection
+from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
+from mooncake.messages.blocks import KVLayout
+from mooncake.security.keys import ClusterKey
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+_RECONNECT_TIMEOUT_S = 2.0
+_MOMENT_S = 0.02
+_serials = itertools.count(1)
+Answer = TypeVar("Answer")
+
+
+class Unreachable(Exception):
+    """This pool does not answer now, or has other blocks or another key than before. The message says why."""
+
+    def __init__(self, place: Place, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.place = place
+        self.reason = reason
+
+
+class Holder:
+    """One pool. `fingerprint` and `layout`: what it must hold, None while that is open. `key`: the cluster's;
+    a pool on this host needs none."""
+
+    def __init__(
+        self,
+        place: Place,
+        key: ClusterKey | None,
+        fingerprint: str | None,
+        layout: KVLayout | None,
+        timeout_s: float,
+    ) -> None:
+        self.place = place
+        self._key = key
+        self.fingerprint = fingerprint
+        self.layout = layout
+        self._timeout_s = timeout_s
+        self._lost: Exception | None = None
+        """why it counts as lost; None while it is there"""
+        self._retry_at_s = 0.0
+        self._attempt: threading.Thread | None = None
+        self._idle: deque[PoolConnection] = deque()
+        self._lock = threading.Lock()
+        """of the serials and of `_attempt`"""
+        self._free_serials: list[int] = []
+        """of closed connections; last those that may have had pages reserved when they were lost"""
+        self._num_unsettled = 0
+        """how many of the last ones"""
+        self._mapping: Mapping | None = None
+        self._is_closed = False
+
+    def connect(self, *, may_format: bool) -> None:
+        """Makes the first connection and learns what the pool holds, or lets it be formatted.
+
+        Raises Unreachable, and what the pool refuses with.
+        """
+        try:
+            connection = self._open(self._timeout_s, may_format=may_format)
+        except OSError as error:
+            self._lost = error
+            raise Unreachable(self.place, error) from error
+        self.fingerprint, self.layout = connection.fingerprint, connection.layout
+        self._idle.append(connection)
+
+    def run(self, use: Callable[[PoolConnection], Answer], *, patiently: bool = True) -> Answer:
+        """What `use` returns for a connection that is used by nobody else meanwhile.
+
+        `use` may be called twice: a connection may turn out to be that of a messenger's former life.
+        Raises Unreachable; a lost pool is waited for if `patiently`.
+        """
+        while True:
+            try:
+                connection, is_new = self._idle.pop(), False
+            except IndexError:
+                connection, is_new = self._connect(patiently), True
+            try:
+                answer = use(connection)
+            except MooncakeError:
+                self._put_back(connection)
+                raise
+            except OSError as error:
+                self._discard(connection, unsettled=True)
+                if is_new or isinstance(error, TimeoutError):
+                    self._lose(error)
+                    raise Unreachable(self.place, error) from error
+                self._discard_idle()
+            except BaseException:
+                self._discard(connection)
+                raise
+            else:
+                self._put_back(connection)
+                return answer
+
+    def close(self) -> None:
+        """Connections in use are closed when they are given back."""
+        self._is_closed = True
+        self._discard_idle()
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def _put_back(self, connection: PoolConnection) -> None:
+        if not connection.is_open:
+            self._discard(connection)
+            return
+        self._lost = None
+        self._idle.append(connection)
+        if self._is_closed:
+            self._discard_idle()
+
+    def _discard(self, connection: PoolConnection, *, unsettled: bool = False) -> None:
+        connection.close()
+        with self._lock:
+            if unsettled:
+                self._free_serials.append(connection.serial)
+                self._num_unsettled += 1
+            else:
+                self._free_serials.insert(0, connection.serial)
+
+    def _discard_idle(self) -> None:
+        while self._idle:
+            try:
+                self._discard(self._idle.pop())
+            except IndexError:
+                return  # another thread was faster
+
+    def _open(self, timeout_s: float, *, may_format: bool = False) -> PoolConnection:
+        """A new connection, which takes over the serial of one that was lost.
+
+        What was learned from a pool that has gone must not format its successor, which may be deployed for
+        another model: only the first connection may.
+        """
+        with self._lock:
+            serial = self._free_serials.pop() if self._free_serials else next(_serials)
+            was_unsettled = self._num_unsettled > 0
+            self._num_unsettled -= was_unsettled
+        try:
+            if self.place.tcp is not None:
+                assert self._key is not None
+                return StreamedConnection.open(
+                    self.place,
+                    self._key,
+                    self.fingerprint,
+                    self.layout,
+                    serial,
+                    timeout_s,
+                    may_format=may_format,
+                )
+            connection = MappedConnection.open(
+                self.place,
+                self.fingerprint,
+                self.layout,
+                serial,
+                timeout_s,
+                self._mapping,
+                may_format=may_format,
+            )
+        except BaseException:
+            with self._lock:
+                self._free_serials.append(serial)
+                self._num_unsettled += was_unsettled
+            raise
+        self._mapping = connection.mapping
+        return connection
+
+    # -- a pool that comes and goes ---------------------------------------------------------------
+
+    def _connect(self, patiently: bool) -> PoolConnection:
+        if self._lost is not None and (attempt := self._try_again(patiently)) is not None:
+            attempt.join(2 * _RECONNECT_TIMEOUT_S if patiently else _MOMENT_S)
+        if (lost := self._lost) is not None:
+            raise Unreachable(self.place, lost)
+        try:
+            return self._idle.pop()
+        except IndexError:
+            pass
+        try:
+            return self._open(self._timeout_s)
+        except (OSError, MooncakeError) as error:
+            self._lose(error)
+            raise Unreachable(self.place, error) from error
+
+    def _try_again(self, patiently: bool) -> threading.Thread | None:
+        """The attempt to wait for, if any."""
+        with self._lock:
+            if self._attempt is not None:
+                return self._attempt if patiently else None
+            if not patiently and time.monotonic() < self._retry_at_s:
+                return None
+            self._attempt = threading.Thread(target=self._reconnect, name="pool-reconnect", daemon=True)
+            self._attempt.start()
+            return self._attempt
+
+    def _reconnect(self) -> None:
+        """Also settles the serials of all connections that were lost: their pages are still set aside."""
+        try:
+            while True:
+                self._put_back(self._open(min(self._timeout_s, _RECONNECT_TIMEOUT_S)))
+                if not self._num_unsettled:
+                    break
+        except (OSError, MooncakeError) as error:
+            self._lose(error)
+        finally:
+            self._attempt = None
+
+    def _lose(self, error: Exception) -> None:
+        if isinstance(error, MismatchError):
+            if not isinstance(self._lost, MismatchError):
+                log.error("the pool at %s holds other blocks now and is not used: %s", self.place.text, error)
+        elif isinstance(error, ConfigError):
+            if not isinstance(self._lost, ConfigError):
+                log.error("the pool at %s is not used: %s", self.place.text, error)
+        elif self._lost is None and not self._is_closed:
+            log.warning("pool lost, its blocks count as not there: %s", error)
+        self._retry_at_s = time.monotonic() + RETRY_S
+        self._lost = error
+        self._discard_idle()
+
+
+class Holders:
+    """In the order in which they are asked.
+
+    If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now, or
+    ConfigError if one has another key now.
+    """
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self.all = list(holders)
+
+    def first(self, use: Callable[[PoolConnection], Answer]) -> Answer:
+        """`use` with a connection to the first pool that answers."""
+        return next(self._ask(use))
+
+    def each(self, use: Callable[[PoolConnection], Answer]) -> list[Answer]:
+        """`use` with a connection to each pool that answers."""
+        return list(self._ask(use))
+
+    def in_turn(
+        self, wanted: Sequence[int], use: Callable[[PoolConnection, Sequence[int]], Sequence[int]]
+    ) -> None:
+        """Asks pool after pool until nothing is wanted: `use` returns what of `wanted` this one lacks."""
+
+        def ask(connection: PoolConnection) -> None:
+            nonlocal wanted
+            wanted = use(connection, wanted)
+
+        for _ in self._ask(ask):
+            if not wanted:
+                return
+
+    def _ask(self, use: Callable[[PoolConnection], Answer]) -> Iterator[Answer]:
+        lost: list[Unreachable] = []
+        has_answer = False
+        # Only when nobody else answers is a lost pool waited for.
+        for patiently in (True,) if len(self.all) == 1 else (False, True):
+            for holder in self.all:
+                try:
+                    answer = holder.run(use, patiently=patiently)
+                except Unreachable as error:
+                    lost.append(error)
+                else:
+                    has_answer = True
+                    yield answer
+            if has_answer:
+                return
+        raise nobody_answers(lost)
+
+
+def connect_all(
+    places: Sequence[Place],
+    key: ClusterKey | None,
+    fingerprint: str | None,
+    layout: KVLayout | None,
+    timeout_s: float,
+) -> tuple[Holders, str, KVLayout]:
+    """The pools at `places`, of which some may be lost, and what all of them hold.
+
+    With `fingerprint` and `layout` new ones are formatted. Raises PoolError if all are lost, and what one
+    refuses with.
+    """
+    holders, lost = [], []
+    may_format = fingerprint is not None and layout is not None
+    for place in places:
+        holder = Holder(place, key, fingerprint, layout, timeout_s)
+        holders.append(holder)
+        try:
+            holder.connect(may_format=may_format)
+        except Unreachable as error:
+            lost.append(error)
+        except BaseException:
+            for opened in holders:
+                opened.close()
+            raise
+        fingerprint, layout = holder.fingerprint, holder.layout
+    if len(lost) == len(holders):
+        raise nobody_answers(lost)
+    for reason in lost:
+        log.warning("one of %d pools does not answer and is tried again: %s", len(holders), reason)
+    assert fingerprint is not None
+    assert layout is not None
+    for holder in holders:
+        holder.fingerprint, holder.layout = fingerprint, layout
+    return Holders(holders), fingerprint, layout
+
+
+def nobody_answers(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
+    """What a call that finds no pool fails with: other blocks or another key are no passing trouble."""
+    for error in lost:
+        if isinstance(error.reason, ConfigError):
+            return ConfigError(str(error))
+        if isinstance(reason := error.reason, MismatchError):
+            advice = f"the pool at {error.place.text} holds other blocks than this client; connect again"
+            return MismatchError(reason.what, reason.ours, reason.theirs, advice)
+    return PoolError(f"no pool answers: {'; '.join(dict.fromkeys(map(str, lost)))}")

@@ -1,0 +1,71 @@
+"""A lease on blocks of pools on this host: they are read where they are.
+
+Owns: what a lease holds and gives back. Does not know: how blocks are found.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+
+from kvstore.client.mapped import MappedConnection
+from kvstore.protocol.answers import Leased
+from mooncake.messages.blocks import BlockKey
+
+
+class Lease:
+    """A context manager: `blocks` may be read until it ends.
+
+    A lease ends with `end`, `ttl_s` after it was taken, when the client is closed and when its messenger
+    ends. From then on the memory may become another block's at any time. Who may have been slower than that
+    reads first and calls `verify` after: a block that is still intact was so while it was read.
+    """
+
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
+        self.blocks: list[memoryview | None] = [None] * len(keys)
+        """read-only, whole blocks; None for those that are not there"""
+        self._keys = keys
+        self._pages: dict[int, tuple[MappedConnection, int, int]] = {}
+        """where each block is: page and generation"""
+        self._leases: list[tuple[MappedConnection, int]] = []
+
+    def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
+        """Takes over what was leased for the blocks at `positions`. Returns the positions of the others."""
+        self._leases.append((connection, leased.lease_id))
+        layers = range(connection.layout.num_layers)
+        missing = []
+        for position, page in zip(positions, leased.pages, strict=True):
+            if page is None:
+                missing.append(position)
+            else:
+                self._pages[position] = (connection, page, connection.mapping.table.generation(page))
+                self.blocks[position] = connection.mapping.view(page, layers).toreadonly()
+        return missing
+
+    def verify(self) -> list[bool]:
+        """Of each block, whether it is still there and its bytes fit the checksums stored with it."""
+        is_intact = [False] * len(self.blocks)
+        for position, (connection, page, generation) in self._pages.items():
+            is_there = connection.is_intact(self._keys[position], page)
+            # It may have gone and come back to the same page: then the generation is another.
+            is_intact[position] = is_there and connection.mapping.table.generation(page) == generation
+        return is_intact
+
+    def end(self) -> None:
+        """The blocks are not read any more. Views that nobody else holds cannot be used after this.
+        Idempotent."""
+        leases, self._leases = self._leases, []
+        for view in self.blocks:
+            if view is not None:
+                with contextlib.suppress(BufferError):  # somebody holds an array over it
+                    view.release()
+        for connection, lease_id in leases:
+            with contextlib.suppress(OSError):  # its end ended the lease
+                connection.end_lease(lease_id)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()

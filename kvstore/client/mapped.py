@@ -1,0 +1,249 @@
+"""A pool on this host: calls over a Unix socket, blocks in the pool's own memory, mapped here.
+
+A page is written only between its reservation and the answer to `Release`, by the thread that uses the
+connection. So nobody writes any more to what a closed connection had reserved, and who connects under its
+old serial again has stopped.
+
+Owns: connections of that kind, the mapping. Does not know: which connection is used when.
+"""
+
+import array
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.client.connections import Place, PoolConnection, RemoteCall
+from kvstore.pool.pages import PageState
+from kvstore.pool.segment import Segment
+from kvstore.protocol.answers import Connected, Done, FromPool, Leased
+from kvstore.protocol.calls import MAX_MESSAGE_BYTES, Connect, EndLease, LeaseBlocks, Notice, SealBlocks
+from kvstore.protocol.channel import receive_soon
+from kvstore.protocol.frames import encode
+from messenger.wire.checksums import copy_layers, layer_checksums
+from mooncake.errors import PoolError
+from mooncake.messages.blocks import BlockKey, KVLayout
+
+_DECODER = msgspec.msgpack.Decoder(FromPool)
+_BUFFER_BYTES = 1 << 22
+_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_COPY_LEASE_S = 30.0
+"""longer than copying one batch takes; should it not be, the checksums tell"""
+_TRIES = 40
+"""to receive an answer before sleeping"""
+_POPULATED_BYTES = 64 * 1024
+"""pages at least so large are mapped at once, not by a fault every 4 KiB"""
+
+
+class Mapping:
+    """A segment in this process's memory, shared by all connections to its messenger."""
+
+    def __init__(self, fd: int) -> None:
+        segment = Segment.open(fd)
+        assert segment is not None, "a messenger formats before it answers"
+        self.segment = segment
+        self.table = segment.page_table()
+        self.file = _file_of(fd)
+        self._is_populated = bytearray(segment.num_pages)
+        self._populates = segment.page_stride >= _POPULATED_BYTES
+
+    def view(self, page: int, layers: range) -> memoryview:
+        """The bytes of `layers` of `page`."""
+        if self._populates and not self._is_populated[page]:
+            self._populate(page)
+        return self.segment.layers_view(page, layers)
+
+    def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
+        """Whether what has just been read from `page` was this block, and intact.
+
+        A lease may end while its holder is stopped: the page could be another block's by now. The order
+        in which a page table is written makes it enough to look at the state last.
+        """
+        table = self.table
+        return (
+            table.checksums(page, layers) == checksums
+            and table.key(page) == key
+            and table.state(page) is PageState.SEALED
+        )
+
+    def _populate(self, page: int) -> None:
+        self._is_populated[page] = True
+        self.segment.populate(page)
+
+
+class MappedConnection(PoolConnection):
+    """Made by `open`."""
+
+    def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
+        super().__init__(sock, place, serial, timeout_s)
+        self.mapping: Mapping
+        self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
+        self._fds: list[int] | None = None
+        """descriptors that came, as long as one is expected"""
+        self._lock = threading.Lock()
+        """of those who end leases and who closes: a closed descriptor's number may be another's soon"""
+
+    @classmethod
+    def open(
+        cls,
+        place: Place,
+        fingerprint: str | None,
+        layout: KVLayout | None,
+        serial: int,
+        timeout_s: float,
+        known: Mapping | None,
+        *,
+        may_format: bool,
+    ) -> "MappedConnection":
+        """Connects. `known` is used if it is this pool's segment; a new pool is formatted if `may_format`.
+
+        Raises OSError if nobody answers or there is no descriptor left, else what the pool refuses with.
+        """
+        assert place.unix_path is not None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = cls(sock, place, serial, timeout_s)
+        try:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            try:
+                sock.connect(place.unix_path)
+            except BlockingIOError:
+                raise TimeoutError(f"{place.text} accepts no connection within {timeout_s:g} s") from None
+            except OSError as error:
+                raise ConnectionRefusedError(f"nobody listens at {place.text}: {error}") from None
+            connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
+            connection._greet(connect, known)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _greet(self, connect: Connect, known: Mapping | None) -> None:
+        fds = self._fds = []
+        try:
+            connected = self.call(connect, Connected)
+            if len(fds) != 1:
+                raise PoolError(f"{self.place.text} passed {len(fds)} descriptors, expected its segment's")
+            self.mapping = known if known is not None and known.file == _file_of(fds[0]) else Mapping(fds[0])
+        finally:
+            self._fds = None
+            for fd in fds:
+                os.close(fd)  # the mapping stays
+        self.address, self.fingerprint, self.layout = (
+            connected.address,
+            connected.fingerprint,
+            connected.layout,
+        )
+        self.num_pages = self.mapping.segment.num_pages
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def notify(self, message: RemoteCall | Notice) -> None:
+        packet = encode(message)
+        try:
+            self._sock.send(packet)
+        except BlockingIOError:
+            raise self._silent(socket.SO_SNDTIMEO) from None
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _receive(self) -> FromPool:
+        try:
+            if self._fds is None:
+                num_bytes = self._receive_bytes()
+            else:
+                num_bytes, ancillary, _flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE)
+                for _level, _kind, data in ancillary:
+                    self._fds.extend(array.array("i", data))
+        except BlockingIOError:
+            raise self._silent(socket.SO_RCVTIMEO) from None
+        except OSError as error:
+            raise self._gone(error) from error
+        if num_bytes == 0:
+            raise self._gone("it has closed the connection")
+        message: FromPool = _DECODER.decode(self._buffer[:num_bytes])
+        return message
+
+    def _receive_bytes(self) -> int:
+        """Most answers come within microseconds, waking up takes longer: so asks a while before it sleeps."""
+        try:
+            return receive_soon(self._sock, self._buffer, _TRIES)
+        except BlockingIOError:
+            return self._sock.recv_into(self._buffer)
+
+    def close(self) -> None:
+        with self._lock:
+            super().close()
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Leased:
+        """The pages of these blocks, which stay where they are for `ttl_s`."""
+        return self.call(LeaseBlocks(self.next_id(), list(keys), ttl_s), Leased)
+
+    def end_lease(self, lease_id: int) -> None:
+        """May be called by any thread, at any time."""
+        with self._lock:
+            if self.is_open:
+                self.notify(EndLease(lease_id))
+
+    def is_intact(self, key: BlockKey, page: int) -> bool:
+        """Whether a leased page holds this block still, and its bytes fit their checksums."""
+        layers = range(self.layout.num_layers)
+        checksums = layer_checksums(self.mapping.view(page, layers), self.layout.layer_bytes)
+        return self.mapping.holds(key, page, layers, checksums)
+
+    def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
+        is_there: list[bool] = []
+        for part in self.parts(len(keys)):
+            is_there += self._get_part(keys[part], buffers[part], layers)
+        return is_there
+
+    def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
+        leased = self.lease(keys, _COPY_LEASE_S)
+        try:
+            is_there = [
+                page is not None and self._copy_out(key, page, buffer, layers)
+                for key, page, buffer in zip(keys, leased.pages, buffers, strict=True)
+            ]
+        finally:
+            self.notify(EndLease(leased.lease_id))
+        damaged = [
+            key
+            for key, page, intact in zip(keys, leased.pages, is_there, strict=True)
+            if page is not None and not intact
+        ]
+        self.report_damaged(damaged)
+        return is_there
+
+    def _copy_out(self, key: BlockKey, page: int, buffer: memoryview, layers: range) -> bool:
+        checksums = copy_layers(self.mapping.view(page, layers), buffer, self.layout.layer_bytes)
+        return self.mapping.holds(key, page, layers, checksums)
+
+    def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
+        for part in self.parts(len(keys)):
+            self._put_part(keys[part], blocks[part], timeout_s)
+
+    def _put_part(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
+        layers, layer_bytes = range(self.layout.num_layers), self.layout.layer_bytes
+        reservation = self.reserve(keys, timeout_s)
+        try:
+            checksums = [
+                copy_layers(block, self.mapping.view(page.page, layers), layer_bytes)
+                for page, block in zip(reservation.blocks, blocks, strict=True)
+                if not page.sealed
+            ]
+            self.call(SealBlocks(self.next_id(), reservation.reservation_id, b"".join(checksums)), Done)
+        except OSError:  # nobody answers: the connection will be closed, which ends the reservation
+            raise
+        except BaseException:
+            self.release(reservation.reservation_id)
+            raise
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    """Names the file behind a descriptor, as long as somebody has it open or mapped."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,203 @@
+"""A pool on another host: calls and blocks over one TCP connection.
+
+Owns: connections of that kind. Does not know: which connection is used when.
+"""
+
+import socket
+import time
+from collections.abc import Sequence
+from itertools import compress
+
+import msgspec
+
+from kvstore.client.connections import Place, PoolConnection, RemoteCall
+from kvstore.protocol.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
+from kvstore.protocol.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
+from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
+from kvstore.protocol.greeting import Challenge, Greeting, Proof, Visitor
+from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
+from mooncake.errors import ConfigError, PoolError
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.security.keys import ClusterKey
+
+_DECODER = msgspec.msgpack.Decoder(FromRemotePool)
+_CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_LOOKUP_BYTES = 1 << 20
+"""before so much is sent, it is worth asking which blocks are there already"""
+
+
+class StreamedConnection(PoolConnection):
+    """Made by `open`."""
+
+    def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
+        super().__init__(sock, place, serial, timeout_s)
+        self._frames = FrameBuffer()
+        self._payload_bytes = 0
+        """behind the last message"""
+
+    @classmethod
+    def open(
+        cls,
+        place: Place,
+        key: ClusterKey,
+        fingerprint: str | None,
+        layout: KVLayout | None,
+        serial: int,
+        timeout_s: float,
+        *,
+        may_format: bool,
+    ) -> "StreamedConnection":
+        """Connects; a new pool is formatted if `may_format`.
+
+        Raises OSError if nobody answers, ConfigError if the pool has another key, else what it refuses with.
+        """
+        assert place.tcp is not None
+        try:
+            sock = socket.create_connection(place.tcp, timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{place.text} accepts no connection within {timeout_s:g} s") from None
+        except OSError as error:
+            raise ConnectionRefusedError(f"cannot connect to {place.text}: {error}") from None
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = cls(sock, place, serial, timeout_s)
+        try:
+            connection._prove(key, timeout_s)
+            connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
+            connected = connection.call(connect, Connected)
+            stats = connection.call(GetStats(connection.next_id(), False), Stats).stats
+        except BaseException:
+            connection.close()
+            raise
+        connection.address, connection.fingerprint = connected.address, connected.fingerprint
+        connection.layout, connection.num_pages = connected.layout, stats.num_pages
+        return connection
+
+    def _prove(self, key: ClusterKey, timeout_s: float) -> None:
+        """Both sides show that they know `key`. A pool that drips is given up after `timeout_s`."""
+        due_s = time.monotonic() + timeout_s
+        visitor = Visitor(key)
+        self.notify(visitor.greeting)
+        while (room := self._room_for_message()) is not None:
+            if time.monotonic() > due_s:
+                raise TimeoutError(
+                    f"{self.place.text} has not proved within {timeout_s:g} s that it is a pool"
+                )
+            self._frames.received(self._receive_some(room))
+        try:
+            challenge = _CHALLENGE_DECODER.decode(self._frames.take_message()[0])
+        except msgspec.MsgspecError as error:
+            raise self._broken(str(error)) from None
+        proof = visitor.answer(challenge)
+        if proof is None:
+            raise ConfigError(
+                f"the pool at {self.place.text} has another cluster key than this client (key id"
+                f" {key.key_id}); give as key_file a copy of the key that the pool's node was started with"
+            )
+        self._frames.trust()
+        self.notify(proof)
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def notify(self, message: RemoteCall | Notice | Greeting | Proof) -> None:
+        self._send([memoryview(encode_frame(message))])
+
+    def _send(self, buffers: list[memoryview]) -> None:
+        """Empties `buffers`."""
+        try:
+            while buffers:
+                num_bytes = self._sock.sendmsg(buffers[:_MAX_BUFFERS])
+                position = 0
+                while position < len(buffers) and num_bytes >= len(buffers[position]):
+                    num_bytes -= len(buffers[position])
+                    position += 1
+                del buffers[:position]
+                if num_bytes:
+                    buffers[0] = buffers[0][num_bytes:]
+        except BlockingIOError:
+            raise self._silent(socket.SO_SNDTIMEO) from None
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _receive(self) -> FromRemotePool:
+        while (room := self._room_for_message()) is not None:
+            self._frames.received(self._receive_some(room))
+        encoded, self._payload_bytes = self._frames.take_message()
+        answer: FromRemotePool = _DECODER.decode(encoded)
+        if self._payload_bytes and not isinstance(answer, GotBlocks):
+            raise self._broken(f"{type(answer).__name__} with a payload of {self._payload_bytes} bytes")
+        return answer
+
+    def _room_for_message(self) -> memoryview | None:
+        try:
+            return self._frames.room_for_message()
+        except PoolError as error:
+            raise self._broken(str(error)) from None
+
+    def _receive_some(self, buffer: memoryview) -> int:
+        try:
+            num_bytes = self._sock.recv_into(buffer)
+        except BlockingIOError:
+            raise self._silent(socket.SO_RCVTIMEO) from None
+        except OSError as error:
+            raise self._gone(error) from error
+        if num_bytes == 0:
+            raise self._gone("it has closed the connection")
+        return num_bytes
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
+        is_there: list[bool] = []
+        for part in self.parts(len(keys)):
+            is_there += self._get_part(keys[part], buffers[part], layers)
+        return is_there
+
+    def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
+        got = self.call(GetBlocks(self.next_id(), list(keys), layers.start, layers.stop), GotBlocks)
+        stride = CHECKSUM_BYTES * len(layers)
+        if len(got.found) != len(keys) or len(got.checksums) != stride * sum(got.found):
+            raise self._broken(f"{len(got.found)} blocks with {len(got.checksums)} bytes of checksums")
+        if self._payload_bytes != sum(len(buffer) for buffer in compress(buffers, got.found)):
+            raise self._broken(f"a payload of {self._payload_bytes} bytes for {sum(got.found)} blocks")
+        is_there = list(got.found)
+        damaged = []
+        for number, index in enumerate(index for index, found in enumerate(got.found) if found):
+            checksums = self._receive_block(buffers[index])
+            if checksums != got.checksums[number * stride : (number + 1) * stride]:
+                is_there[index] = False
+                damaged.append(keys[index])
+        self.report_damaged(damaged)
+        return is_there
+
+    def _receive_block(self, block: memoryview) -> bytes:
+        """Fills `block` from the payload and returns the checksums of its layers."""
+        checksums = LayerChecksums(block, self.layout.layer_bytes)
+        if len(block) <= SMALL_BYTES:
+            while (room := self._frames.room_for(len(block), SMALL_BYTES)) is not None:
+                self._frames.received(self._receive_some(room))
+        filled = self._frames.take_into(block)
+        checksums.advance(filled)
+        while filled < len(block):
+            filled += self._receive_some(block[filled : filled + PIECE_BYTES])
+            checksums.advance(filled)
+        return checksums.packed()
+
+    def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
+        by_key = dict(zip(keys, blocks, strict=True))
+        if len(keys) * self.layout.block_bytes >= _LOOKUP_BYTES:
+            located = self.call(Lookup(self.next_id(), list(keys)), Located)
+            by_key = {
+                key: by_key[key] for key, place in zip(keys, located.locations, strict=True) if not place
+            }
+            if not by_key:
+                return
+        checksums = b"".join(layer_checksums(block, self.layout.layer_bytes) for block in by_key.values())
+        put = PutBlocks(self.next_id(), list(by_key), checksums, timeout_s)
+        frame = encode_frame(put, len(by_key) * self.layout.block_bytes)
+        patience_s = timeout_s + self._timeout_s  # the pool reads on when it has room
+        self._set_timeout(socket.SO_SNDTIMEO, patience_s)
+        self._send([memoryview(frame), *by_key.values()])
+        self._answer(put, Done, patience_s)
+        self._set_timeout(socket.SO_SNDTIMEO, self._timeout_s)

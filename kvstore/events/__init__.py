@@ -1,0 +1,1 @@
+"""KV events: what a pool tells those who mirror it."""

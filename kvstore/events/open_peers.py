@@ -1,0 +1,74 @@
+"""The peers of a ZeroMQ socket that everybody may use.
+
+Owns: how many they are, how much each may send. Does not know: what is said.
+"""
+
+import asyncio
+import contextlib
+import socket
+
+import zmq
+import zmq.asyncio
+
+from mooncake.security.crowd import Crowd
+from mooncake.security.curve import Monitor
+from mooncake.security.handshakes import connection_of, num_bytes_received
+
+MOST_OPEN = 32
+"""connections to one socket; one more puts out the oldest, which may come again"""
+MOST_SENT_BYTES = 8 << 10
+"""of a connection, in all its life: libzmq keeps every frame of a message that does not end, in up to 32
+times its bytes. A router says 20 bytes to begin and 20 for each replay, and connects again by itself"""
+LOOK_INTERVAL_S = 0.01
+"""while somebody is connected. libzmq's one thread takes some megabytes in this time"""
+
+
+class OpenPeers:
+    """Bounds the number of TCP connections to `bound`, and what their peers send. Needs a running event loop.
+
+    To be made before `bound` is bound, and closed before it is closed.
+    """
+
+    def __init__(self, bound: zmq.asyncio.Socket) -> None:
+        self._socket = bound
+        self._crowd = Crowd[int](MOST_OPEN, self._put_out)
+        self._connections: dict[int, socket.socket] = {}
+        """by libzmq's descriptor"""
+        self._monitor = Monitor(bound, self._on_event)
+        self._next_look: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._monitor.close()
+        if self._next_look is not None:
+            self._next_look.cancel()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _on_event(self, event: int, descriptor: int) -> None:
+        if event not in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
+            return
+        if self._crowd.leave(descriptor):
+            self._connections.pop(descriptor).close()
+        if event == zmq.EVENT_ACCEPTED:
+            endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+            if (connection := connection_of(descriptor, endpoint)) is not None:
+                self._connections[descriptor] = connection
+                self._crowd.enter(descriptor)
+                if self._next_look is None:
+                    self._look()
+
+    def _look(self) -> None:
+        """End the connections of peers that have sent too much, as long as there are connections."""
+        for descriptor, connection in list(self._connections.items()):
+            if num_bytes_received(connection) > MOST_SENT_BYTES:
+                self._crowd.leave(descriptor)
+                self._put_out(descriptor)
+        self._next_look = None
+        if self._connections:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look)
+
+    def _put_out(self, descriptor: int) -> None:
+        with self._connections.pop(descriptor) as connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)

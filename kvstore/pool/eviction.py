@@ -1,0 +1,56 @@
+"""Which block goes next: the three policies of Mooncake's Table 1, as one number a page.
+
+LRU          the one not used for the longest time
+LFU          the one used least often; of those, the one not used for the longest time
+LengthAware  the one used least often; of those, the one furthest from the start of its prompt
+
+Softly pinned blocks go after all others. Choosing costs one pass over the candidates, so the caller asks
+for many at a time.
+
+Owns: the order. Does not know: who may go.
+"""
+
+import numpy as np
+
+from kvstore.pool.pages import Array, PageTable
+from mooncake.config.policies import EvictionPolicy
+
+_AGE_BITS = 32
+_POSITION_BITS = 20
+_USES_BITS = 11
+_SOFT = np.uint64(1 << 63)
+
+
+def coldest(
+    policy: EvictionPolicy, table: PageTable, candidates: Array, is_soft: Array, num_pages: int
+) -> list[int]:
+    """The `num_pages` of `candidates` (page numbers) that should go first, in that order.
+
+    `is_soft` says of each candidate whether it is softly pinned.
+    """
+    warmth = _warmth(policy, table, candidates)
+    warmth[is_soft] |= _SOFT
+    if num_pages < len(candidates):
+        chosen = np.argpartition(warmth, num_pages - 1)[:num_pages]
+    else:
+        chosen = np.arange(len(candidates))
+    ordered: list[int] = candidates[chosen[np.argsort(warmth[chosen], kind="stable")]].tolist()
+    return ordered
+
+
+def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
+    """One uint64 a page, larger for what should stay; its highest bit is left free."""
+    last_uses = table.last_uses[pages]
+    if policy is EvictionPolicy.LRU:
+        return last_uses
+    uses = table.num_uses[pages].astype(np.uint64)
+    age = _clipped(last_uses - last_uses.min(), _AGE_BITS)
+    if policy is EvictionPolicy.LFU:
+        return _clipped(uses, 63 - _AGE_BITS) << np.uint64(_AGE_BITS) | age
+    from_end = np.uint64((1 << _POSITION_BITS) - 1) - _clipped(table.positions[pages], _POSITION_BITS)
+    frequency = _clipped(uses, _USES_BITS) << np.uint64(_POSITION_BITS)
+    return (frequency | from_end) << np.uint64(_AGE_BITS) | age
+
+
+def _clipped(values: Array, num_bits: int) -> Array:
+    return np.minimum(values.astype(np.uint64), np.uint64((1 << num_bits) - 1))

@@ -1,0 +1,405 @@
+"""The DRAM tier of one instance's part of the KVCache pool: who uses which page, who gets the next one.
+
+A block is found only while it is sealed. A *reservation* is one request's claim on pages: leases on the
+blocks that are there, fresh pages for those that are not. A *lease* only reads, and ends by itself at its
+deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be read or written
+until nobody can do so any more. A *pin* keeps a block without anybody using it. (Mooncake, section 3:
+paged blocks, deduplicated by key, eviction by policy.)
+
+Invariants, checked by `check_integrity`:
+- the users of a page (see shelf) are its reservations, its leases, its hard pin and its holds, no others;
+- a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
+- a page with a user is never evicted and never given to somebody else.
+
+Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.events.batches import EventLog
+from kvstore.pool.claims import NOBODY, Block, Lease, Leases, Reservation, layer_mask
+from kvstore.pool.hits import Hits
+from kvstore.pool.pages import RESERVED, SEALED, PageTable, Writer
+from kvstore.pool.pins import Pins
+from kvstore.pool.room import LowerTier, Room
+from kvstore.pool.shelf import Shelf
+from mooncake.config.policies import EvictionPolicy
+from mooncake.errors import PoolError
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import Tier
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """Totals since the pool was opened, in blocks."""
+
+    num_dropped: int = 0
+    num_removed: int = 0
+    num_expired_leases: int = 0
+
+
+class Pool:
+    """State machine over a page table; adopts what is already in it.
+
+    `on_sealed` hears of pages whose blocks can be found from now on, those that are adopted too. What
+    `low_watermark`, `on_space` and `on_pressure` are says `Room`.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        *,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
+        events: EventLog | None = None,
+        lower: LowerTier | None = None,
+        low_watermark: int = 0,
+        on_sealed: Callable[[Sequence[int]], None] = lambda pages: None,
+        on_space: Callable[[], None] = lambda: None,
+        on_pressure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.table = table
+        self.shelf = Shelf(table, policy, self._removed, on_sealed)
+        self.counters = PoolCounters()
+        self.room = Room(
+            self.shelf,
+            lower,
+            low_watermark=low_watermark,
+            on_evict=self._evicting,
+            on_space=on_space,
+            on_pressure=on_pressure,
+        )
+        self.hits = Hits(self.room.ghosts)
+        self.pins = Pins(self.shelf, self._unclaim)
+        self._events = events
+        self._lower = lower
+        self._all_layers = (1 << table.num_layers) - 1
+        self._last_id = 0
+        self._reservations: dict[int, Reservation] = {}
+        self._leases = Leases()
+        self._num_holds: Counter[int] = Counter()
+        """outstanding transfers that touch a page, by page; no zeros"""
+        self._former_writers: dict[Writer, list[int]] = {}
+        for page, writer in self.shelf.adopted_writers.items():
+            self._add_hold(page)
+            self._former_writers.setdefault(writer, []).append(page)
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def find(self, key: BlockKey) -> int | None:
+        """The page of a sealed block."""
+        return self.shelf.index.get(key)
+
+    def locate(self, keys: Iterable[BlockKey]) -> list[Tier | None]:
+        """The fastest tier of each block."""
+        index, lower = self.shelf.index, self._lower
+        if lower is None:
+            return [Tier.DRAM if key in index else None for key in keys]
+        return [Tier.DRAM if key in index else Tier.SSD if lower.holds(key) else None for key in keys]
+
+    def remove(self, key: BlockKey) -> bool:
+        """Nobody finds this block any more; who reads it may finish. Whether it was there."""
+        page = self.find(key)
+        if page is None:
+            return False
+        self.counters.num_removed += 1
+        self._unseal(page)
+        return True
+
+    def drop(self, page: int) -> None:
+        """The sealed block in `page` is damaged: nobody finds it any more."""
+        if self.table.state_of[page] == SEALED:
+            self.counters.num_dropped += 1
+            self._unseal(page)
+
+    def _unseal(self, page: int) -> None:
+        self.pins.remove([self.table.key(page)])
+        self.shelf.unseal(page)
+        if not self.shelf.num_users_of[page]:
+            self._free(page)
+            self.room.users_left()
+
+    def _evicting(self, page: int) -> None:
+        """The block in this idle page is about to leave DRAM."""
+        self.pins.remove([self.table.key(page)])
+        self.hits.left(page)
+
+    def _removed(self, key: BlockKey) -> None:
+        """The shelf's index has lost a block."""
+        if self._events is not None:
+            self._events.removed(Tier.DRAM, key)
+
+    # -- reservations -----------------------------------------------------------------------------
+
+    def reserve(
+        self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: Writer | None = None
+    ) -> Reservation:
+        """Leases what is sealed and reserves a page for everything else; all or nothing.
+
+        `writer` will write the pages through a mapping of its own. Raises PoolFullError if not enough
+        pages are free or can be evicted now, PoolError if the pool has not enough pages at all.
+        """
+        self._check_size(len(keys) + num_private)
+        index = self.shelf.index
+        places = [index.get(key) for key in keys]
+        found = list(dict.fromkeys(page for page in places if page is not None))
+        num_missing = places.count(None) + num_private
+        self.shelf.claim(found)  # not to be evicted for the others
+        if num_missing > self.shelf.num_free + self.shelf.num_idle or not self.room.make(num_missing):
+            num_evictable = self.shelf.num_idle
+            self.shelf.unclaim(found, used=False)
+            raise self.room.refusal(num_missing, num_evictable)
+        blocks = self._blocks([*keys, *[None] * num_private], places, writer)
+        for block in blocks:
+            if block.found:
+                block.tier = self.hits.tier(block.page)
+        self._use(found)
+        self.hits.missed(key for key, page in zip(keys, places, strict=True) if page is None)
+        reservation = Reservation(self._next_id(), owner, blocks)
+        self._reservations[reservation.reservation_id] = reservation
+        return reservation
+
+    def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
+        """Raises as `reserve` would, if not even all evictable pages were enough for these blocks now."""
+        self._check_size(len(keys) + num_private)
+        places = [self.find(key) for key in keys]
+        found = {page for page in places if page is not None}
+        num_missing = places.count(None) + num_private
+        num_evictable = self.shelf.num_idle - sum(map(self.shelf.is_idle, found))
+        if num_missing > self.shelf.num_free + num_evictable:
+            raise self.room.refusal(num_missing, num_evictable)
+
+    def _check_size(self, num_blocks: int) -> None:
+        if num_blocks > self.table.num_pages:
+            raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
+
+    def find_reservation(self, reservation_id: int) -> Reservation | None:
+        return self._reservations.get(reservation_id)
+
+    def renew_pages(self, reservation: Reservation, blocks: Sequence[Block]) -> None:
+        """Gives blocks of `reservation` fresh pages, empty ones: a transfer may still write the old ones.
+
+        Does nothing if it has been released. Raises PoolFullError, and changes nothing, without room.
+        """
+        if self._reservations.get(reservation.reservation_id) is not reservation:
+            return
+        if not self.room.make(len(blocks)):
+            raise self.room.refusal(len(blocks), self.shelf.num_idle)
+        old_pages = [block.page for block in blocks]
+        writer = self.table.writer(old_pages[0]) if blocks else None
+        for block, page in zip(blocks, self.shelf.take(len(blocks), writer), strict=True):
+            del reservation.by_page[block.page]
+            block.page, block.generation, block.arrived = page, self.table.generation(page), 0
+            reservation.by_page[page] = block
+        self._unclaim(old_pages)
+
+    def is_complete(self, block: Block) -> bool:
+        return block.arrived == self._all_layers
+
+    def arrived(self, reservation: Reservation, block: Block, layers: range, checksums: bytes) -> None:
+        """`layers` of `block` are in its page. The last one seals the block, if its key is still free."""
+        assert not block.arrived & layer_mask(layers), "a layer arrives once"
+        self.table.set_checksums(block.page, layers, checksums)
+        block.arrived |= layer_mask(layers)
+        if self.is_complete(block) and block.key is not None and self.find(block.key) is None:
+            self.shelf.seal(block.page, block.key, block.position)
+            if self._events is not None:
+                self._events.stored(Tier.DRAM, block.key, block.tokens)
+
+    def begin_promotion(self, key: BlockKey, position: int) -> Reservation:
+        """A page for a block that the lower tier holds, before anybody has asked for it. Or PoolFullError."""
+        if not self.room.make(1):
+            raise self.room.refusal(1, self.shelf.num_idle)
+        (block,) = self._blocks([key], [None], None)
+        block.position = position
+        reservation = Reservation(self._next_id(), NOBODY, [block])
+        self._reservations[reservation.reservation_id] = reservation
+        return reservation
+
+    def promoted(self, reservation: Reservation, checksums: bytes, num_uses: int) -> None:
+        """The whole block of `begin_promotion` is in its page, verified."""
+        (block,) = reservation.blocks
+        self.arrived(reservation, block, range(self.table.num_layers), checksums)
+        if self.table.state_of[block.page] == SEALED:
+            self.table.num_uses[block.page] = num_uses
+            self.hits.promoted(block.page)
+
+    def release(self, reservation_id: int) -> None:
+        """Gives up all of a reservation's pages. Idempotent."""
+        reservation = self._reservations.pop(reservation_id, None)
+        if reservation is not None:
+            # Last block first: it is of no use without those before it, so it should be evicted first.
+            self._unclaim(list(reversed(reservation.by_page)))
+
+    # -- leases -----------------------------------------------------------------------------------
+
+    def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> Lease:
+        """Keeps those of `keys` that are in DRAM where they are until `end_lease` or `expire`."""
+        index = self.shelf.index
+        lease = Lease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
+        found = lease.claimed_pages
+        self._use(found)
+        self.hits.missed(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
+        self.shelf.claim(found)
+        self._leases.put(lease)
+        return lease
+
+    def end_lease(self, lease_id: int) -> None:
+        """Idempotent."""
+        lease = self._leases.take(lease_id)
+        if lease is not None:
+            self._unclaim(lease.claimed_pages[::-1])
+
+    def find_lease(self, lease_id: int) -> Lease | None:
+        return self._leases.find(lease_id)
+
+    def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
+        """Ids of the reservations and of the leases of `owner`."""
+        reservations = [r.reservation_id for r in self._reservations.values() if r.owner == owner]
+        return reservations, [lease.lease_id for lease in self._leases if lease.owner == owner]
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> None:
+        """Ends the leases and pins whose deadline has come."""
+        for lease in self._leases.take_expired(now_s):
+            self.counters.num_expired_leases += 1
+            self._unclaim(lease.claimed_pages[::-1])
+        self.pins.expire(now_s)
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def hold(self, page: int) -> None:
+        """A transfer may read or write `page` from now on. Only for pages that are in use or sealed."""
+        assert self.shelf.num_users[page] or self.table.state_of[page] == SEALED
+        self._add_hold(page)
+
+    def unhold(self, page: int, *, used: bool = True) -> None:
+        """That transfer can not touch `page` any more. `used` says whether that was for somebody."""
+        _decrement(self._num_holds, page)
+        self._unclaim([page], used=used)
+
+    def _add_hold(self, page: int) -> None:
+        self._num_holds[page] += 1
+        self.shelf.claim([page])
+
+    @property
+    def former_writers(self) -> list[Writer]:
+        """Who may still be writing to pages that a former life of this pool gave them."""
+        return list(self._former_writers)
+
+    def keep_aside(self, writer: Writer) -> None:
+        """This one may be writing to any of those pages too."""
+        pages = {page for pages in self._former_writers.values() for page in pages}
+        own = self._former_writers.setdefault(writer, [])
+        for page in pages.difference(own):
+            self._add_hold(page)
+            own.append(page)
+
+    def writer_gone(self, writer: Writer) -> None:
+        """What this writer began under a former life of the pool is free now. Idempotent."""
+        for page in self._former_writers.pop(writer, []):
+            self.unhold(page)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _blocks(
+        self, keys: Sequence[BlockKey | None], places: list[int | None], writer: Writer | None
+    ) -> list[Block]:
+        """One for each key, on its place or on a fresh page; those without a place come last."""
+        fresh = self.shelf.take(len(keys) - len(places) + places.count(None), writer)
+        self.room.pages_taken()
+        pages_left = iter(fresh)
+        pages = [next(pages_left) if page is None else page for page in places] + list(pages_left)
+        is_fresh = set(fresh)
+        blocks = []
+        for position, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            found = page not in is_fresh
+            arrived = self._all_layers if found else 0
+            blocks.append(Block(key, page, self.table.generation(page), found, arrived, position))
+        return blocks
+
+    def _use(self, pages: Collection[int]) -> None:
+        self.hits.found(pages)
+        for page in pages:
+            self.table.use(page)
+
+    def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
+        for page in self.shelf.unclaim(pages, used=used):
+            self._free(page)
+        if self._num_holds:
+            for page in pages:
+                # Given up by all but transfers: their bytes must not reach whoever would get this page next.
+                if (
+                    self.table.state_of[page] == RESERVED
+                    and self._num_holds[page] == self.shelf.num_users_of[page]
+                ):
+                    self.table.quarantine(page)
+        self.room.users_left()
+
+    def _free(self, page: int) -> None:
+        self.hits.left(page)
+        self.shelf.free(page)
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with whatever is done here."""
+        return self._last_id + self.room.epoch
+
+    @property
+    def num_reservations(self) -> int:
+        return len(self._reservations)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages that some reservation, lease, transfer or hard pin uses."""
+        return int(np.count_nonzero(self.shelf.num_users))
+
+    def orphans(self) -> list[int]:
+        """Pages that have other users than the pool knows: they would never become free. Should be none."""
+        known: Counter[int] = Counter(self._num_holds)
+        known.update(page for r in self._reservations.values() for page in r.by_page)
+        known.update(page for lease in self._leases for page in lease.claimed_pages)
+        known.update(self.pins.hard_pages())
+        users = self.shelf.num_users.copy()
+        pages = np.fromiter(known.keys(), np.int64, len(known))
+        users[pages] -= np.fromiter(known.values(), np.int32, len(known))
+        orphans: list[int] = np.flatnonzero(users).tolist()
+        return orphans
+
+    def check_integrity(self) -> str | None:
+        """What is wrong, or None: every page is accounted for exactly once."""
+        problems = list(self.shelf.problems())
+        if self.orphans():
+            problems.append("a page's users are not its reservations, leases, pins and holds")
+        if min(self._num_holds.values(), default=1) < 1:
+            problems.append("a hold count is not positive")
+        writers = Counter(
+            page
+            for r in self._reservations.values()
+            for page in r.by_page
+            if self.table.state_of[page] == RESERVED
+        )
+        if writers != Counter(np.flatnonzero(self.table.states == RESERVED).tolist()):
+            problems.append("a RESERVED page has not exactly one reservation")
+        return "; ".join(problems) or None
+
+
+def _decrement(counts: Counter[int], page: int) -> None:
+    counts[page] -= 1
+    assert counts[page] >= 0
+    if counts[page] == 0:
+        del counts[page]

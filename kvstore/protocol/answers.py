@@ -1,0 +1,183 @@
+"""What a messenger says to those who use its instance's part of the pool, most of it in answer to `calls`.
+
+Owns: its vocabulary. Does not know: sockets.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import Grant, MessengerAddress, PoolStats, Tier
+
+LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
+"""Where a block is: `Located` names these by index."""
+
+
+class Attached(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    address: MessengerAddress
+    wants_token_ids: bool
+
+
+class Connected(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    address: MessengerAddress
+    fingerprint: str
+    layout: KVLayout
+
+
+class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A page of a reservation. `sealed`: the block is there already and may only be read.
+
+    `tier`: where a sealed block was before anybody asked for it.
+    """
+
+    page: int
+    generation: int
+    sealed: bool
+    tier: Tier | None = None
+
+
+class Reservation(msgspec.Struct, tag="Reserved", frozen=True):
+    """The pages of a request: those of its keys, in order, then private ones."""
+
+    call_id: int
+    reservation_id: int
+    blocks: list[ReservedBlock]
+
+
+class Granted(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    grant: Grant
+
+
+class LayersFetched(msgspec.Struct, tag=True, frozen=True):
+    """Layers `[0, num_layers)` of the first `num_blocks` blocks of that fetch are there, verified.
+
+    No answer: several come during a fetch, with the same numbers again while nothing but a part of the next
+    layers has come. Blocks from `num_blocks` on have been given up: they keep the layers that they had, and
+    are the caller's to write.
+    """
+
+    call_id: int
+    num_blocks: int
+    num_layers: int
+
+
+class Fetched(msgspec.Struct, tag=True, frozen=True):
+    """Of each block of the fetch, how many layers from 0 on are there. A block with all of them is sealed.
+
+    `pages`: where the blocks are now. Those that were to be written when the source hung have other ones.
+    """
+
+    call_id: int
+    num_layers: list[int]
+    pages: list[int]
+
+
+class Located(msgspec.Struct, tag=True, frozen=True):
+    """One byte a key: an index into `LOCATIONS`."""
+
+    call_id: int
+    locations: bytes
+
+
+class Leased(msgspec.Struct, tag=True, frozen=True):
+    """The page of each block, or None for those that are not here (or cannot be had now)."""
+
+    call_id: int
+    lease_id: int
+    pages: list[int | None]
+
+
+class Count(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    num_blocks: int
+
+
+class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One copy of a block. `num_users`: leases and transfers that keep it where it is."""
+
+    key: BlockKey
+    tier: Tier
+    num_uses: int
+    num_users: int
+
+
+class Listing(msgspec.Struct, tag=True, frozen=True):
+    """`next_cursor` is None at the end. Blocks that come and go meanwhile may be missed or named twice."""
+
+    call_id: int
+    blocks: list[BlockInfo]
+    next_cursor: int | None
+
+
+class Verified(msgspec.Struct, tag=True, frozen=True):
+    """`damaged`: keys of which a copy was dropped."""
+
+    call_id: int
+    num_intact: int
+    damaged: list[BlockKey]
+
+
+class GotBlocks(msgspec.Struct, tag=True, frozen=True):
+    """The layers of those blocks that are `found` follow, in order; `checksums` as in `PutBlocks`."""
+
+    call_id: int
+    found: list[bool]
+    checksums: bytes
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    stats: PoolStats
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+class ErrorKind(StrEnum):
+    """Which error of `mooncake.errors` a failed call raises."""
+
+    POOL_FULL = "pool_full"
+    POOL = "pool"
+    TRANSFER = "transfer"
+    MISMATCH = "mismatch"
+    CONFIG = "config"
+
+
+class CallFailed(msgspec.Struct, tag=True, frozen=True):
+    """`space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH."""
+
+    call_id: int
+    kind: ErrorKind
+    message: str
+    space_epoch: int = 0
+    mismatch: tuple[str, str, str] | None = None
+
+
+class Detached(msgspec.Struct, tag=True, frozen=True):
+    """The messenger ends the session because of what it was sent."""
+
+    reason: str
+
+
+Answer = (
+    Attached
+    | Connected
+    | Reservation
+    | Granted
+    | Fetched
+    | Located
+    | Leased
+    | Count
+    | Listing
+    | Verified
+    | Stats
+    | Done
+    | CallFailed
+)
+FromPool = Answer | LayersFetched | Detached
+FromRemotePool = FromPool | GotBlocks

@@ -1,0 +1,309 @@
+"""What those who use an instance's part of the pool say to its messenger.
+
+A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
+a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
+one frame a message (see remote), after both sides have proved that they know the cluster's key (see
+greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
+
+A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
+`Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `StopFetch` and `DropIdle` are no calls: they are frequent
+or ordered, and what is wrong with one ends the session.
+
+Owns: their vocabulary. Does not know: the answers (`answers`), sockets.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from kvstore.pool.pages import COPIER_SERIAL
+from messenger.sender.requests import Urgency
+from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.pools import Grant, PoolShard
+
+MAX_MESSAGE_BYTES = 384 * 1024
+"""Of an answer too. Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
+
+Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
+
+# -- first messages ---------------------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """First message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`.
+
+    `serial` numbers the connections' user within its process: one who comes again under its old serial has
+    stopped writing to the pages that it had reserved before.
+    """
+
+    call_id: int
+    instance: str
+    incarnation: int
+    fingerprint: str
+    layout: KVLayout
+    serial: Serial
+
+
+class Connect(msgspec.Struct, tag=True, frozen=True):
+    """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
+
+    `fingerprint` and `layout` are what the client's blocks are; None accepts whatever the pool holds.
+    A pool that is still without a layout takes the client's if it `may_format`: only who was told what the
+    pool is to hold may, not who has learned it from a pool that was here before.
+    """
+
+    call_id: int
+    fingerprint: str | None
+    layout: KVLayout | None
+    serial: Serial
+    may_format: bool = False
+
+
+# -- reservations: pages to write -------------------------------------------------------------------
+
+
+class ReservePages(msgspec.Struct, tag=True, frozen=True):
+    """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reserved`."""
+
+    call_id: int
+    keys: list[BlockKey]
+    num_private: int
+
+
+class AwaitSpace(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Done` when the pool's space epoch exceeds `space_epoch`."""
+
+    call_id: int
+    space_epoch: int
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    """The worker has written layers `[layer_begin, layer_end)` of `pages`.
+
+    `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Ignored if the
+    reservation has been released meanwhile.
+    """
+
+    reservation_id: int
+    layer_begin: int
+    layer_end: int
+    pages: list[int]
+    checksums: bytes
+
+
+class SealBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Every page of this reservation that was not sealed has been written: seal them, then release it.
+
+    `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Answered by `Done`.
+    """
+
+    call_id: int
+    reservation_id: int
+    checksums: bytes
+
+
+class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
+    """What the reservation's keys from `first_block` on stand for: little-endian uint32 token ids.
+
+    Only sent when `Attached.wants_token_ids`; they go out with the block's event and are not kept.
+    """
+
+    reservation_id: int
+    first_block: int
+    token_ids: bytes
+
+
+class OpenGrant(msgspec.Struct, tag=True, frozen=True):
+    """Open this reservation's incomplete pages to remote writes. Answered by `Granted`."""
+
+    call_id: int
+    reservation_id: int
+
+
+class StartSend(msgspec.Struct, tag=True, frozen=True):
+    """Stream this reservation's blocks to `grant`. Answered by `Done` at once."""
+
+    call_id: int
+    reservation_id: int
+    grant: Grant
+    ref_text: str
+
+
+class AwaitSent(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Done` when the receiver has acknowledged everything."""
+
+    call_id: int
+    reservation_id: int
+
+
+class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Done` when every granted page is complete and verified."""
+
+    call_id: int
+    reservation_id: int
+
+
+class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Bring these blocks of the reservation, of which nothing is there, from another pool.
+
+    `sources`: the shards of a group that together hold these blocks, or one pool that does.
+
+    Layers come in order, each of all blocks before the next one; `LayersFetched` says how far they are, and
+    that more is coming. Answered by `Fetched` when nothing more will come. Until then nobody else writes
+    these pages.
+    """
+
+    call_id: int
+    reservation_id: int
+    sources: list[PoolShard]
+    blocks: list[int]
+    urgency: Urgency = Urgency.LATENCY
+
+
+class StopFetch(msgspec.Struct, tag=True, frozen=True):
+    """The fetch of this reservation has taken long enough. It is answered as soon as nothing is written."""
+
+    reservation_id: int
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    """Give a reservation up. Answered by `Done`, also if there is none."""
+
+    call_id: int
+    reservation_id: int
+
+
+# -- leases: blocks to read, and what else can be done with keys ------------------------------------
+
+
+class Lookup(msgspec.Struct, tag=True, frozen=True):
+    """Where are these blocks? Answered by `Located`. Leases nothing and counts as no use."""
+
+    call_id: int
+    keys: list[BlockKey]
+
+
+class LeaseBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Keep these blocks in DRAM, promoted from SSD if need be, for `ttl_s`. Answered by `Leased`."""
+
+    call_id: int
+    keys: list[BlockKey]
+    ttl_s: float
+
+
+class EndLease(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of this lease are not read any more. Ignored if it has ended."""
+
+    lease_id: int
+
+
+class Prefetch(msgspec.Struct, tag=True, frozen=True):
+    """These blocks will be reserved or leased soon: begin to bring them to DRAM."""
+
+    keys: list[BlockKey]
+
+
+class PinBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Keep these blocks for `ttl_s`: `hard` at any price, else as long as others can be evicted.
+
+    Answered by `Count`: how many of them are here and pinned. Pins outlive the connection. A block has one
+    pin: a new one replaces it, but a soft one no hard one.
+    """
+
+    call_id: int
+    keys: list[BlockKey]
+    ttl_s: float
+    hard: bool
+
+
+class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Count`: how many pins have been taken away. `hard`: hard ones too."""
+
+    call_id: int
+    keys: list[BlockKey]
+    hard: bool = True
+
+
+class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Forget these blocks in every tier; None: all. Answered by `Count`. Who reads one may finish."""
+
+    call_id: int
+    keys: list[BlockKey] | None
+
+
+class DropIdle(msgspec.Struct, tag=True, frozen=True):
+    """Forget, in every tier, those of these blocks that nobody uses and no pin keeps."""
+
+    keys: list[BlockKey]
+
+
+class ListBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Up to `max_blocks` blocks from `cursor` on (0 begins). Answered by `Listing`."""
+
+    call_id: int
+    cursor: int
+    max_blocks: int
+
+
+class VerifyBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Read these blocks in every tier and compare their checksums. Answered by `Verified`.
+
+    A damaged copy is dropped.
+    """
+
+    call_id: int
+    keys: list[BlockKey]
+
+
+class GetBlocks(msgspec.Struct, tag=True, frozen=True):
+    """TCP only: send layers `[layer_begin, layer_end)` of these blocks. Answered by `GotBlocks`."""
+
+    call_id: int
+    keys: list[BlockKey]
+    layer_begin: int
+    layer_end: int
+
+
+class PutBlocks(msgspec.Struct, tag=True, frozen=True):
+    """TCP only: store the whole blocks that follow. Answered by `Done` when all of them can be found.
+
+    `checksums`: little-endian xxh3-64, block by block, within a block layer by layer. Waits up to
+    `timeout_s` for room.
+    """
+
+    call_id: int
+    keys: list[BlockKey]
+    checksums: bytes
+    timeout_s: float
+
+
+class GetStats(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Stats`. `check_integrity` looks at every page."""
+
+    call_id: int
+    check_integrity: bool
+
+
+Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
+"""Calls that may take as long as others need; all others are answered within seconds."""
+Call = (
+    Attach
+    | Connect
+    | ReservePages
+    | SealBlocks
+    | OpenGrant
+    | StartSend
+    | Waiting
+    | Release
+    | Lookup
+    | LeaseBlocks
+    | PinBlocks
+    | UnpinBlocks
+    | RemoveBlocks
+    | ListBlocks
+    | VerifyBlocks
+    | GetStats
+)
+Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch | DropIdle
+ToPool = Call | Notice
+ToRemotePool = ToPool | GetBlocks | PutBlocks

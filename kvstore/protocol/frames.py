@@ -1,0 +1,117 @@
+"""Frames: how messages and blocks travel over TCP between a pool and a client on another host.
+
+    bytes of the message u32 | bytes of the payload u64 (little-endian), the message (msgpack), the payload
+
+Until the other side has proved that it knows the cluster's key its messages are short, and have no payload.
+
+Owns: framing and its limits. Does not know: sockets.
+"""
+
+import struct
+
+import msgspec
+
+from kvstore.protocol.calls import MAX_MESSAGE_BYTES
+from messenger.wire.checksums import CHECKSUM_BYTES
+from mooncake.errors import PoolError
+
+MAX_GREETING_BYTES = 4096
+"""of a message from somebody who has not shown that he knows the cluster's key"""
+LONGEST_WAIT_S = 3600.0
+"""that a call may ask for"""
+MAX_KEYS = 4096
+"""of one message"""
+SMALL_BYTES = 64 * 1024
+"""a block so small is received together with what follows it, and copied"""
+
+_HEADER = struct.Struct("<IQ")
+_AHEAD_BYTES = 16 * 1024
+"""taken along behind a header: small messages come whole, little of a large payload must be copied"""
+_encoder = msgspec.msgpack.Encoder()
+
+
+def max_keys(num_layers: int) -> int:
+    """How many keys one message may name when checksums of `num_layers` layers of each come with them."""
+    return max(1, min(MAX_KEYS, MAX_MESSAGE_BYTES // 2 // (CHECKSUM_BYTES * max(1, num_layers))))
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Raises PoolError if it is too large."""
+    encoded = _encoder.encode(message)
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        raise PoolError(
+            f"a {type(message).__name__} message takes {len(encoded)} bytes,"
+            f" the limit is {MAX_MESSAGE_BYTES}; name fewer blocks at once"
+        )
+    return encoded
+
+
+def encode_frame(message: msgspec.Struct, payload_bytes: int = 0) -> bytes:
+    """All of a frame but its payload. Raises PoolError if it is too large."""
+    encoded = encode(message)
+    return _HEADER.pack(len(encoded), payload_bytes) + encoded
+
+
+class FrameBuffer:
+    """What has been received of a stream of frames and not been used yet.
+
+    The caller receives into what `room...` returns, says how much with `received`, and takes every payload
+    off the stream before the next message. Only greetings are taken before `trust`.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(_HEADER.size + MAX_GREETING_BYTES + _AHEAD_BYTES))
+        self._begin = 0
+        self._end = 0
+        self._is_trusted = False
+
+    def trust(self) -> None:
+        """The other side knows the cluster's key: from now on it gets room for everything."""
+        held = self._buffer[self._begin : self._end]
+        self._buffer = memoryview(bytearray(_HEADER.size + MAX_MESSAGE_BYTES + SMALL_BYTES))
+        self._buffer[: len(held)] = held
+        self._begin, self._end = 0, len(held)
+        self._is_trusted = True
+
+    def room_for_message(self) -> memoryview | None:
+        """Where to receive what the next message lacks; None when it is whole. Raises PoolError for what is
+        no frame."""
+        room = self.room_for(_HEADER.size, _AHEAD_BYTES)
+        return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
+
+    def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
+        """Where to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when they are."""
+        missing = num_bytes - (self._end - self._begin)
+        if missing <= 0:
+            return None
+        if self._begin + num_bytes + ahead_bytes > len(self._buffer) or self._begin == self._end:
+            held = self._end - self._begin
+            self._buffer[:held] = self._buffer[self._begin : self._end]
+            self._begin, self._end = 0, held
+        return self._buffer[self._end : self._end + missing + ahead_bytes]
+
+    def received(self, num_bytes: int) -> None:
+        self._end += num_bytes
+
+    def take_message(self) -> tuple[memoryview, int]:
+        """The message, valid until more is received, and the length of the payload behind it."""
+        num_bytes, payload_bytes = self._sizes()
+        begin = self._begin + _HEADER.size
+        self._begin = begin + num_bytes
+        return self._buffer[begin : self._begin], payload_bytes
+
+    def take_into(self, target: memoryview) -> int:
+        """Moves what is held to the start of `target`. Returns how much."""
+        num_bytes = min(len(target), self._end - self._begin)
+        target[:num_bytes] = self._buffer[self._begin : self._begin + num_bytes]
+        self._begin += num_bytes
+        return num_bytes
+
+    def _sizes(self) -> tuple[int, int]:
+        num_bytes, payload_bytes = _HEADER.unpack_from(self._buffer, self._begin)
+        limit = MAX_MESSAGE_BYTES if self._is_trusted else MAX_GREETING_BYTES
+        if not 0 < num_bytes <= limit:
+            raise PoolError(f"a frame announces a message of {num_bytes} bytes, the limit is {limit}")
+        if payload_bytes and not self._is_trusted:
+            raise PoolError(f"a greeting announces a payload of {payload_bytes} bytes; it must have none")
+        return num_bytes, payload_bytes

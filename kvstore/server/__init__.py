@@ -1,0 +1,1 @@
+"""The messenger process: one pool, opened, and all who use it."""

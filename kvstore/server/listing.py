@@ -1,0 +1,169 @@
+"""What is in the pool, for those who look at it: counters, lists of blocks, proof that a block is intact.
+
+Owns: how a store is described. Does not know: who asks.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvstore.pool.pages import PageState
+from kvstore.pool.shelf import Shelf
+from kvstore.protocol.answers import BlockInfo, Listing
+from kvstore.server.store import Store
+from messenger.sender.peer import Peer
+from messenger.transport.transports import Number, PeerTraffic, Transport
+from messenger.wire.checksums import layer_checksums
+from mooncake.errors import PoolError
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import PeerStats, PoolStats, Tier, TierStats
+
+
+def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
+    """All counters. `check_integrity` looks at every page now; else `integrity` and `num_orphaned` are those
+    of the last look."""
+    if check_integrity:
+        store.check()
+    pool, traffic = store.pool, store.traffic
+    states = pool.table.count()
+    return PoolStats(
+        num_pages=pool.table.num_pages,
+        num_free=states[PageState.FREE],
+        num_reserved=states[PageState.RESERVED],
+        num_sealed=states[PageState.SEALED],
+        num_quarantined=states[PageState.QUARANTINED],
+        num_used=pool.num_used_pages,
+        num_reservations=pool.num_reservations,
+        num_leases=pool.num_leases,
+        num_pins=len(pool.pins),
+        block_bytes=store.segment.layout.block_bytes,
+        eviction_policy=pool.shelf.policy.value,
+        tiers=_tiers(store),
+        num_misses=dict(pool.hits.num_misses),
+        num_dropped=pool.counters.num_dropped,
+        num_removed=pool.counters.num_removed,
+        num_demotions=store.ssd.counters.num_demotions if store.ssd is not None else 0,
+        num_promotions=store.mover.num_promotions,
+        num_expired_leases=pool.counters.num_expired_leases,
+        num_checksum_failures=traffic.num_checksum_failures,
+        num_orphaned=store.num_orphaned,
+        sent_bytes=by_name(traffic.sent_bytes),
+        received_bytes=by_name(traffic.received_bytes),
+        num_strangers=traffic.num_strangers,
+        peers={peer.name: _peer_stats(peer, traffic.by_peer[peer.name]) for peer in store.peers.all},
+        integrity=store.problem,
+    )
+
+
+def _tiers(store: Store) -> dict[Tier, TierStats]:
+    pool, ssd = store.pool, store.ssd
+    tiers = {
+        Tier.DRAM: TierStats(
+            num_slots=pool.table.num_pages,
+            num_blocks=len(pool.shelf.index),
+            num_hits=pool.hits.num_hits[Tier.DRAM],
+            num_evictions=pool.room.num_evictions,
+            num_checksum_failures=pool.counters.num_dropped,
+        )
+    }
+    if ssd is not None:
+        tiers[Tier.SSD] = TierStats(
+            num_slots=ssd.num_slots,
+            num_blocks=ssd.num_blocks,
+            num_hits=pool.hits.num_hits[Tier.SSD],
+            num_evictions=ssd.num_evictions,
+            num_checksum_failures=ssd.counters.num_checksum_failures,
+            num_errors=ssd.counters.num_read_errors + ssd.counters.num_write_errors,
+            is_healthy=len(ssd.disks) == len(store.config.ssd_dirs)
+            and all(disk.is_healthy for disk in ssd.disks),
+        )
+    elif store.config.ssd_dirs:  # none could be opened
+        tiers[Tier.SSD] = TierStats(0, 0, 0, 0, 0, is_healthy=False)
+    return tiers
+
+
+def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
+    """Transports by the names that messages carry."""
+    return {transport.value: count for transport, count in num_bytes.items()}
+
+
+def _peer_stats(peer: Peer, moved: PeerTraffic) -> PeerStats:
+    return PeerStats(
+        peer.flow.in_flight_bytes,
+        peer.flow.bandwidth_bytes_per_s,
+        num_streams=len(peer.lanes),
+        sent_bytes=_used(moved.sent_bytes),
+        received_bytes=_used(moved.received_bytes),
+        busy_s=_used(moved.busy_s),
+    )
+
+
+def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
+    """Those that have been used: between two messengers it is mostly one."""
+    return {transport.value: amount for transport, amount in amounts.items() if amount}
+
+
+def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:
+    """Copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
+
+    Raises PoolError for a cursor or number that is none.
+    """
+    if cursor < 0 or max_blocks < 1:
+        raise PoolError(
+            f"{max_blocks} blocks from {cursor} on; ask for at least one, from 0 or a `next_cursor` on"
+        )
+    shelves = [(Tier.DRAM, store.pool.shelf)]
+    shelves += [(Tier.SSD, disk.shelf) for disk in store.ssd.disks] if store.ssd is not None else []
+    blocks: list[BlockInfo] = []
+    first_place = 0
+    for tier, shelf in shelves:
+        end_place = first_place + shelf.table.num_pages
+        if cursor < end_place:
+            start = cursor - first_place
+            sealed = start + np.flatnonzero(shelf.table.states[start:] == PageState.SEALED)
+            room = max_blocks - len(blocks)
+            blocks += [_info(tier, shelf, page) for page in sealed[:room].tolist()]
+            if len(sealed) > room:
+                return Listing(call_id, blocks, first_place + int(sealed[room]))
+            cursor = end_place
+        first_place = end_place
+    return Listing(call_id, blocks, None)
+
+
+def _info(tier: Tier, shelf: Shelf, page: int) -> BlockInfo:
+    return BlockInfo(shelf.table.key(page), tier, int(shelf.table.num_uses[page]), int(shelf.num_users[page]))
+
+
+async def verify_block(store: Store, key: BlockKey) -> bool | None:
+    """Whether all copies of a block match their checksums; those that do not are dropped. Counts as no use.
+
+    None: none is damaged, but one cannot be read now, or there is no copy.
+    """
+    results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
+    if False in results:
+        return False
+    return None if None in results or not results else True
+
+
+async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
+    """Of the copy there, if there is one."""
+    pool, segment = store.pool, store.segment
+    page = pool.find(key)
+    if page is None:
+        return []
+    expected = pool.table.checksums(page, range(pool.table.num_layers))
+    reading = asyncio.get_running_loop().run_in_executor(
+        None, layer_checksums, segment.page_view(page), segment.layout.layer_bytes
+    )
+    pool.hold(page)
+    reading.add_done_callback(lambda _: pool.unhold(page, used=False))
+    is_intact = await asyncio.shield(reading) == expected
+    if not is_intact and pool.find(key) == page:  # else it has gone meanwhile, and another may be there
+        pool.drop(page)
+    return [is_intact]
+
+
+async def _verify_on_ssd(store: Store, key: BlockKey) -> list[bool | None]:
+    """Of the copy on each disk that has one; None for those that cannot be read now."""
+    return await store.ssd.verify(key) if store.ssd is not None else []

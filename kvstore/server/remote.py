@@ -1,0 +1,400 @@
+"""The pool's door for clients on other hosts: messages and blocks over TCP.
+
+A block that comes goes straight into its page and is sealed when it has been verified; one that goes is
+sent straight from its page, leased meanwhile. Lengths are checked before anything is done, and who stalls
+in the middle of a transfer, or says nothing while pages are reserved for him, loses his connection.
+
+Whoever does not prove that he knows the cluster's key costs a closed connection and a counter (see greeting).
+
+Owns: the connections of remote clients. Does not know: how pages are found.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from kvstore.pool.claims import Block, Reservation
+from kvstore.protocol.answers import Connected, Detached, Done, FromRemotePool, GotBlocks
+from kvstore.protocol.calls import (
+    Commit,
+    Connect,
+    DescribeTokens,
+    EndLease,
+    GetBlocks,
+    Prefetch,
+    PutBlocks,
+    SealBlocks,
+    ToPool,
+    ToRemotePool,
+)
+from kvstore.protocol.failures import failed_call
+from kvstore.protocol.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
+from kvstore.protocol.greeting import Doorkeeper, Greeting, Proof
+from kvstore.server.session import Session, User
+from kvstore.server.store import Store
+from messenger.receiver.receiver import Threshold
+from messenger.transport.handshake import StrangerError
+from messenger.transport.stream import Stream
+from messenger.transport.transports import Traffic
+from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
+from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.keys import ClusterKey
+
+log = logging.getLogger(__name__)
+
+_DECODER = msgspec.msgpack.Decoder(ToRemotePool)
+_GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
+_PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
+_GRACE_S = 30.0
+_LEAST_BYTES_PER_S = 4 << 20
+"""a transfer may take `_GRACE_S`, and what it takes at this speed"""
+_TURN_BYTES = 4 << 20
+"""moved before others get their turn"""
+_GROUP_BYTES = 16 << 20
+"""of blocks that pages are reserved for at once"""
+_MOST_UNANSWERED = 256
+_IDLE_S = 120.0
+"""how long pages stay reserved for a client that says nothing"""
+_WATCH_S = 5.0
+Incoming = TypeVar("Incoming")
+
+
+class Host(Protocol):
+    """Whose door this is."""
+
+    address: MessengerAddress
+
+    def check_connect(self, connect: Connect) -> Store:
+        """What this client gets to see. Raises MismatchError or PoolError."""
+
+    def remote_user(self, name: str) -> User:
+        """A client that writes no page itself."""
+
+
+async def serve_client(
+    stream: Stream,
+    host: Host,
+    tasks: asyncio.TaskGroup,
+    key: ClusterKey,
+    traffic: Traffic,
+    threshold: Threshold,
+    *,
+    timeout_s: float,
+) -> None:
+    """Serves a client from its greeting until it leaves. Its proof and its first message are due within
+    `timeout_s` each."""
+    client = _Client(stream)
+    try:
+        with threshold.room(stream):
+            await client.admit(key, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await client.greet(host, tasks)
+        await client.serve()
+    except StrangerError as error:
+        traffic.count_stranger(str(error))
+    except MooncakeError as error:
+        log.warning("a client on another host is sent away: %s", error)
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(timeout_s):
+                await client.send([encode_frame(Detached(str(error)))])
+    except OSError as error:
+        log.info("the connection to a client on another host ended: %s", error or "no message in time")
+    finally:
+        client.close()
+
+
+class _Client:
+    """One connection. Its messages are handled one after another; what must wait answers later."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._frames = FrameBuffer()
+        self._loop = asyncio.get_running_loop()
+        self._store: Store
+        self._session: Session
+        self._user: User | None = None
+        self._outbox: list[bytes] = []
+        self._sending = asyncio.Lock()
+        self._is_handling = False
+        self._has_late_answer = asyncio.Event()
+        """an answer came while no message was being handled"""
+        self._num_unanswered = 0
+        self._payload_left = 0
+        """bytes of the message's payload that have not been taken off the stream"""
+        self._num_moved = 0
+        """bytes since others had their turn"""
+        self._receive_due_s: float | None = None
+        self._send_due_s: float | None = None
+        self._last_message_s = self._loop.time()
+        self._watch: asyncio.TimerHandle | None = None
+        self._late_answers: asyncio.Task[None] | None = None
+
+    async def admit(self, key: ClusterKey, timeout_s: float) -> None:
+        """Raises StrangerError unless the client proves within `timeout_s` that it knows `key`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                greeting, _ = await self._next(_GREETING_DECODER)
+                doorkeeper = Doorkeeper(key, greeting)
+                await self._stream.send([encode_frame(doorkeeper.challenge)])
+                proof, _ = await self._next(_PROOF_DECODER)
+        except (OSError, PoolError) as error:
+            raise StrangerError(str(error) or f"it proves nothing within {timeout_s:g} s") from error
+        if not doorkeeper.admits(proof):
+            raise StrangerError("it has another cluster key")
+        self._frames.trust()
+
+    async def greet(self, host: Host, tasks: asyncio.TaskGroup) -> None:
+        connect, payload_bytes = await self._next(_DECODER)
+        if not isinstance(connect, Connect) or payload_bytes:
+            raise PoolError(f"the first message is {type(connect).__name__}; it must be Connect")
+        try:
+            self._store = host.check_connect(connect)
+        except MooncakeError as error:
+            await self.send([encode_frame(failed_call(connect.call_id, error))])
+            raise
+        header = self._store.segment.header
+        answer = Connected(connect.call_id, host.address, header.fingerprint, header.layout)
+        await self.send([encode_frame(answer)])
+        self._user = host.remote_user("a client on another host")
+        self._session = Session(self._user, self._store, tasks, self._post)
+        self._late_answers = tasks.create_task(self._send_late_answers())
+        self._look_after()
+
+    async def serve(self) -> None:
+        """Until the connection ends. Raises PoolError for what no correct client sends."""
+        while True:
+            message, self._payload_left = await self._next(_DECODER)
+            self._last_message_s = self._loop.time()
+            if isinstance(message, PutBlocks):
+                await self._put(message)
+            elif self._payload_left:
+                raise PoolError(f"{type(message).__name__} came with a payload")
+            elif isinstance(message, GetBlocks):
+                await self._get(message)
+            else:
+                self._handle(message)
+            if self._outbox:
+                await self.send([])
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._late_answers is not None:
+            self._late_answers.cancel()
+        if self._user is not None:
+            self._session.end()
+        self._stream.close()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
+        """The next message and the length of its payload. Raises PoolError for what is none."""
+        while (room := self._frames.room_for_message()) is not None:
+            self._frames.received(await self._stream.receive_some([room]))
+        encoded, payload_bytes = self._frames.take_message()
+        try:
+            return decoder.decode(encoded), payload_bytes
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise PoolError(f"a message cannot be read: {str(error)[:200]}") from error
+
+    def _handle(self, message: ToPool) -> None:
+        if isinstance(message, Commit | SealBlocks | DescribeTokens):
+            raise PoolError(f"{type(message).__name__} is for those who have the pool's memory mapped")
+        self._num_unanswered += not isinstance(message, EndLease | Prefetch)
+        if self._num_unanswered > _MOST_UNANSWERED:
+            raise PoolError(f"more than {_MOST_UNANSWERED} calls wait for their answers")
+        self._is_handling = True
+        try:
+            self._session.handle(message)
+        finally:
+            self._is_handling = False
+
+    def _post(self, answer: FromRemotePool) -> None:
+        """An answer of the session. Raises PoolError if it is too large."""
+        self._outbox.append(encode_frame(answer))
+        self._num_unanswered -= 1
+        if not self._is_handling:
+            self._has_late_answer.set()
+
+    async def _send_late_answers(self) -> None:
+        with contextlib.suppress(OSError):  # `serve` sees it too
+            while True:
+                await self._has_late_answer.wait()
+                self._has_late_answer.clear()
+                await self.send([])
+
+    async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Sends the answers that wait and then `buffers`, as a whole."""
+        async with self._sending:
+            waiting, self._outbox = self._outbox, []
+            turn: list[bytes | memoryview] = [*waiting]
+            total_bytes = sum(map(len, waiting)) + sum(map(len, buffers))
+            self._send_due_s = self._loop.time() + _longest_s(total_bytes)
+            for buffer in buffers:
+                turn.append(buffer)
+                if self._is_others_turn(len(buffer)):
+                    await self._stream.send(turn)
+                    turn.clear()
+                    await asyncio.sleep(0)
+            await self._stream.send(turn)
+            self._send_due_s = None
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    async def _get(self, call: GetBlocks) -> None:
+        try:
+            await self._send_blocks(call)
+        except MooncakeError as error:
+            await self.send([encode_frame(failed_call(call.call_id, error))])
+
+    async def _send_blocks(self, call: GetBlocks) -> None:
+        """Raises before anything is sent, or not at all."""
+        segment, table = self._store.segment, self._store.pool.table
+        layers = range(call.layer_begin, call.layer_end)
+        if not 0 <= layers.start < layers.stop <= table.num_layers:
+            raise PoolError(
+                f"layers [{layers.start}, {layers.stop}) are wanted, there are {table.num_layers}"
+            )
+        _check_number(call.keys, len(layers))
+        sent_bytes = len(call.keys) * len(layers) * segment.layout.layer_bytes
+        lease = await self._session.lease(call.keys, _longest_s(sent_bytes))
+        try:
+            pages = [page for page in lease.pages if page is not None]
+            checksums = b"".join(table.checksums(page, layers) for page in pages)
+            found = [page is not None for page in lease.pages]
+            payload_bytes = len(pages) * len(layers) * segment.layout.layer_bytes
+            frame = encode_frame(GotBlocks(call.call_id, found, checksums), payload_bytes)
+            await self.send([frame, *(segment.layers_view(page, layers) for page in pages)])
+        finally:
+            self._session.end_lease(lease.lease_id)
+
+    async def _put(self, call: PutBlocks) -> None:
+        """Raises PoolError for a message that does not fit its payload."""
+        table, layout = self._store.pool.table, self._store.segment.layout
+        _check_number(call.keys, table.num_layers)
+        if self._payload_left != len(call.keys) * layout.block_bytes:
+            raise PoolError(
+                f"{len(call.keys)} blocks of {layout.block_bytes} bytes came with a payload of"
+                f" {self._payload_left} bytes"
+            )
+        if len(call.checksums) != len(call.keys) * table.num_layers * CHECKSUM_BYTES:
+            raise PoolError(f"{len(call.keys)} blocks came with {len(call.checksums)} bytes of checksums")
+        if not 0 <= call.timeout_s <= LONGEST_WAIT_S:
+            raise PoolError(f"a timeout of {call.timeout_s} s; it must be at most {LONGEST_WAIT_S:g} s")
+        try:
+            await self._receive_blocks(call)
+        except MooncakeError as error:
+            self._receive_due_s = self._loop.time() + _longest_s(self._payload_left)
+            await self._skip(self._payload_left)
+            self._receive_due_s = None
+            await self.send([encode_frame(failed_call(call.call_id, error))])
+        else:
+            await self.send([encode_frame(Done(call.call_id))])
+
+    async def _receive_blocks(self, call: PutBlocks) -> None:
+        pool, layout = self._store.pool, self._store.segment.layout
+        stride = CHECKSUM_BYTES * layout.num_layers
+        group_len = max(1, min(_GROUP_BYTES // layout.block_bytes, pool.table.num_pages // 4))
+        for start in range(0, len(call.keys), group_len):
+            keys = call.keys[start : start + group_len]
+            checksums = call.checksums[start * stride : (start + group_len) * stride]
+            reservation = await self._reserve(keys, call.timeout_s)
+            self._receive_due_s = self._loop.time() + _longest_s(len(keys) * layout.block_bytes)
+            try:
+                for index, block in enumerate(reservation.blocks):
+                    expected = checksums[index * stride : (index + 1) * stride]
+                    await self._receive_block(reservation, block, expected)
+            finally:
+                self._receive_due_s = None
+                self._session.release(reservation.reservation_id, "the client's blocks have come")
+
+    async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
+        """Waits up to `timeout_s` for room."""
+        deadline_s = self._loop.time() + timeout_s
+        while True:
+            try:
+                return await self._session.reserve(keys, 0)
+            except PoolFullError as error:
+                # Taken after the attempt, which may move blocks and so look like room itself: waiting for an
+                # older epoch might end at once, and nobody else would ever have a turn.
+                space_epoch = self._store.pool.room.epoch
+                full = PoolFullError(f"no room for {len(keys)} blocks within {timeout_s:g} s: {error}")
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._store.wait_for_space(space_epoch)
+            except TimeoutError:
+                raise full from None
+
+    async def _receive_block(self, reservation: Reservation, block: Block, expected: bytes) -> None:
+        """Places, verifies and seals the next block of the payload."""
+        segment = self._store.segment
+        if block.found:
+            await self._skip(segment.layout.block_bytes)
+            return
+        page = segment.page_view(block.page)
+        checksums = LayerChecksums(page, segment.layout.layer_bytes)
+        if len(page) <= SMALL_BYTES:
+            await self._gather(len(page))
+        filled = 0
+        while filled < len(page):
+            filled += await self._receive_into(page[filled : filled + PIECE_BYTES])
+            checksums.advance(filled)
+        if checksums.packed() != expected:
+            raise TransferError(f"block {(block.key or b'').hex()} was damaged on its way; store it again")
+        self._store.pool.arrived(reservation, block, range(segment.layout.num_layers), expected)
+
+    async def _skip(self, num_bytes: int) -> None:
+        scratch = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+        while num_bytes:
+            num_bytes -= await self._receive_into(scratch[:num_bytes])
+
+    async def _gather(self, num_bytes: int) -> None:
+        """Receives small blocks together."""
+        while (room := self._frames.room_for(num_bytes, SMALL_BYTES)) is not None:
+            self._frames.received(await self._stream.receive_some([room]))
+
+    async def _receive_into(self, target: memoryview) -> int:
+        """Some bytes of the payload."""
+        num_bytes = self._frames.take_into(target) or await self._stream.receive_some([target])
+        self._payload_left -= num_bytes
+        if self._is_others_turn(num_bytes):
+            await asyncio.sleep(0)
+        return num_bytes
+
+    def _is_others_turn(self, num_bytes: int) -> bool:
+        self._num_moved += num_bytes
+        if self._num_moved < _TURN_BYTES:
+            return False
+        self._num_moved = 0
+        return True
+
+    # -- deadlines --------------------------------------------------------------------------------
+
+    def _look_after(self) -> None:
+        """Ends the connection of a client that stalls: a transfer only notes when it is due."""
+        now_s = self._loop.time()
+        stalls = any(due_s is not None and due_s < now_s for due_s in (self._receive_due_s, self._send_due_s))
+        if self._last_message_s + _IDLE_S < now_s:
+            self._last_message_s = now_s
+            assert self._user is not None
+            stalls = stalls or bool(self._store.pool.claims_of(self._user.owner)[0])
+        if stalls:
+            log.warning("a client on another host stalls; its connection is ended")
+            self._stream.shut_down()
+        self._watch = self._loop.call_later(_WATCH_S, self._look_after)
+
+
+def _check_number(keys: Sequence[BlockKey], num_layers: int) -> None:
+    if not 0 < len(keys) <= max_keys(num_layers):
+        raise PoolError(f"{len(keys)} blocks in one message; 1 to {max_keys(num_layers)} may be")
+
+
+def _longest_s(num_bytes: int) -> float:
+    """How long a transfer may take."""
+    return _GRACE_S + num_bytes / _LEAST_BYTES_PER_S

@@ -1,0 +1,390 @@
+"""A session: what one worker or client asks of an instance's part of the pool.
+
+It ends when the connection does, and with it every reservation, lease, send and grant of that user. Calls
+that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
+and in order.
+
+Owns: one session. Does not know: how users connect, how messages travel.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+from kvstore.events.batches import BlockTokens
+from kvstore.pool.claims import Lease, Reservation, layer_mask
+from kvstore.pool.pages import Writer
+from kvstore.protocol.answers import (
+    LOCATIONS,
+    Answer,
+    Count,
+    Done,
+    Fetched,
+    FromPool,
+    Granted,
+    LayersFetched,
+    Leased,
+    Located,
+    ReservedBlock,
+    Stats,
+    Verified,
+)
+from kvstore.protocol.answers import Reservation as ReservationAnswer
+from kvstore.protocol.calls import (
+    AwaitArrived,
+    AwaitSent,
+    AwaitSpace,
+    Call,
+    Commit,
+    DescribeTokens,
+    DropIdle,
+    EndLease,
+    FetchBlocks,
+    GetStats,
+    LeaseBlocks,
+    ListBlocks,
+    Lookup,
+    OpenGrant,
+    PinBlocks,
+    Prefetch,
+    Release,
+    RemoveBlocks,
+    ReservePages,
+    SealBlocks,
+    StartSend,
+    StopFetch,
+    ToPool,
+    UnpinBlocks,
+    VerifyBlocks,
+)
+from kvstore.protocol.failures import failed_call
+from kvstore.server.listing import list_blocks, pool_stats, verify_block
+from kvstore.server.store import Store
+from kvstore.transfer.fetches import BlockFetch
+from kvstore.transfer.sends import Sends
+from messenger.wire.checksums import CHECKSUM_BYTES
+from mooncake.errors import MooncakeError, PoolError
+from mooncake.messages.blocks import KEY_BYTES, BlockKey
+
+log = logging.getLogger(__name__)
+
+_LONGEST_TTL_S = 30 * 24 * 3600.0
+_MOST_LISTED = 1000
+_MOST_WAITING = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Whom a session serves. `writer`: who writes the pages it reserves, if not the messenger itself."""
+
+    owner: int
+    name: str
+    writer: Writer | None
+
+
+class Session:
+    """Serves one user; `send` takes its answers and never waits. `end` must be called."""
+
+    def __init__(
+        self, user: User, store: Store, tasks: asyncio.TaskGroup, send: Callable[[FromPool], None]
+    ) -> None:
+        self.user = user
+        self._store = store
+        self._pool = store.pool
+        self._tasks = tasks
+        self._send = send
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._sends = Sends(store.pool, store.segment, store.peers, tasks)
+        self._fetches: dict[int, BlockFetch] = {}
+
+    def handle(self, message: ToPool) -> None:
+        """Raises PoolError for what no correct user sends; the session must end then."""
+        match message:
+            case Commit():
+                self._commit(message)
+            case DescribeTokens():
+                self._describe(message)
+            case EndLease(lease_id):
+                self.end_lease(lease_id)
+            case Prefetch(keys):
+                self._store.mover.prefetch(_checked(keys))
+            case DropIdle(keys):
+                self._store.drop_idle(_checked(keys))
+            case StopFetch(reservation_id):
+                self._stop_fetch(reservation_id)
+            case FetchBlocks():
+                self._start_fetch(message)
+            case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks():
+                self._spawn(self._answer_later(message))
+            case ReservePages() | LeaseBlocks() | PinBlocks() if self._store.is_on_ssd_only(message.keys):
+                self._spawn(self._answer_later(message))
+            case _:
+                self._answer(message)
+
+    def end(self) -> None:
+        """Gives back everything that this user has. Idempotent."""
+        for task in self._waiting:
+            task.cancel()
+        self._sends.cancel_all()
+        reservations, leases = self._pool.claims_of(self.user.owner)
+        for reservation_id in reservations:
+            self.release(reservation_id, f"{self.user.name} is gone")
+        for lease_id in leases:
+            self._pool.end_lease(lease_id)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _answer(self, call: Call) -> None:
+        try:
+            answer = self._perform(call)
+        except MooncakeError as error:
+            answer = failed_call(call.call_id, error, self._pool.room.epoch)
+        self._reply(answer)
+
+    async def _answer_later(self, call: Call) -> None:
+        try:
+            answer = await self._perform_later(call)
+        except MooncakeError as error:
+            answer = failed_call(call.call_id, error, self._pool.room.epoch)
+        self._reply(answer)
+
+    def _reply(self, answer: Answer) -> None:
+        try:
+            self._send(answer)
+        except PoolError as error:  # too large
+            self._send(failed_call(answer.call_id, error))
+
+    def _perform(self, call: Call) -> Answer:
+        match call:
+            case Lookup(call_id, keys):
+                located = self._pool.locate(_checked(keys))
+                return Located(call_id, bytes(map(LOCATIONS.index, located)))
+            case ReservePages(call_id, keys, num_private):
+                return _reserved(call_id, self._reserve(keys, num_private))
+            case LeaseBlocks(call_id, keys, ttl_s):
+                lease = self._lease(keys, ttl_s)
+                return Leased(call_id, lease.lease_id, lease.pages)
+            case PinBlocks(call_id, keys, ttl_s, hard):
+                deadline_s = self._deadline_s(ttl_s)
+                return Count(call_id, self._pool.pins.add(_checked(keys), hard=hard, deadline_s=deadline_s))
+            case UnpinBlocks(call_id, keys, hard):
+                return Count(call_id, self._pool.pins.remove(_checked(keys), hard=hard))
+            case RemoveBlocks(call_id, keys):
+                return Count(call_id, self._store.remove(keys if keys is None else _checked(keys)))
+            case ListBlocks(call_id, cursor, max_blocks):
+                return list_blocks(self._store, call_id, cursor, min(max_blocks, _MOST_LISTED))
+            case SealBlocks():
+                self._seal(call)
+            case OpenGrant(call_id, reservation_id):
+                if reservation_id in self._fetches:
+                    raise PoolError(f"reservation {reservation_id} is being fetched, it cannot be granted")
+                return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))
+            case StartSend():
+                self._sends.start(self._find(call.reservation_id), call.grant, call.ref_text)
+            case Release(_, reservation_id):
+                self.release(reservation_id, "the receiver released its reservation")
+            case GetStats(call_id, check_integrity):
+                return Stats(call_id, pool_stats(self._store, check_integrity=check_integrity))
+            case _:
+                raise PoolError("this connection is attached already")
+        return Done(call.call_id)
+
+    async def _perform_later(self, call: Call) -> Answer:
+        match call:
+            case ReservePages(call_id, keys, num_private):
+                return _reserved(call_id, await self.reserve(keys, num_private))
+            case LeaseBlocks(call_id, keys, ttl_s):
+                lease = await self.lease(keys, ttl_s)
+                return Leased(call_id, lease.lease_id, lease.pages)
+            case PinBlocks(_, keys, _, _):
+                async with self._store.mover.promoted(_checked(keys), patiently=True):
+                    return self._perform(call)
+            case VerifyBlocks(call_id, keys):
+                distinct = dict.fromkeys(_checked(keys))
+                is_intact = {key: await verify_block(self._store, key) for key in distinct}
+                damaged = [key for key, intact in is_intact.items() if intact is False]
+                return Verified(call_id, sum(map(bool, is_intact.values())), damaged)
+            case AwaitSpace(_, space_epoch):
+                await self._store.wait_for_space(space_epoch)
+            case AwaitSent(_, reservation_id):
+                await self._sends.wait(reservation_id)
+            case AwaitArrived(_, reservation_id):
+                await self._store.grants.wait_arrived(self._find(reservation_id))
+            case _:
+                raise AssertionError("all other calls are answered at once")
+        return Done(call.call_id)
+
+    # -- reservations and leases ------------------------------------------------------------------
+
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+        """As `Pool.reserve`, with the blocks of the prefix that only SSD has brought to DRAM before."""
+        # Who could not be served anyway must not move blocks: that would look like room to others who wait,
+        # and they would do the same to him.
+        self._pool.check_room(_checked(keys), num_private)
+        found_prefix = self._store.found_prefix(keys)
+        async with self._store.mover.promoted(found_prefix, patiently=False):
+            return self._reserve(keys, num_private)
+
+    async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+        """As `Pool.lease`, with the blocks that only SSD has brought to DRAM before."""
+        async with self._store.mover.promoted(_checked(keys), patiently=True):
+            return self._lease(keys, ttl_s)
+
+    def end_lease(self, lease_id: int) -> None:
+        lease = self._pool.find_lease(lease_id)
+        if lease is not None and lease.owner == self.user.owner:
+            self._pool.end_lease(lease_id)
+
+    def release(self, reservation_id: int, reason: str) -> None:
+        """Gives up a reservation; `reason` is what its writers hear. Idempotent."""
+        reservation = self._pool.find_reservation(reservation_id)
+        if reservation is not None and reservation.owner == self.user.owner:
+            self._sends.cancel(reservation_id)
+            self._stop_fetch(reservation_id)
+            self._store.grants.revoke(reservation_id, reason)
+            self._pool.release(reservation_id)
+
+    def _reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+        if num_private < 0:
+            raise PoolError(f"num_private is {num_private}, it must not be negative")
+        return self._pool.reserve(self.user.owner, _checked(keys), num_private, self.user.writer)
+
+    def _lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+        return self._pool.lease(self.user.owner, _checked(keys), self._deadline_s(ttl_s))
+
+    def _deadline_s(self, ttl_s: float) -> float:
+        if not 0 < ttl_s <= _LONGEST_TTL_S:
+            raise PoolError(
+                f"a time to live of {ttl_s} s; it must be positive and at most {_LONGEST_TTL_S:g}"
+            )
+        return self._store.now_s() + ttl_s
+
+    def _commit(self, commit: Commit) -> None:
+        """Raises PoolError for a commit that no correct user sends."""
+        reservation = self._pool.find_reservation(commit.reservation_id)
+        if reservation is None or reservation.owner != self.user.owner:
+            return  # released while the commit was on its way
+        layers = range(commit.layer_begin, commit.layer_end)
+        if not 0 <= layers.start < layers.stop <= self._store.segment.layout.num_layers:
+            raise PoolError(f"a commit names layers [{layers.start}, {layers.stop})")
+        stride = len(layers) * CHECKSUM_BYTES
+        if len(commit.checksums) != stride * len(commit.pages):
+            raise PoolError(f"{len(commit.pages)} pages came with {len(commit.checksums)} bytes of checksums")
+        for position, page in enumerate(commit.pages):
+            block = reservation.by_page.get(page)
+            if block is None or self._is_written_otherwise(reservation, page):
+                raise PoolError(f"page {page} is not the user's to write in {commit.reservation_id}")
+            if block.arrived & layer_mask(layers):
+                raise PoolError(f"layers [{layers.start}, {layers.stop}) of page {page} were there already")
+            checksums = commit.checksums[position * stride : (position + 1) * stride]
+            self._pool.arrived(reservation, block, layers, checksums)
+        self._sends.wake(commit.reservation_id)
+
+    def _is_written_otherwise(self, reservation: Reservation, page: int) -> bool:
+        """Whether other messengers' bytes come, or came, to this page of a reservation."""
+        fetch = self._fetches.get(reservation.reservation_id)
+        return self._store.grants.is_granted(reservation, page) or (fetch is not None and fetch.writes(page))
+
+    def _seal(self, call: SealBlocks) -> None:
+        reservation = self._find(call.reservation_id)
+        blocks = [block for block in reservation.blocks if not block.found]
+        layers = range(self._store.segment.layout.num_layers)
+        stride = len(layers) * CHECKSUM_BYTES
+        if len(call.checksums) != stride * len(blocks):
+            raise PoolError(f"{len(blocks)} pages came with {len(call.checksums)} bytes of checksums")
+        for block in blocks:
+            if block.arrived or self._is_written_otherwise(reservation, block.page):
+                raise PoolError(f"page {block.page} of {call.reservation_id} is being written otherwise")
+        for position, block in enumerate(blocks):
+            checksums = call.checksums[position * stride : (position + 1) * stride]
+            self._pool.arrived(reservation, block, layers, checksums)
+        self.release(call.reservation_id, "its blocks are sealed")
+
+    def _describe(self, described: DescribeTokens) -> None:
+        reservation = self._pool.find_reservation(described.reservation_id)
+        if reservation is None or reservation.owner != self.user.owner:
+            return
+        block_size = self._store.segment.layout.block_size
+        if len(described.token_ids) % (4 * block_size):
+            raise PoolError(f"{len(described.token_ids)} bytes are no token ids of blocks of {block_size}")
+        token_ids = memoryview(described.token_ids).cast("I")
+        for number in range(len(token_ids) // block_size):
+            index = described.first_block + number
+            tokens = token_ids[number * block_size : (number + 1) * block_size]
+            if not 0 <= index < len(reservation.blocks):
+                raise PoolError(f"token ids for block {index} of {len(reservation.blocks)}")
+            parent = reservation.blocks[index - 1].key if index else None
+            reservation.blocks[index].tokens = BlockTokens(parent, tokens)
+
+    def _find(self, reservation_id: int) -> Reservation:
+        reservation = self._pool.find_reservation(reservation_id)
+        if reservation is None or reservation.owner != self.user.owner:
+            raise PoolError(f"reservation {reservation_id} is unknown or was released")
+        return reservation
+
+    # -- fetches ----------------------------------------------------------------------------------
+
+    def _start_fetch(self, call: FetchBlocks) -> None:
+        """What comes right behind this call finds the fetch: it may be its end."""
+        try:
+            fetch = self._new_fetch(call)
+        except PoolError as error:
+            self._reply(failed_call(call.call_id, error))
+            return
+        self._fetches[call.reservation_id] = fetch
+        self._spawn(self._run_fetch(call, fetch))
+
+    def _new_fetch(self, call: FetchBlocks) -> BlockFetch:
+        """Raises PoolError."""
+        reservation = self._find(call.reservation_id)
+        if call.reservation_id in self._fetches:
+            raise PoolError(f"reservation {call.reservation_id} is being fetched already")
+
+        def on_layers(num_blocks: int, num_layers: int) -> None:
+            self._send(LayersFetched(call.call_id, num_blocks, num_layers))
+            self._sends.wake(call.reservation_id)
+
+        store = self._store
+        fetch = BlockFetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
+        if any(store.grants.is_granted(reservation, reservation.blocks[i].page) for i in call.blocks):
+            raise PoolError(f"reservation {call.reservation_id} has been granted, others write to it")
+        return fetch
+
+    async def _run_fetch(self, call: FetchBlocks, fetch: BlockFetch) -> None:
+        answer: Answer
+        try:
+            await fetch.run(call.sources, self._tasks, call.urgency)
+        except MooncakeError as error:
+            answer = failed_call(call.call_id, error, self._pool.room.epoch)
+        else:
+            num_layers = [block.arrived.bit_length() for block in fetch.blocks]
+            answer = Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
+        finally:
+            del self._fetches[call.reservation_id]
+        self._reply(answer)
+
+    def _stop_fetch(self, reservation_id: int) -> None:
+        if reservation_id in self._fetches:
+            self._fetches[reservation_id].stop()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if len(self._waiting) >= _MOST_WAITING:
+            work.close()
+            raise PoolError(f"more than {_MOST_WAITING} calls wait for their answers")
+        task = self._tasks.create_task(work)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+
+def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    """Raises PoolError for what is no key."""
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")
+    return keys
+
+
+def _reserved(call_id: int, reservation: Reservation) -> ReservationAnswer:
+    blocks = [ReservedBlock(b.page, b.generation, b.found, b.tier) for b in reservation.blocks]
+    return ReservationAnswer(call_id, reservation.reservation_id, blocks)

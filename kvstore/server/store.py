@@ -1,0 +1,306 @@
+"""An instance's opened part of the pool: both tiers and all that works on them.
+
+Owns: how the parts fit together, their opening and their closing. Does not know: who uses the pool.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.events.batches import EventLog
+from kvstore.pool.pages import PageState, Writer
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.ssd.mover import Mover
+from kvstore.ssd.slab import Slab
+from kvstore.ssd.ssd import SsdTier
+from kvstore.transfer.grants import Grants
+from kvstore.transfer.reads import Reads
+from messenger.rdma.cards import Cards
+from messenger.receiver.door import Door
+from messenger.receiver.receiver import Sessions
+from messenger.sender.peers import Peers
+from messenger.shm.board import Board
+from messenger.transport.source import SourceSegment
+from messenger.transport.tls import Tls
+from messenger.transport.transports import Traffic
+from messenger.wire.identity import Identity
+from mooncake.config.sections import KVCacheConfig
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import MessengerAddress, Tier
+from mooncake.node.process_config import MessengerProcess
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_WATCH_AGAIN_S = 60.0
+_CHECK_INTERVAL_S = 30.0
+
+
+@dataclass(slots=True)
+class Store:
+    """One segment, perhaps slabs, and who they are to others. Made by `open_store`."""
+
+    config: KVCacheConfig
+    identity: Identity
+    address: MessengerAddress
+    segment: Segment
+    pool: Pool
+    ssd: SsdTier | None
+    mover: Mover
+    grants: Grants
+    peers: Peers
+    sessions: Sessions
+    traffic: Traffic
+    cards: Cards
+    events: EventLog
+    board: Board | None
+    space: asyncio.Event
+    """set whenever a page becomes free or evictable"""
+    problem: str | None = None
+    """what the last look at every page found wrong"""
+    num_orphaned: int = 0
+    """pages that nobody will free, as of that look"""
+
+    def now_s(self) -> float:
+        """The clock of leases and pins."""
+        return asyncio.get_running_loop().time()
+
+    def is_on_ssd_only(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether DRAM lacks a block of `keys` that SSD has."""
+        return self.ssd is not None and Tier.SSD in self.pool.locate(keys)
+
+    def found_prefix(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The blocks before the first that no tier has: without that one the others are of no use to a
+        prefill."""
+        located = zip(keys, self.pool.locate(keys), strict=True)
+        return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
+
+    def remove(self, keys: Sequence[BlockKey] | None) -> int:
+        """Forgets these blocks, or all, in every tier. Returns how many there were."""
+        if keys is not None:
+            return sum(self.mover.remove(key) for key in keys)
+        everything = {*self.pool.shelf.index, *(self.ssd.keys() if self.ssd is not None else ())}
+        num_removed = sum(self.mover.remove(key) for key in everything)
+        self.events.cleared()
+        return num_removed
+
+    def drop_idle(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets, in every tier, those of `keys` that nobody uses and no pin keeps."""
+        for key in keys:
+            page = self.pool.find(key)
+            if page is None or (self.pool.shelf.is_idle(page) and key not in self.pool.pins):
+                self.mover.remove(key)
+
+    def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:
+        """Every block that can be found, by tier."""
+        yield Tier.DRAM, list(self.pool.shelf.index)
+        if self.ssd is not None:
+            yield Tier.SSD, list(dict.fromkeys(self.ssd.keys()))
+
+    async def wait_for_space(self, space_epoch: int) -> None:
+        """Returns when pages have become free or evictable since `space_epoch`."""
+        while self.pool.room.epoch <= space_epoch:
+            self.space.clear()
+            await self.space.wait()
+
+    # -- upkeep -----------------------------------------------------------------------------------
+
+    async def tend(self, tasks: asyncio.TaskGroup) -> None:
+        """Ends leases and pins in time, frees what former writers leave, counts every page when idle."""
+        for writer in self.pool.former_writers:
+            tasks.create_task(self._await_end(writer))
+        seen = checked = self.pool.num_changes
+        next_check_s = 0.0
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = self.now_s()
+            self.pool.expire(now_s)
+            is_idle, seen = seen == self.pool.num_changes, self.pool.num_changes
+            if is_idle and checked != seen and now_s >= next_check_s:
+                self.check()
+                checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
+
+    async def settle(self) -> None:
+        """Moves the segment into huge pages and locks it in memory, as far as the kernel lets us. Then RDMA
+        may use it: what is registered cannot be moved any more, and huge pages are registered fast.
+
+        Beside the requests, and at half speed unless RDMA waits for it: in a large segment it takes minutes.
+        Raises ConfigError if RDMA is demanded and the segment cannot be registered.
+        """
+        loop = asyncio.get_running_loop()
+        is_huge = was_moved = True
+        for start in self.segment.huge_chunks():
+            started_s = loop.time()
+            is_moved = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
+            is_huge &= is_moved
+            if not is_moved and not was_moved:
+                break  # else it may have been a page that is on its way to somebody
+            was_moved = is_moved
+            if not self.cards.names:
+                await asyncio.sleep(loop.time() - started_s)
+        is_locked = await loop.run_in_executor(None, self.segment.lock)
+        log.info("segment: huge pages %s, locked in memory %s", is_huge, is_locked)
+        await self.cards.register(self.segment.buffer)
+
+    def check(self) -> None:
+        """Looks at every page of both tiers."""
+        problem = self.pool.check_integrity()
+        if problem is None and self.ssd is not None:
+            problem = "; ".join(self.ssd.problems()) or None
+        if problem is not None and problem != self.problem:
+            log.error("pages are not all accounted for: %s", problem)
+        self.problem = problem
+        self.num_orphaned = len(self.pool.orphans())
+
+    async def _await_end(self, writer: Writer) -> None:
+        """Frees the pages that a former life of the messenger gave to a process, when that has ended, or the
+        copy that it was making.
+
+        Those of a process that cannot be watched from here stay aside until it comes again by itself.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        if writer.is_copier and self.board is not None:
+            self.board.await_former(writer.pid, ended.set)
+        while not ended.is_set():
+            try:
+                process = os.pidfd_open(writer.pid)
+            except ProcessLookupError:
+                break
+            except OSError as error:
+                log.warning("cannot tell whether process %d still writes: %s", writer.pid, error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), _WATCH_AGAIN_S)
+                continue
+            try:
+                loop.add_reader(process, ended.set)
+                await ended.wait()
+            finally:
+                loop.remove_reader(process)
+                os.close(process)
+        self.pool.writer_gone(writer)
+
+    def close(self) -> None:
+        if self.ssd is not None:
+            self.ssd.close()
+
+
+def open_store(
+    config: MessengerProcess,
+    segment: Segment,
+    address: MessengerAddress,
+    traffic: Traffic,
+    events: EventLog,
+    tls: Tls | None,
+    cards: Cards,
+    tasks: asyncio.TaskGroup,
+) -> Store:
+    """Adopts what segment and slabs hold, and starts what works on them.
+
+    Raises ConfigError or MismatchError if a slab cannot be this pool's.
+    """
+    kvcache, settings = config.kvcache, config.settings
+    identity = Identity(
+        config.instance, config.incarnation, address.host_id, segment.fingerprint, segment.layout
+    )
+    space = asyncio.Event()
+    ssd = _open_ssd(config, segment, events)
+    landing = segment.landing(config.segment_fd)
+    table = segment.page_table()
+    board = landing.board if landing is not None else None
+    copiers = [Writer.copier(pid) for pid in board.former_copiers] if board is not None else []
+    for copier in copiers[:1]:
+        table.assign(copier)
+    catalogue = segment.catalogue()
+    pool = Pool(
+        table,
+        policy=kvcache.eviction,
+        events=events,
+        lower=ssd,
+        low_watermark=int(kvcache.low_watermark * segment.num_pages),
+        on_sealed=catalogue.note if catalogue is not None else lambda pages: None,
+        on_space=space.set,
+        on_pressure=lambda: mover.wake(),
+    )
+    mover = Mover(
+        pool,
+        segment,
+        ssd,
+        tasks,
+        space=space,
+        high_watermark=int(kvcache.high_watermark * segment.num_pages),
+        max_demotions=kvcache.ssd_depth * max(1, len(ssd.disks) if ssd is not None else 0),
+        promotion_timeout_s=kvcache.ssd_timeout_s,
+    )
+    if ssd is not None:
+        ssd.on_lost = pool.room.left_lower_tier
+        ssd.on_health = pool.room.changed
+    for copier in copiers:
+        pool.keep_aside(copier)
+    grants = Grants(pool, segment, address, board)
+    source = SourceSegment.of(config.segment_fd, segment.buffer)
+    peers = Peers(
+        tasks,
+        source,
+        traffic,
+        identity=identity,
+        key=config.cluster_key,
+        tls=tls,
+        settings=settings,
+        cards=cards,
+    )
+    reads = Reads(pool, mover, segment, asyncio.get_running_loop().time)
+    sessions = Sessions(
+        Door(identity, config.cluster_key, grants, reads, source, traffic, settings, cards, landing)
+    )
+    store = Store(
+        kvcache,
+        identity,
+        address,
+        segment,
+        pool,
+        ssd,
+        mover,
+        grants,
+        peers,
+        sessions,
+        traffic,
+        cards,
+        events,
+        board,
+        space,
+    )
+    log.info(
+        "pool of %d pages: %d blocks adopted in DRAM, %d of %d slots on SSD",
+        segment.num_pages,
+        pool.table.count()[PageState.SEALED],
+        ssd.num_blocks if ssd is not None else 0,
+        ssd.num_slots if ssd is not None else 0,
+    )
+    tasks.create_task(mover.run())
+    tasks.create_task(store.tend(tasks))
+    tasks.create_task(store.settle())
+    return store
+
+
+def _open_ssd(config: MessengerProcess, segment: Segment, events: EventLog) -> SsdTier | None:
+    """The tier over all directories that can be used, None without any."""
+    kvcache, slabs = config.kvcache, []
+    for directory in kvcache.ssd_dirs:
+        try:
+            slab = Slab.open(
+                directory, config.instance, int(kvcache.ssd_bytes), segment.fingerprint, segment.layout
+            )
+        except OSError as error:
+            log.error("SSD tier: %s is not used: %s; the pool goes on without it", directory, error)
+        else:
+            slabs.append(slab)
+    if not slabs:
+        return None
+    return SsdTier(
+        slabs, kvcache.eviction, depth=kvcache.ssd_depth, timeout_s=kvcache.ssd_timeout_s, events=events
+    )

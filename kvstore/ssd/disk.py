@@ -1,0 +1,180 @@
+"""One disk of the SSD tier: a slab's slots, the threads that wait for it, and whether it works.
+
+A disk that fails, or does not answer in time, is left alone for a while, longer each time.
+
+Owns: slots and the order of their eviction, the disk's health. Does not know: other disks, pages of DRAM.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvstore.pool.pages import FREE, QUARANTINED
+from kvstore.pool.shelf import Shelf
+from kvstore.ssd.slab import Record, Slab
+from mooncake.config.policies import EvictionPolicy
+from mooncake.messages.blocks import BlockKey
+
+log = logging.getLogger(__name__)
+
+_GONE = (FREE, QUARANTINED)
+_USES = 1 << 62
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class Suspended(Exception):
+    """The disk is left alone since before this work could begin."""
+
+
+class Disk:
+    """One slab: its slots, its threads, its health."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        policy: EvictionPolicy,
+        *,
+        depth: int,
+        timeout_s: float,
+        on_removed: Callable[[BlockKey], None],
+        on_health: Callable[[], None],
+    ) -> None:
+        self.slab = slab
+        # The slab's own table lies in a file: a disk that hangs may hold up whoever writes there.
+        self.shelf = Shelf(slab.table.copy(), policy, on_removed)
+        self._last_use = int(slab.table.last_uses.max(initial=0)) % _USES
+        self.is_healthy = True
+        self.num_evictions = 0
+        self._timeout_s = timeout_s
+        self._on_health = on_health
+        self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"slab-{slab.path.parent.name}")
+        self._num_idle_threads = depth
+        self._queue: deque[asyncio.Future[None]] = deque()
+        """work that waits for a thread: done when it has one"""
+        self._num_overdue = 0
+        self._pause_s = _FIRST_PAUSE_S
+
+    async def run(self, work: Callable[[], None]) -> None:
+        """Blocking work on the slab; longer than the deadline it suspends the disk. Do not cancel.
+
+        Raises OSError, or Suspended if nothing was done.
+        """
+        await self._take_thread()
+        loop = asyncio.get_running_loop()
+        overdue = False
+
+        def too_slow() -> None:
+            nonlocal overdue
+            overdue = True
+            self._num_overdue += 1
+            self.suspend(f"no answer within {self._timeout_s:g} s")
+
+        deadline = loop.call_later(self._timeout_s, too_slow)
+        try:
+            await loop.run_in_executor(self._threads, work)
+        except OSError as error:
+            self.suspend(str(error))
+            raise
+        else:
+            if not overdue:
+                self._pause_s = _FIRST_PAUSE_S
+        finally:
+            deadline.cancel()
+            self._num_overdue -= overdue
+            self._give_back_thread()
+
+    async def _take_thread(self) -> None:
+        """Waiting behind others does not count as the disk's time: they may be many."""
+        if self._num_idle_threads:
+            self._num_idle_threads -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append(turn)
+            await turn
+
+    def _give_back_thread(self) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():  # else whoever waited was cancelled
+                turn.set_result(None)
+                return
+        self._num_idle_threads += 1
+
+    def suspend(self, reason: str) -> None:
+        """Leaves the disk alone for a while, longer each time."""
+        if not self.is_healthy:
+            return
+        self.is_healthy = False
+        if self._pause_s == _FIRST_PAUSE_S:
+            log.error("SSD tier: %s is suspended: %s; the pool goes on without it", self.slab.path, reason)
+        asyncio.get_running_loop().call_later(self._pause_s, self._resume)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        while self._queue:  # whoever waits there has pages that others need
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_exception(Suspended())
+        self._on_health()
+
+    def _resume(self) -> None:
+        if self._num_overdue:
+            asyncio.get_running_loop().call_later(self._pause_s, self._resume)
+            return
+        self.is_healthy = True
+        self._on_health()
+
+    def take_slot(self) -> int | None:
+        """A slot to write to, RESERVED; the coldest block makes room if need be."""
+        if not self.shelf.num_free:
+            coldest = self.shelf.coldest()
+            if coldest is None:
+                return None  # every block is being read or written
+            self.shelf.evict(coldest)
+            self.num_evictions += 1
+        return self.shelf.take(1)[0]
+
+    def give_back(self, slot: int) -> None:
+        """Whoever took or read `slot` is through with it."""
+        for ended in self.shelf.unclaim([slot]):
+            self.shelf.free(ended)
+
+    async def store(
+        self,
+        write: "Write",
+        block: memoryview,
+        key: BlockKey,
+        checksums: bytes,
+        position: int,
+        num_uses: int,
+    ) -> None:
+        """Writes a block, and its record on the disk. As `run`."""
+        self._last_use += 1
+        record = Record(key, checksums, self._last_use, position, num_uses)
+        await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))
+
+    def drop(self, slot: int) -> None:
+        """Nobody finds the block in `slot` any more."""
+        self.shelf.unseal(slot)
+        if not self.shelf.num_users[slot]:
+            self.shelf.free(slot)
+        self.erase(slot)
+
+    def erase(self, slot: int) -> None:
+        """Its record on the disk goes too, now: what was removed must not be found after a crash."""
+        self.slab.erase(slot, lambda: self.shelf.table.state_of[slot] in _GONE)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class Write:
+    """A block on its way to a slot."""
+
+    disk: Disk
+    slot: int
+    is_wanted: bool = True
+    """not removed meanwhile"""

@@ -1,0 +1,306 @@
+"""The mover: keeps pages free and brings blocks from one tier to the other, beside the requests.
+
+Below the low watermark it makes pages free up to the high one, coldest first: what SSD holds (or what there
+is no SSD for) just goes, the rest is demoted, which means written first. A request that needs a block from
+SSD waits for the promotion of it, not of others.
+
+Owns: demotions and promotions in flight, removal from all tiers. Does not know: who asks, what a disk is.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.pool.claims import Reservation
+from kvstore.pool.pages import SEALED
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.ssd.ssd import SsdTier
+from mooncake.errors import PoolFullError
+from mooncake.messages.blocks import BlockKey
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.05
+"""after a block that no disk took"""
+
+
+@dataclass(slots=True, eq=False)
+class _Promotion:
+    """A block on its way to DRAM. Its page is given up when it has come and nobody waits any more."""
+
+    reservation: Reservation
+    task: asyncio.Task[None] = field(init=False)
+    num_waiting: int = 0
+    is_wanted: bool = True
+    """not removed meanwhile"""
+
+
+@dataclass(slots=True)
+class _Claims:
+    """What a request for some blocks keeps in DRAM until it has them all."""
+
+    pages: list[int] = field(default_factory=list)
+    promotions: list[_Promotion] = field(default_factory=list)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) + len(self.promotions)
+
+
+class Mover:
+    """Works on one pool and, if there is one, its SSD tier. `space` is set whenever room changes."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        segment: Segment,
+        ssd: SsdTier | None,
+        tasks: asyncio.TaskGroup,
+        *,
+        space: asyncio.Event,
+        high_watermark: int,
+        max_demotions: int,
+        promotion_timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._segment = segment
+        self._ssd = ssd
+        self._tasks = tasks
+        self._space = space
+        self._high_watermark = high_watermark
+        self._max_demotions = max_demotions
+        self._promotion_timeout_s = promotion_timeout_s
+        self._demoting: set[int] = set()
+        """pages that should become free within the timeout"""
+        self._is_pausing = False
+        """no disk took a block: others are not tried at once"""
+        self._promotions: dict[BlockKey, _Promotion] = {}
+        self._wake = asyncio.Event()
+        self._line = asyncio.Lock()
+        """of those who collect pages until they have enough: one at a time, else they wait for each other"""
+        self.num_promotions = 0
+
+    def wake(self) -> None:
+        """Pages are wanted, or more can be had now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Makes room whenever woken, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._make_room()
+
+    # -- out of DRAM ------------------------------------------------------------------------------
+
+    @property
+    def _num_target(self) -> int:
+        """Free pages to reach."""
+        return min(max(self._high_watermark, self._pool.room.num_wanted), self._pool.table.num_pages)
+
+    def _make_room(self) -> None:
+        pool, room = self._pool, self._pool.room
+        while pool.shelf.num_free + len(self._demoting) < self._num_target:
+            page = pool.shelf.coldest()
+            if page is None:
+                break  # every page is in use; the next one that is not wakes us
+            if room.is_disposable(page):
+                room.evict(page)
+                room.changed()
+            elif len(self._demoting) < self._max_demotions and not self._is_pausing:
+                self._demoting.add(page)
+                pool.hold(page)
+                self._tasks.create_task(self._demote(page))
+            else:
+                return  # the next demotion that ends, or the end of the pause, wakes us
+        if not self._demoting:
+            room.num_wanted = 0  # whoever still waits will ask again; others must not be evicted for nobody
+
+    async def flush(self, timeout_s: float) -> None:
+        """Before the end: writes what only DRAM has to SSD, latest use first, as far as time allows."""
+        if self._ssd is None:
+            return
+        table, pool = self._pool.table, self._pool
+        sealed = np.flatnonzero(table.states == SEALED)
+        latest_first = sealed[np.argsort(table.last_uses[sealed])[::-1]].tolist()
+        writers = asyncio.Semaphore(self._max_demotions)
+        num_stored = 0
+
+        async def store(page: int) -> None:
+            nonlocal num_stored
+            assert self._ssd is not None
+            checksums = table.checksums(page, range(table.num_layers))
+            view, position = self._segment.stride_view(page), int(table.positions[page])
+            try:
+                num_stored += await self._ssd.store(
+                    table.key(page), view, checksums, position, table.num_uses_of[page]
+                )
+            finally:
+                writers.release()
+                pool.unhold(page, used=False)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for page in latest_first:
+                    if not self._ssd.is_accepting:
+                        break
+                    if table.state_of[page] == SEALED and not self._ssd.holds(table.key(page)):
+                        await writers.acquire()
+                        pool.hold(page)
+                        self._tasks.create_task(store(page))
+                for _ in range(self._max_demotions):
+                    await writers.acquire()
+        log.info("%d blocks of DRAM are on SSD before the end", num_stored)
+
+    async def _demote(self, page: int) -> None:
+        assert self._ssd is not None
+        pool, table = self._pool, self._pool.table
+        key, position, num_uses = table.key(page), int(table.positions[page]), int(table.num_uses[page])
+        checksums = table.checksums(page, range(table.num_layers))
+        overdue = asyncio.get_running_loop().call_later(
+            self._promotion_timeout_s, self._stop_counting_on, page
+        )
+        try:
+            # It may have been removed, even stored anew elsewhere, before this task began.
+            is_held = pool.find(key) == page and await self._ssd.store(
+                key, self._segment.stride_view(page), checksums, position, num_uses
+            )
+        finally:
+            overdue.cancel()
+            self._demoting.discard(page)
+            pool.unhold(page, used=False)
+        if pool.find(key) != page:
+            if is_held:
+                self._ssd.forget(key)  # found damaged while it was being written
+        elif not is_held:
+            self._pause()
+        elif pool.shelf.is_idle(page) and pool.room.is_disposable(page):
+            if pool.shelf.num_free < self._num_target:
+                pool.room.evict(page)
+            pool.room.changed()
+        self.wake()
+
+    def _stop_counting_on(self, page: int) -> None:
+        """Its disk hangs, perhaps for ever. Others must take its place."""
+        self._demoting.discard(page)
+        self.wake()
+
+    def _pause(self) -> None:
+        if not self._is_pausing:
+            self._is_pausing = True
+            asyncio.get_running_loop().call_later(_RETRY_S, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._is_pausing = False
+        self.wake()
+
+    def remove(self, key: BlockKey) -> bool:
+        """Forgets a block in every tier, and on its way between them. Whether it was there."""
+        if (promotion := self._promotions.pop(key, None)) is not None:
+            promotion.is_wanted = False
+        was_in_dram = self._pool.remove(key)
+        was_on_ssd = self._ssd is not None and self._ssd.forget(key)
+        return was_in_dram or was_on_ssd
+
+    # -- into DRAM --------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
+        """Within it those of `keys` that any tier has are in DRAM, as far as there are pages and time.
+
+        `patiently`: waits for pages that others use. Else only for such as become free by themselves.
+        """
+        claims = _Claims()
+        try:
+            if self._ssd is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._promotion_timeout_s):
+                        async with self._line if patiently else contextlib.nullcontext():
+                            await self._claim(keys, claims, patiently)
+                if claims.promotions:
+                    tasks = [promotion.task for promotion in claims.promotions]
+                    await asyncio.wait(tasks, timeout=self._promotion_timeout_s)
+            yield
+        finally:
+            for page in claims.pages:
+                self._pool.unhold(page, used=False)
+            for promotion in claims.promotions:
+                promotion.num_waiting -= 1
+                self._end_if_unwanted(promotion)
+
+    def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether all of `keys` that any tier has are in DRAM."""
+        ssd = self._ssd
+        return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """Begins to bring blocks to DRAM for somebody who will come, as far as there are pages now."""
+        if self._ssd is None:
+            return
+        pages = [page for key in keys if (page := self._pool.find(key)) is not None]
+        for page in pages:
+            self._pool.hold(page)
+        for key in keys:
+            if self._pool.find(key) is None and self._ssd.holds(key) and key not in self._promotions:
+                self._begin(key)
+        for page in pages:
+            self._pool.unhold(page, used=False)
+
+    async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
+        """Holds what is in DRAM and begins to promote the rest."""
+        assert self._ssd is not None
+        # What is there comes first: else it might have to go to make room for the others.
+        for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):
+            while (page := self._pool.find(key)) is None and self._ssd.holds(key):
+                promotion = self._promotions.get(key) or self._begin(key)
+                if promotion is not None:
+                    promotion.num_waiting += 1
+                    claims.promotions.append(promotion)
+                    break
+                if not (
+                    self._room_is_coming() or (patiently and self._pool.num_used_pages > claims.num_pages)
+                ):
+                    return
+                self._space.clear()
+                await self._space.wait()
+            if page is not None:
+                self._pool.hold(page)
+                claims.pages.append(page)
+
+    def _begin(self, key: BlockKey) -> _Promotion | None:
+        """Begins to promote a block that SSD holds, if there is a page for it now."""
+        assert self._ssd is not None
+        try:
+            reservation = self._pool.begin_promotion(key, self._ssd.position(key))
+        except PoolFullError:
+            return None
+        promotion = self._promotions[key] = _Promotion(reservation)
+        promotion.task = self._tasks.create_task(self._load(key, promotion))
+        return promotion
+
+    def _room_is_coming(self) -> bool:
+        """Whether pages will become free without anybody letting go of a block."""
+        unclaimed = any(not promotion.num_waiting for promotion in self._promotions.values())
+        return bool(self._pool.shelf.num_idle or self._demoting or unclaimed)
+
+    async def _load(self, key: BlockKey, promotion: _Promotion) -> None:
+        assert self._ssd is not None
+        reservation = promotion.reservation
+        page = reservation.blocks[0].page
+        loaded = await self._ssd.load(key, self._segment.stride_view(page), self._segment.layout.layer_bytes)
+        if promotion.is_wanted:
+            del self._promotions[key]
+            if loaded is not None:
+                self._pool.promoted(reservation, loaded.checksums, loaded.num_uses)
+                self.num_promotions += 1
+        if not promotion.num_waiting:
+            self._pool.release(reservation.reservation_id)
+
+    def _end_if_unwanted(self, promotion: _Promotion) -> None:
+        if not promotion.num_waiting and promotion.task.done():
+            self._pool.release(promotion.reservation.reservation_id)

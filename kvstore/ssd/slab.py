@@ -1,0 +1,288 @@
+"""A slab: one preallocated file that holds blocks in slots, a part of the pool's SSD tier.
+
+It has the format of a segment (see segment) under its own magic. Header and slot table are mapped, so what
+was written there outlives the process, killed at whatever moment. The slots are not: blocks go to and from
+the disk by O_DIRECT, past the page cache, which they would only push other things out of.
+
+Beside `<name>.slab` lies `<name>.slab.lock`. Whoever holds its flock owns the slab; it is never removed. A
+slab is created as `<name>.slab.new` and gets its name once it is whole and on the disk.
+
+The disk may lose power between a record and its data: see `PageTable.is_intact`, and compare the checksums
+of what was read. After kill -9 there is no such doubt.
+
+An existing slab keeps its size: another would mean another table, and the loss of what it holds. Slots are
+not written when it is created. Their first write is slower for it, by about half (the file system notes that
+they are written now), but zeros would have to be written at that same speed, and wear the disk.
+
+The speed of O_DIRECT is also a matter of memory: the fewer physically contiguous pieces a block lies in, the
+fewer the disk is asked for.
+
+Owns: the file, its lock, its IO. Does not know: which slot holds what, or when to read and write.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvstore.pool.pages import PageTable
+from kvstore.pool.segment import ALIGNMENT, SegmentHeader, read_header, write_header
+from mooncake.errors import ConfigError, MismatchError
+from mooncake.messages.blocks import BlockKey, KVLayout
+
+MAGIC = b"MCKVSLB\0"
+
+_MODE = 0o600  # a block tells what its user wrote
+_PID_DIGITS = 10
+_MISPLACED = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
+)
+
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+log = logging.getLogger(__name__)
+
+
+class Record(NamedTuple):
+    """What the table of a slab says of a block. `checksums`: of all layers."""
+
+    key: BlockKey
+    checksums: bytes
+    last_use: int
+    position: int
+    num_uses: int
+
+
+class Slab:
+    """An open slab, locked. `slot_bytes` is what a slot takes: a block, up to the next multiple of 4096.
+
+    `table` has a page for each slot; for a file that was there already, the caller adopts it.
+    """
+
+    def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:
+        """Takes over both descriptors."""
+        self.path = path
+        self.table = table
+        self.num_slots = header.num_pages
+        self.slot_bytes = header.page_stride
+        self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        self.header = header
+        self._records = threading.Lock()
+        """of who clears a record: another may be about to write a new one"""
+        self._fd = fd
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def open(cls, directory: Path, name: str, size_bytes: int, fingerprint: str, layout: KVLayout) -> "Slab":
+        """Creates `<directory>/<name>.slab` with at most `size_bytes`, or opens the one that is there.
+
+        Blocking. Raises
+
+        - ConfigError: the directory cannot be used, `size_bytes` holds no slot, or a live process owns
+          the slab;
+        - MismatchError: the file is of another format, model or layout;
+        - OSError: the disk refuses. ENOSPC, EDQUOT, EFBIG: there is no room for the file. Nothing of it
+          is left, and the instance can serve without it.
+        """
+        path = directory / f"{name}.slab"
+        planned = SegmentHeader.plan(size_bytes, fingerprint, layout)
+        with _misplaced(directory), contextlib.ExitStack() as undo:
+            lock_fd = _lock(path)
+            undo.callback(os.close, lock_fd)
+            header = _existing(path, planned) or _create(path, planned)
+            with _descriptor(path, os.O_RDWR) as fd:
+                mapping = memoryview(mmap.mmap(fd, header.pages_offset))
+            slots_fd = _open_slots(path, header)
+            undo.pop_all()
+        return cls(path, header, header.page_table(mapping), slots_fd, lock_fd)
+
+    def write(self, slot: int, block: memoryview) -> None:
+        """Blocking, without the GIL; threads may write different slots. Raises OSError.
+
+        `block` has `slot_bytes` bytes and begins at an address that is a multiple of 4096.
+        """
+        assert len(block) == self.slot_bytes
+        offset, num_done = self.header.page_offset(slot), 0
+        while num_done < self.slot_bytes:
+            num_done += self._advanced(os.pwritev(self._fd, [block[num_done:]], offset + num_done))
+
+    def store(
+        self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Writes a block and then, if it `is_wanted` still, its record.
+
+        What was in the slot before cannot be found meanwhile. Who does not want it any more calls `erase`.
+        """
+        with self._records:
+            self.table.clear(slot)
+            self.table.reserve(slot)
+        self.write(slot, block)
+        with self._records:
+            if is_wanted():
+                self.table.set_checksums(slot, range(self.table.num_layers), record.checksums)
+                self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
+
+    def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
+        """The block in `slot` is not to be found again, unless another has come there meanwhile."""
+        with self._records:
+            if is_free():
+                self.table.clear(slot)
+
+    def read(self, slot: int, block: memoryview) -> None:
+        """Fills `block`. As `write`."""
+        assert len(block) == self.slot_bytes
+        offset, num_done = self.header.page_offset(slot), 0
+        while num_done < self.slot_bytes:
+            num_done += self._advanced(os.preadv(self._fd, [block[num_done:]], offset + num_done))
+
+    def _advanced(self, num_bytes: int) -> int:
+        if num_bytes == 0:
+            raise OSError(errno.EIO, "the slab ends early: was it truncated?", str(self.path))
+        return num_bytes
+
+    def close(self) -> None:
+        """Gives up the slab. No read or write is under way, and the table is used no more."""
+        os.close(self._fd)
+        os.close(self._lock_fd)
+
+
+def _lock(path: Path) -> int:
+    """Makes this process the slab's owner for as long as the returned descriptor is open."""
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(fd, f"{os.getpid():<{_PID_DIGITS}}\n".encode(), 0)
+    except BlockingIOError:
+        owner = os.pread(fd, _PID_DIGITS, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise ConfigError(
+            f"kvcache.ssd_dirs: {path} is in use by process {owner or '(unknown)'};"
+            " end that one, or give each instance its own directory"
+        ) from None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
+    """The header of the file at `path`; None if there is none, or none of which a slot could be read."""
+    if not path.exists():
+        return None
+    with _descriptor(path, os.O_RDONLY) as fd:
+        start = memoryview(os.pread(fd, ALIGNMENT, 0).ljust(ALIGNMENT, b"\0"))
+        size_bytes = os.fstat(fd).st_size
+    try:
+        header = read_header(start, MAGIC, str(path))
+    except msgspec.MsgspecError:
+        header = None
+    if header is None or header.size_bytes > size_bytes:
+        log.warning("%s is damaged: nothing can be read from it, and it is made anew", path)
+        return None
+    for what, ours, theirs in (
+        ("model fingerprint", planned.fingerprint, header.fingerprint),
+        ("KV layout", planned.layout, header.layout),
+    ):
+        if ours != theirs:
+            advice = "remove the file, or give each model its own directory in kvcache.ssd_dirs"
+            raise MismatchError(f"{what} of {path}", ours, theirs, advice)
+    if header != planned:
+        log.warning(
+            "%s keeps its %d slots (%d bytes) and what they hold, but kvcache.ssd_bytes asks for %d"
+            " (%d bytes); to change that, end this instance and remove the file",
+            path,
+            header.num_pages,
+            header.size_bytes,
+            planned.num_pages,
+            planned.size_bytes,
+        )
+    return header
+
+
+def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
+    """An empty slab at `path`, all of its space allocated."""
+    new_path = Path(f"{path}.new")
+    for leftover in (path, new_path):
+        leftover.unlink(missing_ok=True)
+    _check_space(path.parent, header.size_bytes)
+    try:
+        with _descriptor(new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+            os.posix_fallocate(fd, 0, header.size_bytes)
+            with mmap.mmap(fd, header.pages_offset) as mapping, memoryview(mapping) as buffer:
+                write_header(buffer, MAGIC, header)
+            os.fsync(fd)
+        new_path.rename(path)
+    except BaseException:
+        new_path.unlink(missing_ok=True)
+        raise
+    return header
+
+
+def _check_space(directory: Path, size_bytes: int) -> None:
+    """Asks before the file system tries: until it gave up, it would take all space from everybody else."""
+    disk = os.statvfs(directory)
+    available_bytes = disk.f_bavail * disk.f_frsize
+    if available_bytes < size_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"a slab needs {size_bytes} bytes, the disk has {available_bytes};"
+            " free some or lower kvcache.ssd_bytes",
+            str(directory),
+        )
+
+
+def _open_slots(path: Path, header: SegmentHeader) -> int:
+    """A descriptor for the slots: past the page cache where the file system can."""
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            undo.callback(os.close, fd)
+            with mmap.mmap(-1, ALIGNMENT) as page:  # some file systems refuse only when it comes to reading
+                os.preadv(fd, [page], header.pages_offset)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+        else:
+            undo.pop_all()
+            return fd
+    log.warning("%s: its file system has no O_DIRECT; blocks go through the page cache", path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, _MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _misplaced(directory: Path) -> Iterator[None]:
+    """A directory that cannot be used is a mistake in the configuration, not a fault of the disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _MISPLACED:
+            raise
+        raise ConfigError(
+            f"kvcache.ssd_dirs: cannot use {directory} ({error.strerror}: {error.filename});"
+            " create that directory and make it writable, or name another"
+        ) from None

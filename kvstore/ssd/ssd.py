@@ -1,0 +1,259 @@
+"""The SSD tier: blocks that DRAM has no room for, on one slab file a disk.
+
+A slot is written before its record says so, and what is read is verified before anybody gets it, so
+nothing half-written is ever found. A disk that does not work is left alone, and the pool goes on without it:
+requests never fail because of a disk.
+
+Owns: which disk has which block, what is written or read now. Does not know: pages of DRAM, who asks.
+"""
+
+import itertools
+import logging
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.events.batches import EventLog
+from kvstore.ssd.disk import Disk, Suspended, Write
+from kvstore.ssd.slab import Slab
+from messenger.wire.checksums import layer_checksums
+from mooncake.config.policies import EvictionPolicy
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import Tier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SsdCounters:
+    """Totals since the tier was opened, in blocks."""
+
+    num_demotions: int = 0
+    num_write_errors: int = 0
+    num_read_errors: int = 0
+    num_checksum_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came with a block that was read, intact."""
+
+    checksums: bytes
+    num_uses: int
+
+
+class SsdTier:
+    """The pool's `LowerTier`. `on_health` is called when a disk fails or comes back."""
+
+    def __init__(
+        self,
+        slabs: Sequence[Slab],
+        policy: EvictionPolicy,
+        *,
+        depth: int,
+        timeout_s: float,
+        events: EventLog | None = None,
+        on_lost: Callable[[BlockKey], None] = lambda _: None,
+        on_health: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.counters = SsdCounters()
+        self.on_lost = on_lost
+        """hears of every block that leaves this tier"""
+        self.on_health = on_health
+        self._events = events
+        self.disks = [
+            Disk(
+                slab,
+                policy,
+                depth=depth,
+                timeout_s=timeout_s,
+                on_removed=self._removed,
+                on_health=lambda: self.on_health(),
+            )
+            for slab in slabs
+        ]
+        self._turns = itertools.cycle(self.disks)
+        self._writing: dict[BlockKey, Write] = {}
+
+    @property
+    def is_accepting(self) -> bool:
+        return any(disk.is_healthy for disk in self.disks)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(disk.shelf.index) for disk in self.disks)
+
+    @property
+    def num_evictions(self) -> int:
+        return sum(disk.num_evictions for disk in self.disks)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(disk.slab.num_slots for disk in self.disks)
+
+    def keys(self) -> Iterator[BlockKey]:
+        """Every block, of suspended disks too."""
+        return itertools.chain.from_iterable(disk.shelf.index for disk in self.disks)
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a disk that works has this block."""
+        return self._find(key) is not None
+
+    async def store(
+        self, key: BlockKey, page: memoryview, checksums: bytes, position: int, num_uses: int
+    ) -> bool:
+        """Writes the sealed block in `page` (a whole page stride). Whether the tier holds it now.
+
+        The page must stay as it is until this has returned.
+        """
+        if self.holds(key):
+            return True
+        if key in self._writing:
+            return False  # not yet, and perhaps never
+        disk = self._healthy_disk()
+        slot = disk.take_slot() if disk is not None else None
+        if disk is None or slot is None:
+            return False
+        write = self._writing[key] = Write(disk, slot)
+        try:
+            await disk.store(write, page, key, checksums, position, num_uses)
+        except Suspended:
+            return False
+        except OSError:
+            self.counters.num_write_errors += 1
+            return False
+        else:
+            if write.is_wanted:
+                disk.shelf.table.set_checksums(slot, range(disk.shelf.table.num_layers), checksums)
+                disk.shelf.seal(slot, key, position, num_uses)
+                self.counters.num_demotions += 1
+                if self._events is not None and self._num_copies(key) == 1:
+                    self._events.stored(Tier.SSD, key)
+            return write.is_wanted
+        finally:
+            del self._writing[key]
+            disk.give_back(slot)
+
+    async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
+        """Reads a block into `page` (a whole page stride), or None if it cannot be had intact.
+
+        Do not cancel: a thread writes to the page until this has returned.
+        """
+        found = self._find(key)
+        if found is None:
+            return None
+        disk, slot = found
+        table = disk.shelf.table
+        expected = table.checksums(slot, range(table.num_layers))
+        actual = b""
+
+        def read() -> None:
+            nonlocal actual
+            disk.slab.read(slot, page)
+            actual = layer_checksums(page[: table.num_layers * layer_bytes], layer_bytes)
+
+        disk.shelf.claim([slot])
+        try:
+            await disk.run(read)
+        except Suspended:
+            return None
+        except OSError:
+            self.counters.num_read_errors += 1
+            self._drop(disk, slot, key)
+            return None
+        else:
+            if actual != expected or not table.is_intact(slot):
+                self.counters.num_checksum_failures += 1
+                log.error("SSD tier: a block in %s is damaged and dropped", disk.slab.path)
+                self._drop(disk, slot, key)
+                return None
+            table.use(slot)
+            return Loaded(expected, int(table.num_uses[slot]))
+        finally:
+            disk.give_back(slot)
+
+    async def verify(self, key: BlockKey) -> list[bool | None]:
+        """One answer for each disk that has this block: intact, damaged (and dropped now), or None: not
+        readable now. Counts as no use."""
+        copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
+        return [await self._is_intact(disk, slot, key) for disk, slot in copies]
+
+    async def _is_intact(self, disk: Disk, slot: int, key: BlockKey) -> bool | None:
+        if not disk.is_healthy or disk.shelf.index.get(key) != slot:
+            return None
+        table, layer_bytes = disk.shelf.table, disk.slab.header.layout.layer_bytes
+        expected = table.checksums(slot, range(table.num_layers))
+        actual = b""
+
+        def read() -> None:
+            nonlocal actual
+            with mmap.mmap(-1, disk.slab.slot_bytes) as scratch, memoryview(scratch) as block:
+                disk.slab.read(slot, block)
+                with block[: table.num_layers * layer_bytes] as layers:
+                    actual = layer_checksums(layers, layer_bytes)
+
+        disk.shelf.claim([slot])
+        try:
+            await disk.run(read)
+        except (OSError, Suspended):
+            return None
+        else:
+            is_intact = actual == expected and table.is_intact(slot)
+            if not is_intact:
+                self.counters.num_checksum_failures += 1
+                self._drop(disk, slot, key)
+            return is_intact
+        finally:
+            for ended in disk.shelf.unclaim([slot], used=False):
+                disk.shelf.free(ended)
+
+    def position(self, key: BlockKey) -> int:
+        """Index of a block that is held in the prompt that stored it."""
+        found = self._find(key)
+        assert found is not None
+        disk, slot = found
+        return int(disk.shelf.table.positions[slot])
+
+    def forget(self, key: BlockKey) -> bool:
+        """Removes a block from every disk. Whether it was there."""
+        if (write := self._writing.get(key)) is not None:
+            write.is_wanted = False
+            write.disk.slab.erase(write.slot, lambda: True)
+        copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
+        for disk, slot in copies:
+            disk.drop(slot)
+        return bool(copies)
+
+    def close(self) -> None:
+        for disk in self.disks:
+            disk.close()
+
+    def problems(self) -> Iterator[str]:
+        """What contradicts itself here. Looks at every slot."""
+        for disk in self.disks:
+            yield from (f"{disk.slab.path}: {problem}" for problem in disk.shelf.problems())
+
+    def _find(self, key: BlockKey) -> tuple[Disk, int] | None:
+        for disk in self.disks:
+            if disk.is_healthy and (slot := disk.shelf.index.get(key)) is not None:
+                return disk, slot
+        return None
+
+    def _healthy_disk(self) -> Disk | None:
+        turns = itertools.islice(self._turns, len(self.disks))
+        return next((disk for disk in turns if disk.is_healthy), None)
+
+    def _drop(self, disk: Disk, slot: int, key: BlockKey) -> None:
+        if disk.shelf.index.get(key) == slot:
+            disk.drop(slot)
+
+    def _num_copies(self, key: BlockKey) -> int:
+        """More than one if it came again while the disk that has it was suspended."""
+        return sum(key in disk.shelf.index for disk in self.disks)
+
+    def _removed(self, key: BlockKey) -> None:
+        if self._num_copies(key):
+            return
+        if self._events is not None:
+            self._events.removed(Tier.SSD, key)
+        self.on_lost(key)

@@ -1,0 +1,1 @@
+"""Blocks between pools: sends layer by layer, fetches, grants of pages to write."""

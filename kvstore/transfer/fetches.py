@@ -1,0 +1,268 @@
+"""Fetches: blocks that a reservation lacks, on their way from another messenger's pool, or from the pools of
+a group whose shards they are.
+
+Layer by layer of all blocks, so that a prefill computes its first layers, and streams them on to the decode
+side, while later ones travel (Mooncake, sections 3 and 5.2). Pages are held until nobody can write them.
+
+Owns: what has come of one reservation. Does not know: connections, who waits.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from kvstore.pool.claims import Block, Reservation
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.transfer.shares import Share, shares, steps
+from messenger.sender.peer import Peer
+from messenger.sender.peers import Peers
+from messenger.sender.requests import Urgency
+from messenger.wire.checksums import layer_checksums
+from messenger.wire.protocol import MAX_FRAME_ENTRIES
+from mooncake.errors import PoolError, TransferError
+from mooncake.messages.blocks import common
+from mooncake.messages.pools import PoolShard
+
+log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 4
+"""requests under way: one is answered while the next ones travel"""
+_SEVERAL_LAYERS_BYTES = 512 << 10
+"""of a request for several layers; so few that the first ones are soon there"""
+_SETTLING_S = 0.1
+"""how long a fetch that is stopped may take to let go of its pages, before it has to do with others"""
+_FEWEST_STEPS = 4
+"""in which the layers of few blocks come, if there are so many"""
+_SIGN_OF_LIFE_S = 0.2
+"""while a request is being answered, its caller hears so often whether bytes come"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """`layers` of the blocks `[first, end)` of the fetch."""
+
+    layers: range
+    first: int
+    end: int
+
+
+_Asking = asyncio.Task[list[bytes]]
+_UnderWay = deque[tuple[_Request, list[_Asking]]]
+"""requests, and what is asked of each source for them; oldest first"""
+
+
+class BlockFetch:
+    """`run` it once. `on_layers(num_blocks, num_layers)`: so many layers of the first so many are there.
+
+    With the same numbers as before it says only that the sources go on sending.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        segment: Segment,
+        peers: Peers,
+        reservation: Reservation,
+        indices: Sequence[int],
+        on_layers: Callable[[int, int], None],
+    ) -> None:
+        self._pool, self._segment, self._peers = pool, segment, peers
+        self._reservation = reservation
+        self._blocks = [_block_at(reservation, index) for index in indices]
+        self._on_layers = on_layers
+        self._num_wanted = len(self._blocks)
+        """blocks before the first that the source has not"""
+        self._pages = {block.page for block in self._blocks}
+        """of those that have not been given up: requests for others may be under way for a while"""
+        if len(self._pages) < len(indices):
+            raise PoolError("a fetch names a block twice")
+        self._num_layers = 0
+        """that all of these have"""
+        self._said = self._num_wanted, self._num_layers
+        """to the caller at last"""
+        self._streaming: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    def writes(self, page: int) -> bool:
+        """Whether `page` is this fetch's to write."""
+        return page in self._pages
+
+    def stop(self) -> None:
+        """Nothing more counts as arrived. Idempotent; `run` returns when nothing is written any more."""
+        if not self._is_stopped and self._streaming is not None:
+            self._streaming.cancel()
+        self._stopped.set()
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """In the order in which they were named."""
+        return self._blocks
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    async def run(
+        self,
+        sources: Sequence[PoolShard],
+        tasks: asyncio.TaskGroup,
+        urgency: Urgency = Urgency.LATENCY,
+    ) -> None:
+        """Returns when nothing more comes, and nobody else writes the pages of `blocks`.
+
+        A source that fails is no error; the others are of no use without it. If one hangs when the fetch is
+        stopped, what has not come gets other pages; PoolFullError if there are none.
+        """
+        if self._is_stopped:  # before it has begun
+            return
+        self._streaming = tasks.create_task(self._stream(sources, urgency))
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait([self._streaming, stopped], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        await asyncio.wait([self._streaming], timeout=_SETTLING_S)
+        if not self._streaming.done():
+            mine = [block for block in self._blocks if block.page in self._pages]
+            self._pool.renew_pages(
+                self._reservation, [block for block in mine if not self._pool.is_complete(block)]
+            )
+
+    async def _stream(self, sources: Sequence[PoolShard], urgency: Urgency) -> None:
+        under_way: _UnderWay = deque()
+        pages = [block.page for block in self._blocks]
+        for page in pages:
+            self._pool.hold(page)
+        try:
+            parts = shares(self._segment.layout, sources)
+            peers = [await self._peers.peer(share.messenger) for share in parts]
+            for request in self._requests(peers, parts, urgency):
+                asking = [
+                    asyncio.create_task(self._ask(peer, share, request, urgency))
+                    for peer, share in zip(peers, parts, strict=True)
+                    if common(share.layers, self._model_layers(request))
+                ]
+                under_way.append((request, asking))
+                if len(under_way) == _MOST_AT_ONCE:
+                    await self._take(peers, under_way)
+            while under_way:
+                await self._take(peers, under_way)
+        except TransferError as error:
+            names = ", ".join(shard.messenger.instance for shard in sources)
+            log.info("fetching from %s failed: %s", names, error)
+        finally:
+            await _end([task for _, asking in under_way for task in asking])
+            for page in pages:
+                self._pool.unhold(page)
+
+    def _requests(
+        self, peers: Sequence[Peer], parts: Sequence[Share], urgency: Urgency
+    ) -> Iterator[_Request]:
+        """Layer by layer; of few blocks several layers at once, of many blocks a layer in several parts, each
+        as large as may be asked for by then."""
+        layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
+        num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
+        num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))
+        for layers in steps(self._segment.layout, parts, num_at_once):
+            first = 0
+            while first < self._num_wanted:
+                frame_bytes = min(peer.frame_bytes(urgency) for peer in peers)
+                blocks_at_once = min(max(1, frame_bytes // (num_at_once * layer_bytes)), MAX_FRAME_ENTRIES)
+                end = min(first + blocks_at_once, self._num_wanted)
+                yield _Request(layers, first, end)
+                first = end
+
+    def _model_layers(self, request: _Request) -> range:
+        return self._segment.layout.layers[request.layers.start : request.layers.stop]
+
+    async def _ask(self, peer: Peer, share: Share, request: _Request, urgency: Urgency) -> list[bytes]:
+        """The checksums of the peer's share of the request's blocks that have come, from the first on.
+
+        Raises TransferError.
+        """
+        blocks = self._blocks[request.first : request.end]
+        keys = [block.key for block in blocks if block.key is not None]
+        layers, heads = self._model_layers(request), None
+        if share.has_same_heads:
+            views = [self._segment.layers_view(block.page, request.layers) for block in blocks]
+        else:
+            heads, layer = share.heads, request.layers.start
+            positions = self._segment.layout.head_positions(heads)
+            views = [self._segment.part_view(block.page, layer, positions) for block in blocks]
+        checksums = await peer.fetch(keys, views, layers, urgency, heads)
+        return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
+
+    async def _take(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:
+        """Counts what has come for the oldest request, and says so.
+
+        If a block is given up, then only when nothing is under way to its page any more.
+        """
+        num_wanted = self._num_wanted
+        await self._take_first(peers, under_way)
+        while under_way and self._num_wanted < num_wanted:
+            await self._take_first(peers, under_way)
+        if not self._is_stopped:
+            self._pages.difference_update(block.page for block in self._blocks[self._num_wanted :])
+            self._said = self._num_wanted, self._num_layers
+            self._on_layers(*self._said)
+
+    async def _take_first(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:
+        """In the order of the requests, so the layers of a block are counted in order too."""
+        request, asking = under_way[0]
+        await self._answered(peers, asking)
+        answers = [await task for task in asking]
+        under_way.popleft()
+        if self._is_stopped:
+            return
+        num_there = min(len(checksums) for checksums in answers)
+        end = min(request.first + num_there, self._num_wanted)
+        for index, block in enumerate(self._blocks[request.first : end]):
+            # Of parts of a layer there are only the parts' own checksums.
+            packed = answers[0][index] if len(answers) == 1 else self._checksums(block, request.layers)
+            self._pool.arrived(self._reservation, block, request.layers, packed)
+        if request.first + num_there < request.end:
+            self._num_wanted = end
+        if request.end >= self._num_wanted:  # all of them have these layers
+            self._num_layers = request.layers.stop
+
+    def _checksums(self, block: Block, layers: range) -> bytes:
+        view = self._segment.layers_view(block.page, layers)
+        return layer_checksums(view, self._segment.layout.layer_bytes)
+
+    async def _answered(self, peers: Sequence[Peer], asking: Sequence[_Asking]) -> None:
+        """Returns when all answers are there. On a slow path they come in many pieces: says that they do."""
+        num_bytes = _num_received_bytes(peers)
+        while not all(task.done() for task in asking):
+            await asyncio.wait(asking, timeout=_SIGN_OF_LIFE_S)
+            is_over = self._is_stopped or all(task.done() for task in asking)
+            if _num_received_bytes(peers) != num_bytes and not is_over:
+                num_bytes = _num_received_bytes(peers)
+                self._on_layers(*self._said)
+
+
+def _num_received_bytes(peers: Sequence[Peer]) -> int:
+    return sum(peer.num_received_bytes for peer in peers)
+
+
+async def _end(asking: Sequence[_Asking]) -> None:
+    """Returns when none of them writes any more, however often the waiter is cancelled meanwhile."""
+    for task in asking:
+        task.cancel()
+    while not all(task.done() for task in asking):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(asking)
+
+
+def _block_at(reservation: Reservation, index: int) -> Block:
+    """Raises PoolError unless it may be fetched."""
+    if not 0 <= index < len(reservation.blocks):
+        raise PoolError(f"block {index} of a fetch; the reservation has {len(reservation.blocks)} blocks")
+    block = reservation.blocks[index]
+    if block.key is None or block.arrived:
+        raise PoolError(f"block {index} cannot be fetched: it is private, or some of it is there already")
+    return block

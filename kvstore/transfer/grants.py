@@ -1,0 +1,290 @@
+"""Grants: pages of a reservation that other messengers may write to.
+
+The receiving half of a transfer. Every remote write names grant, page and generation, and is refused
+before a byte is placed unless all of them are current and its layers have not arrived yet: a sealed
+page is never written. Who writes over shared memory looks only whether the grant is open, and is trusted
+with the rest: so with leaving alone a page that was sealed while the grant is open for others. What it says
+afterwards is checked in the same way. A grant may have several writers (each with other layers, heads or
+blocks); the loss of any of them before the grant is complete fails it.
+
+A layer that comes in parts (ranges of heads, see parts) counts as arrived when all of it is there. Each part
+is verified by its own checksum; the layer's is computed over memory then.
+
+Owns: open grants. Does not know: sockets.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.pool.claims import Block, Reservation, layer_mask
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.transfer.parts import Parts
+from messenger.rdma.windows import Range
+from messenger.receiver.door import Writer, WriteRefused
+from messenger.shm.board import Board
+from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.wire.messages import WriteEntry
+from mooncake.errors import PoolError, TransferError
+from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
+
+_NUM_COMPLETED = 1024
+_NUM_TRIES = 8
+"""to find a free place on the board"""
+
+
+@dataclass(slots=True, eq=False)
+class _OpenGrant:
+    grant_id: int
+    reservation: Reservation
+    incomplete: dict[int, int]
+    """by page that is not complete yet, as a mask: layers being received right now, and those in `parts`"""
+    pages: list[int]
+    """all that were granted"""
+    parts: Parts
+    arrived: asyncio.Future[None]
+    """done with success, or with the reason why nothing more will come"""
+    writers: list[Writer] = field(default_factory=list)
+
+
+class Grants:
+    """The `messenger.receiver.door.WriteTarget` over a pool and its segment."""
+
+    def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress, board: Board | None) -> None:
+        """`board`: by which those on this host are told that they may write, if they can."""
+        self._pool = pool
+        self._segment = segment
+        self._address = address
+        self._board = board
+        self.openings = segment.openings()
+        self._open: dict[int, _OpenGrant] = {}
+        self._by_reservation: dict[int, _OpenGrant] = {}
+        self._completed: dict[int, None] = {}
+        """grants whose last acknowledgements may have been lost with a connection"""
+
+    # -- the worker's side ------------------------------------------------------------------------
+
+    def grant(self, reservation: Reservation) -> Grant:
+        """Opens the incomplete blocks of `reservation`. Raises PoolError if that was done before."""
+        if reservation.reservation_id in self._by_reservation:
+            raise PoolError(f"reservation {reservation.reservation_id} has a grant already")
+        missing = [(i, b) for i, b in enumerate(reservation.blocks) if not self._pool.is_complete(b)]
+        if any(block.arrived for _, block in missing):
+            raise PoolError("a block that the worker has begun to write cannot be granted")
+        grant = _OpenGrant(
+            grant_id=self._new_id(),
+            reservation=reservation,
+            incomplete={block.page: 0 for _, block in missing},
+            pages=[block.page for _, block in missing],
+            parts=Parts(self._segment.layout.num_kv_heads),
+            arrived=asyncio.get_running_loop().create_future(),
+        )
+        self._by_reservation[reservation.reservation_id] = grant
+        self._open[grant.grant_id] = grant
+        for _, block in missing:
+            self.openings.open(block.page, block.generation, grant.grant_id)
+        self._finish_if_complete(grant)
+        pages = [GrantedPage(index, block.page, block.generation) for index, block in missing]
+        return Grant(grant.grant_id, self._address, pages)
+
+    def is_granted(self, reservation: Reservation, page: int) -> bool:
+        """Whether `page` is or was open to remote writes, so that the worker must not write it."""
+        return reservation.reservation_id in self._by_reservation and not reservation.by_page[page].found
+
+    async def wait_arrived(self, reservation: Reservation) -> None:
+        """Raises TransferError if the granted pages will never be complete."""
+        grant = self._by_reservation.get(reservation.reservation_id)
+        if grant is None:
+            raise PoolError(f"reservation {reservation.reservation_id} has no grant")
+        await asyncio.shield(grant.arrived)
+
+    def revoke(self, reservation_id: int, reason: str) -> None:
+        """The reservation ends: nothing may be written any more. Idempotent."""
+        grant = self._by_reservation.pop(reservation_id, None)
+        if grant is not None and grant.grant_id in self._open:
+            self._fail(grant, reason)
+
+    # -- the messenger's side (WriteTarget) -------------------------------------------------------
+
+    def open(self, grant_id: int, writer: Writer) -> None:
+        if grant_id not in self._completed and writer not in self._find(grant_id).writers:
+            self._find(grant_id).writers.append(writer)
+
+    def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
+        if grant_id in self._completed:
+            return None
+        grant = self._find(grant_id)
+        block = grant.reservation.by_page.get(entry.page)
+        if block is None or block.found:
+            raise WriteRefused(f"page {entry.page} is no part of grant {grant_id}")
+        if entry.generation != block.generation:
+            raise WriteRefused(
+                f"page {entry.page} has generation {block.generation}, the write names {entry.generation}"
+            )
+        try:
+            layers = self._positions(entry)
+        except ValueError as error:
+            raise WriteRefused(str(error)) from None
+        if len(entry.checksums) != entry.num_layers * CHECKSUM_BYTES:
+            raise WriteRefused(
+                f"{entry.num_layers} layers came with {len(entry.checksums)} bytes of checksums"
+            )
+        if heads is not None:
+            return self._begin_part(grant, block, entry, layers, heads)
+        if not layer_mask(layers) & ~block.arrived:
+            if self._pool.table.checksums(entry.page, layers) == entry.checksums:
+                return None
+            what = f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page}"
+            raise self._other_is_there(grant, entry.page, what)
+        receiving = grant.incomplete[entry.page]
+        if (receiving | block.arrived) & layer_mask(layers):
+            raise WriteRefused(
+                f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} were written before"
+            )
+        grant.incomplete[entry.page] = receiving | layer_mask(layers)
+        self.openings.take(entry.page, layers)
+        self._pool.hold(entry.page)
+        return self._segment.layers_view(entry.page, layers)
+
+    def _begin_part(
+        self, grant: _OpenGrant, block: Block, entry: WriteEntry, layers: range, heads: range
+    ) -> memoryview | None:
+        """As `begin`, which has checked page and layers."""
+        try:
+            positions = self._segment.layout.head_positions(heads)
+        except ValueError as error:
+            raise WriteRefused(str(error)) from None
+        if len(layers) > 1:
+            raise WriteRefused(
+                f"some heads of {len(layers)} layers in one range, they are no such range here"
+            )
+        page, layer = entry.page, layers.start
+        what = f"heads [{heads.start}, {heads.stop}) of layer {entry.layer_begin} of page {page}"
+        view = self._segment.part_view(page, layer, positions)
+        if block.arrived & layer_mask(layers) or grant.parts.have_arrived(page, layer, positions):
+            # Of a part that is there only the bytes are known.
+            if layer_checksums(view, len(view)) == entry.checksums:
+                return None
+            raise self._other_is_there(grant, page, what)
+        is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.parts.knows(page, layer)
+        if is_whole or not grant.parts.begin(page, layer, positions):
+            raise WriteRefused(f"{what} were written before")
+        grant.incomplete[page] |= layer_mask(layers)
+        self.openings.take(page, layers)
+        self._pool.hold(page)
+        return view
+
+    def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
+        """One of both belongs elsewhere. Nobody finds the block, nor what would be complete with it."""
+        self._pool.drop(page)
+        reason = f"{what} are there already, and differ"
+        self._fail(grant, reason)
+        return WriteRefused(reason)
+
+    def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
+        if grant_id in self._completed:
+            return [], lambda: None
+        pages = list(self._find(grant_id).incomplete)
+        for page in pages:
+            self._pool.hold(page)
+
+        def on_closed() -> None:
+            for page in pages:
+                self._pool.unhold(page)
+
+        block_bytes = self._segment.layout.block_bytes
+        return [(page, Range(self._segment.page_offset(page), block_bytes)) for page in pages], on_closed
+
+    def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
+        grant = self._open.get(grant_id)
+        if grant is None:
+            self._pool.unhold(entry.page)
+            raise WriteRefused("the grant was revoked while this write was being received")
+        layers, checksums = self._positions(entry), entry.checksums
+        if heads is not None:
+            layout = self._segment.layout
+            if not grant.parts.complete(entry.page, layers.start, layout.head_positions(heads)):
+                self._pool.unhold(entry.page)
+                return False
+            checksums = layer_checksums(self._segment.layers_view(entry.page, layers), layout.layer_bytes)
+        block = grant.reservation.by_page[entry.page]
+        self._pool.arrived(grant.reservation, block, layers, checksums)
+        self._pool.unhold(entry.page)
+        grant.incomplete[entry.page] &= ~layer_mask(layers)
+        if self._pool.is_complete(block):
+            del grant.incomplete[entry.page]
+            self._finish_if_complete(grant)
+        return not grant.incomplete
+
+    def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
+        grant = self._open.get(grant_id)
+        if grant is not None:
+            layers, layout = self._positions(entry), self._segment.layout
+            if heads is None or grant.parts.abandon(entry.page, layers.start, layout.head_positions(heads)):
+                grant.incomplete[entry.page] &= ~layer_mask(layers)
+                self.openings.release(entry.page, layers)
+        self._pool.unhold(entry.page)
+
+    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+        grant = self._open.get(grant_id)
+        if grant is None or writer not in grant.writers:
+            return
+        grant.writers.remove(writer)
+        if reason is not None:
+            self._fail(grant, reason)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _positions(self, entry: WriteEntry) -> range:
+        """Where its layers are in this pool's blocks. Raises ValueError."""
+        return self._segment.layout.positions(range(entry.layer_begin, entry.layer_end))
+
+    def _find(self, grant_id: int) -> _OpenGrant:
+        grant = self._open.get(grant_id)
+        if grant is None:
+            raise WriteRefused(f"grant {grant_id} is unknown here: complete, revoked or of an earlier life")
+        return grant
+
+    def _new_id(self) -> int:
+        """Random, so that an id of an earlier life of this messenger means nothing. Open to be written by
+        others of this host, if there is a place for it on the board."""
+        for _ in range(_NUM_TRIES):
+            grant_id = secrets.randbits(63)
+            if self._board is None or self._board.open(grant_id):
+                break
+        return grant_id
+
+    def _close_to_copiers(self, grant: _OpenGrant) -> None:
+        """None of its pages is given to anybody else while somebody of this host may still write to it."""
+        for page in grant.pages:
+            self.openings.close(page)
+        if self._board is None:
+            return
+
+        def on_quiet() -> None:
+            for page in grant.pages:
+                self._pool.unhold(page)
+
+        if not self._board.close(grant.grant_id, on_quiet):
+            for page in grant.pages:
+                self._pool.hold(page)
+
+    def _finish_if_complete(self, grant: _OpenGrant) -> None:
+        if not grant.incomplete:
+            self._close_to_copiers(grant)
+            del self._open[grant.grant_id]
+            self._completed[grant.grant_id] = None
+            if len(self._completed) > _NUM_COMPLETED:
+                del self._completed[next(iter(self._completed))]
+            grant.arrived.set_result(None)
+
+    def _fail(self, grant: _OpenGrant, reason: str) -> None:
+        """It is open. Nothing more comes, of which its writers hear."""
+        del self._open[grant.grant_id]
+        self._close_to_copiers(grant)
+        for writer in grant.writers:
+            writer.revoke(grant.grant_id, reason)
+        grant.arrived.set_exception(TransferError(reason))
+        grant.arrived.exception()  # retrieved, should nobody wait for it

@@ -1,0 +1,97 @@
+"""Reads: blocks that other messengers fetch from this pool.
+
+Owns: their leases. Does not know: sockets.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvstore.pool.claims import NOBODY
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from kvstore.ssd.mover import Mover
+from messenger.receiver.door import Readable
+from messenger.wire.checksums import layer_checksums
+from mooncake.errors import PoolError
+from mooncake.messages.blocks import KEY_BYTES, BlockKey
+
+log = logging.getLogger(__name__)
+
+_LEASE_S = 60.0
+"""a reader that takes longer finds out by the checksums that its blocks have gone"""
+
+
+class Reads:
+    """The `messenger.receiver.door.ReadSource` over a pool. `now_s` is the clock of its leases."""
+
+    def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
+        self._pool = pool
+        self._mover = mover
+        self._segment = segment
+        self._now_s = now_s
+
+    async def lease(
+        self, keys: Sequence[BlockKey], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
+        """As `ReadSource.lease`: blocks that only SSD has come to DRAM first, as far as there is room."""
+        _check(keys)
+        async with self._mover.promoted(keys, patiently=False):
+            return self._lease(keys, layers, heads)
+
+    def lease_now(
+        self, keys: Sequence[BlockKey], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]] | None:
+        """As `ReadSource.lease_now`: None if a block is on SSD only."""
+        _check(keys)
+        return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
+
+    def was_read(self, keys: Sequence[BlockKey]) -> int:
+        """As `ReadSource.was_read`."""
+        _check(keys)
+        there = [key for key in keys if self._pool.find(key) is not None]
+        lease = self._pool.lease(NOBODY, there, self._now_s())
+        self._pool.end_lease(lease.lease_id)
+        return len(there)
+
+    def _lease(
+        self, keys: Sequence[BlockKey], layers: range, heads: range | None
+    ) -> tuple[list[Readable], Callable[[], None]]:
+        lease = self._pool.lease(NOBODY, keys, self._now_s() + _LEASE_S)
+        segment, table = self._segment, self._pool.table
+        layers = segment.layout.positions(layers)
+        if heads is not None:
+            blocks = self._parts(lease.pages, layers.start, segment.layout.head_positions(heads))
+            return blocks, lambda: self._pool.end_lease(lease.lease_id)
+        blocks = [
+            Readable(
+                index,
+                segment.layers_view(page, layers),
+                segment.layers_offset(page, layers.start),
+                table.checksums(page, layers),
+            )
+            for index, page in enumerate(lease.pages)
+            if page is not None
+        ]
+        return blocks, lambda: self._pool.end_lease(lease.lease_id)
+
+    def _parts(self, pages: Sequence[int | None], layer: int, heads: range) -> list[Readable]:
+        """`heads` of one layer of each page, which have no checksum yet. Damaged blocks are dropped: the
+        checksum of a part would hide that."""
+        segment, layers, blocks = self._segment, range(layer, layer + 1), []
+        for index, page in enumerate(pages):
+            if page is None:
+                continue
+            if not segment.is_intact(page, layers, self._pool.table.checksums(page, layers)):
+                log.error("page %d is damaged, its block is dropped", page)
+                self._pool.drop(page)
+                continue
+            view = segment.part_view(page, layer, heads)
+            offset = segment.part_offset(page, layer, heads)
+            blocks.append(Readable(index, view, offset, layer_checksums(view, len(view))))
+        return blocks
+
+
+def _check(keys: Sequence[BlockKey]) -> None:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")

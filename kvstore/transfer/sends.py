@@ -1,0 +1,257 @@
+"""Sends: one reservation's blocks on their way to a grant, each layer as soon as it is there.
+
+The sending half of a transfer (Mooncake, section 3, step 3: streamed layer by layer, overlapped with
+the prefill). A page that is being sent is held until its frame is acknowledged or its connection gone.
+
+What travels are the layers and heads that this pool and the receiver both have: a sender of a group gives
+its part of the blocks, a receiver of a group gets its part. The layers' own checksums go with them, unless
+only some of this pool's heads are sent: then those of what is sent, made when the layer is found intact.
+
+Owns: what has been sent of each reservation. Does not know: connections.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.pool.claims import Block, Reservation, layer_mask
+from kvstore.pool.pool import Pool
+from kvstore.pool.segment import Segment
+from messenger.sender.peers import Peers
+from messenger.sender.requests import Outcome, Urgency
+from messenger.sender.transfer import Transfer
+from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
+from messenger.wire.messages import WriteEntry
+from messenger.wire.protocol import MAX_FRAME_ENTRIES
+from mooncake.errors import PoolError, TransferError
+from mooncake.messages.blocks import KVLayout, common
+from mooncake.messages.pools import Grant, GrantedPage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Target:
+    """A local block and the remote page it goes to. `submitted` is a mask of layers."""
+
+    block: Block
+    page: GrantedPage
+    submitted: int = 0
+
+
+@dataclass(slots=True)
+class _Range:
+    """Consecutive layers of one block, in one frame. `page`: where they are; the block may move on."""
+
+    target: _Target
+    layers: range
+    page: int
+
+
+class Sends:
+    """Those of one user's reservations, each to one grant or to those of a group."""
+
+    def __init__(self, pool: Pool, segment: Segment, peers: Peers, tasks: asyncio.TaskGroup) -> None:
+        self._pool, self._segment, self._peers = pool, segment, peers
+        self._tasks = tasks
+        self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
+        """by reservation"""
+
+    def start(self, reservation: Reservation, grant: Grant, ref_text: str) -> None:
+        """To `grant` and its `others`. Raises PoolError if the reservation is being sent already."""
+        if reservation.reservation_id in self._of:
+            raise PoolError(f"reservation {reservation.reservation_id} is being sent already")
+        sends = [
+            Send(self._pool, self._segment, self._peers, reservation, each, ref_text)
+            for each in (grant, *grant.others)
+        ]
+        self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
+
+    def wake(self, reservation_id: int) -> None:
+        """Layers of its blocks have come."""
+        for send, _ in self._of.get(reservation_id, []):
+            send.wake()
+
+    async def wait(self, reservation_id: int) -> None:
+        """Returns when everything is acknowledged. Raises TransferError, and PoolError if it is not sent."""
+        if reservation_id not in self._of:
+            raise PoolError(f"reservation {reservation_id} is not being sent")
+        for send, _ in list(self._of[reservation_id]):
+            await asyncio.shield(send.outcome)
+
+    def cancel(self, reservation_id: int) -> None:
+        """Idempotent."""
+        for send, task in self._of.pop(reservation_id, []):
+            task.cancel()
+            send.finish(TransferError("released before everything was sent"))
+
+    def cancel_all(self) -> None:
+        for reservation_id in list(self._of):
+            self.cancel(reservation_id)
+
+
+class Send:
+    """`run` is the transfer; `outcome` is done when it has ended, whichever way."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        segment: Segment,
+        peers: Peers,
+        reservation: Reservation,
+        grant: Grant,
+        ref_text: str,
+    ) -> None:
+        self._pool = pool
+        self._segment = segment
+        self._peers = peers
+        self._grant = grant
+        self._ref_text = ref_text
+        self._targets = [
+            _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
+        ]
+        self._num_unsubmitted = self._num_unacknowledged = 0
+        """layers, since it is known which the receiver has"""
+        self._heads: range | None = None
+        """of the model, those that are sent; None if the receiver has the same as this pool"""
+        self._layer_bytes = segment.layout.layer_bytes
+        """of what is sent of a layer"""
+        self._changed = asyncio.Event()
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(self) -> None:
+        """Layers have been committed, or the transfer has changed."""
+        self._changed.set()
+
+    def finish(self, error: TransferError | None) -> None:
+        if not self.outcome.done():
+            if error is None:
+                self.outcome.set_result(None)
+            else:
+                self.outcome.set_exception(error)
+                self.outcome.exception()  # retrieved, should nobody wait for it
+
+    async def run(self) -> None:
+        try:
+            if self._targets:
+                peer = await self._peers.peer(self._grant.messenger)
+                self._plan(peer.layout)
+                opening = peer.transfer(self._grant.grant_id, self._ref_text, self.wake, heads=self._heads)
+                with opening as transfer:
+                    await self._stream(transfer, peer.frame_bytes(Urgency.LATENCY))
+        except TransferError as error:
+            log.info("sending %s to %s failed: %s", self._ref_text, self._grant.messenger.instance, error)
+            self.finish(error)
+        else:
+            self.finish(None)
+
+    def _plan(self, theirs: KVLayout) -> None:
+        """What travels to a receiver with that shard. Nothing does if the grant is only others' to fill."""
+        ours = self._segment.layout
+        layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
+        if not layers or not heads:
+            return
+        skipped = layer_mask(range(ours.num_layers)) & ~layer_mask(ours.positions(layers))
+        for target in self._targets:
+            target.submitted = skipped
+        self._num_unsubmitted = self._num_unacknowledged = len(self._targets) * len(layers)
+        if ours.heads != theirs.heads:
+            self._heads, self._layer_bytes = heads, len(heads) * ours.head_bytes
+
+    async def _stream(self, transfer: Transfer, frame_bytes: int) -> None:
+        while self._num_unacknowledged or not transfer.is_confirmed:
+            transfer.check()
+            self._changed.clear()
+            ranges = self._take_ready(frame_bytes)
+            if not ranges:
+                await self._changed.wait()
+                continue
+            if self._heads is None:
+                entries = [self._entry(r) for r in ranges]
+            else:
+                entries = [entry for r in ranges for entry in self._part_entries(r, self._heads)]
+            num_bytes = sum(len(r.layers) for r in ranges) * self._layer_bytes
+            for r in ranges:
+                self._pool.hold(r.page)
+            await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
+
+    def _take_ready(self, frame_bytes: int) -> list[_Range]:
+        """The next frame: layers that are there and were not submitted, up to the limits of a frame."""
+        ranges: list[_Range] = []
+        if not self._num_unsubmitted:
+            return ranges
+        num_layers_left = max(1, frame_bytes // self._layer_bytes)
+        if self._heads is not None:  # each layer is an entry
+            num_layers_left = min(num_layers_left, MAX_FRAME_ENTRIES)
+        for target in self._targets:
+            while ready := target.block.arrived & ~target.submitted:
+                if not num_layers_left or len(ranges) == MAX_FRAME_ENTRIES:
+                    return ranges
+                layers = _lowest_run(ready, num_layers_left)
+                target.submitted |= layer_mask(layers)
+                num_layers_left -= len(layers)
+                self._num_unsubmitted -= len(layers)
+                ranges.append(_Range(target, layers, target.block.page))
+        return ranges
+
+    def _entry(self, r: _Range) -> WriteEntry:
+        granted, first_layer = r.target.page, self._segment.layout.first_layer
+        return WriteEntry(
+            granted.page,
+            granted.generation,
+            first_layer + r.layers.start,
+            first_layer + r.layers.stop,
+            self._pool.table.checksums(r.page, r.layers),
+            self._segment.layers_offset(r.page, r.layers.start),
+        )
+
+    def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
+        """One a layer: at one end other heads lie between them. Raises TransferError for a damaged page."""
+        segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
+        checksums = self._pool.table.checksums(r.page, r.layers)
+        is_part = len(part) < segment.layout.num_kv_heads
+        if is_part and not segment.is_intact(r.page, r.layers, checksums):
+            self._drop(r.page)
+            raise TransferError(f"page {r.page}, which was to be sent, is damaged")
+        for number, layer in enumerate(r.layers):
+            checksum = checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            if is_part:
+                view = segment.part_view(r.page, layer, part)
+                checksum = layer_checksums(view, len(view))
+            first = segment.layout.first_layer + layer
+            offset = segment.part_offset(r.page, layer, part)
+            yield WriteEntry(granted.page, granted.generation, first, first + 1, checksum, offset)
+
+    def _frame_done(self, ranges: list[_Range], outcome: Outcome) -> None:
+        for r in ranges:
+            page = r.page
+            if outcome is Outcome.PLACED:
+                self._num_unacknowledged -= len(r.layers)
+            if outcome is Outcome.CORRUPT:
+                checksums = self._pool.table.checksums(page, r.layers)
+                if not self._segment.is_intact(page, r.layers, checksums):
+                    self._drop(page)
+            self._pool.unhold(page)
+
+    def _drop(self, page: int) -> None:
+        log.error("page %d is damaged, its block is dropped", page)
+        self._pool.drop(page)
+
+
+def _block_at(reservation: Reservation, index: int) -> Block:
+    if not 0 <= index < len(reservation.blocks):
+        raise PoolError(
+            f"the grant names block {index}, reservation {reservation.reservation_id} has"
+            f" {len(reservation.blocks)} blocks; both sides must name the same prompt"
+        )
+    return reservation.blocks[index]
+
+
+def _lowest_run(mask: int, max_len: int) -> range:
+    """The lowest consecutive set bits of `mask`, at most `max_len` of them."""
+    start = (mask & -mask).bit_length() - 1
+    run = mask >> start
+    length = (~run & (run + 1)).bit_length() - 1
+    return range(start, start + min(length, max_len))

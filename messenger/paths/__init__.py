@@ -1,0 +1,1 @@
+"""Which of several connections and paths is used: how full, how fast, how far trusted."""

@@ -1,0 +1,208 @@
+"""Answers to the fetches of one connection, in their order: at once, or one after the other.
+
+Owns: which blocks are being read over it. Does not know: how requests come, whose blocks these are.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+
+from messenger.rdma.exposures import Exposures
+from messenger.rdma.windows import Range
+from messenger.receiver.door import Door, Readable
+from messenger.receiver.placing import Parts
+from messenger.receiver.replies import Replies
+from messenger.transport.direct import DirectPlacement, Sent
+from messenger.transport.stream import without
+from messenger.transport.transports import Transport
+from messenger.wire.messages import Fetch, Found, FoundBlock, brief
+from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
+from mooncake.errors import MooncakeError, TransferError
+
+MOST_FETCHES = 64
+"""of one lane that are being answered or read"""
+
+
+class Answers:
+    """`run` it while the connection lasts, then `close` it."""
+
+    def __init__(
+        self,
+        door: Door,
+        transport: Transport,
+        exposures: Exposures | None,
+        parts: Parts,
+        replies: Replies,
+        direct: DirectPlacement | None,
+    ) -> None:
+        self._layout = door.identity.layout
+        self._reads = door.reads
+        self._traffic = door.traffic
+        self._transport = transport
+        self._exposures = exposures
+        self._parts = parts
+        self._replies = replies
+        self._direct = direct
+        """which may have answered already"""
+        self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
+        self._num_queued = 0
+        """fetches that wait to be answered"""
+        self._read: deque[tuple[Callable[[], None], int]] = deque()
+        """what ends the lease of blocks that are being read, and their bytes; oldest first"""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next fetch can be answered at once."""
+        return not self._num_queued
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Answers it, now or after those before it: their answers have no other name."""
+        if fetch.is_read:
+            self._was_read(fetch)
+            return
+        if self._num_queued + len(self._read) >= MOST_FETCHES:
+            raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
+        sent = None if self._direct is None else self._direct.take_sent()
+        if sent is not None:
+            self._finish(fetch, sent)
+            return
+        if not self._num_queued and self._exposures is None:
+            try:
+                layers, heads = self._check_fetch(fetch)
+                leased = self._reads.lease_now(fetch.keys, layers, heads)
+            except MooncakeError as error:
+                self._refuse_fetch(error)
+                return
+            if leased is not None:
+                self._send_found(*leased)
+                return
+        self._num_queued += 1
+        self._fetches.put_nowait(self._answer(fetch))
+
+    def _was_read(self, fetch: Fetch) -> None:
+        """By the sender, who has our segment mapped."""
+        if self._transport is not Transport.SHM:
+            raise TransferError("blocks are said to be read where nobody can see them")
+        layers, heads = self._check_fetch(fetch)
+        if heads is not None:
+            raise TransferError("some heads are said to be read, which have no checksum")
+        try:
+            num_blocks = self._reads.was_read(fetch.keys)
+        except MooncakeError as error:
+            raise TransferError(str(error)) from error
+        self._traffic.sent_bytes[self._transport] += num_blocks * len(layers) * self._layout.layer_bytes
+
+    async def run(self) -> None:
+        """Answers what could not be answered at once."""
+        try:
+            while True:
+                await (await self._fetches.get())
+                self._num_queued -= 1
+        finally:
+            self._replies.shut_down()  # nobody else would answer
+
+    def close(self) -> None:
+        """Nothing more is answered or read. `run` has ended."""
+        while not self._fetches.empty():
+            self._fetches.get_nowait().close()
+        for end_lease, _ in self._read:
+            end_lease()
+
+    def fetched(self) -> None:
+        """The sender is through with the oldest answer. Raises TransferError if there is none."""
+        if not self._read:
+            raise TransferError("a fetch is done that was not answered")
+        end_lease, num_bytes = self._read.popleft()
+        end_lease()
+        self._traffic.sent_bytes[self._transport] += num_bytes
+
+    async def _answer(self, fetch: Fetch) -> None:
+        try:
+            layers, heads = self._check_fetch(fetch)
+            blocks, end_lease = await self._reads.lease(fetch.keys, layers, heads)
+            if self._exposures is None:
+                self._send_found(blocks, end_lease)
+            else:
+                await self._open_found(self._exposures, blocks, end_lease)
+        except MooncakeError as error:
+            self._refuse_fetch(error)
+
+    def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
+        """The layers that are wanted, and the part of each. Raises TransferError."""
+        layers = range(fetch.layer_begin, fetch.layer_end)
+        heads, layer_bytes = self._parts.of(fetch.heads)
+        try:
+            self._layout.positions(layers)
+            if heads is not None:
+                self._layout.head_positions(heads)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
+        if heads is not None and len(layers) > 1:
+            raise TransferError(
+                f"some heads of {len(layers)} layers in one fetch; ask for one layer at a time"
+            )
+        num_bytes = len(fetch.keys) * len(layers) * layer_bytes
+        if len(fetch.keys) > 1 and (num_bytes > MAX_FRAME_BYTES or len(fetch.keys) > MAX_FRAME_ENTRIES):
+            raise TransferError(
+                f"{num_bytes} bytes of {len(fetch.keys)} blocks in one fetch; ask for fewer blocks"
+            )
+        return layers, heads
+
+    def _refuse_fetch(self, error: MooncakeError) -> None:
+        self._read.append((lambda: None, 0))
+        self._replies.post(encode_frame(Found([], brief(str(error)))))
+
+    def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
+        """The blocks stay where they are until the reader is through."""
+        num_bytes = self._begin_to_read(blocks, end_lease)
+        found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
+        if self._transport is Transport.TCP:
+            self._replies.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
+        else:
+            self._replies.post(encode_frame(found))
+
+    def _finish(self, fetch: Fetch, sent: Sent) -> None:
+        """The rest of an answer whose beginning has left. Raises TransferError if it would be another one."""
+        try:
+            layers, heads = self._check_fetch(fetch)
+            leased = self._reads.lease_now(fetch.keys, layers, heads)
+        except MooncakeError as error:
+            raise TransferError(f"blocks were sent that cannot be had: {error}") from error
+        if leased is None:
+            raise TransferError("blocks were sent that are not there")
+        blocks, end_lease = leased
+        num_bytes = self._begin_to_read(blocks, end_lease)
+        found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
+        if encode_frame(found, num_bytes) != sent.head:
+            raise TransferError("other blocks were sent than are there")
+        rest = without([memoryview(sent.head), *(block.view for block in blocks)], sent.num_bytes)
+        if rest:
+            self._replies.post(*rest)
+
+    def _begin_to_read(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> int:
+        """Their bytes."""
+        num_bytes = sum([len(block.view) for block in blocks])
+        self._read.append((end_lease, num_bytes))
+        return num_bytes
+
+    async def _open_found(
+        self, exposures: Exposures, blocks: Sequence[Readable], end_lease: Callable[[], None]
+    ) -> None:
+        """The same over RDMA, by which the reader fetches them himself."""
+        places = [Range(block.source_offset, len(block.view)) for block in blocks]
+        try:
+            addresses, keys, close = await exposures.open_to_read(places)
+        except BaseException:
+            end_lease()
+            raise
+
+        def end() -> None:
+            close()
+            end_lease()
+
+        self._read.append((end, sum(len(block.view) for block in blocks)))
+        found = [
+            FoundBlock(block.index, block.checksums, block.source_offset, address, key)
+            for block, address, key in zip(blocks, addresses, keys, strict=True)
+        ]
+        self._replies.post(encode_frame(Found(found)))

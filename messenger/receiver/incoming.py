@@ -1,0 +1,349 @@
+"""The answering side of one connection: checks, places, verifies and acknowledges what is written over it.
+
+Owns: a connection after its handshake. Does not know: keys, reservations; whose pages these are
+is the `WriteTarget`'s business, what is fetched that of messenger.receiver.answers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+
+from messenger.rdma.exposures import Exposures
+from messenger.receiver.answers import Answers
+from messenger.receiver.door import Door, WriteRefused
+from messenger.receiver.placing import Parts, Placing
+from messenger.receiver.replies import Replies
+from messenger.receiver.session import Session, SessionLane
+from messenger.transport.deadline import Deadline
+from messenger.transport.frames import Frames
+from messenger.transport.transports import Inlet, TcpInlet, Transport
+from messenger.wire.messages import (
+    Abandon,
+    Close,
+    Expose,
+    Exposed,
+    Fetch,
+    FetchDone,
+    Open,
+    Probe,
+    RefusalKind,
+    Seat,
+    Write,
+    WriteAck,
+    WriteEntry,
+    brief,
+)
+from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, NOT_URGENT_S, Frame, encode_frame
+from mooncake.errors import TransferError
+from mooncake.messages.blocks import KVLayout
+
+log = logging.getLogger(__name__)
+
+_ANSWERED_BYTES = 2 << 20
+"""of writes whose acknowledgements leave together at most: the sender waits for them to send more"""
+_MOST_ACKS = 16
+"""of writes that were placed by the sender: it is told in time, not at once"""
+_ACK = encode_frame(WriteAck())
+
+
+class IncomingLane:
+    """One connection, after its handshake."""
+
+    def __init__(
+        self,
+        door: Door,
+        frames: Frames,
+        inlet: Inlet,
+        exposures: Exposures | None,
+        layout: KVLayout | None,
+        seat: Seat | None = None,
+    ) -> None:
+        """`layout`: of the sender's blocks, None if it has none and may only probe; `seat`: at which it
+        writes to granted pages itself."""
+        self.ended = asyncio.Event()
+        """set when nothing that came over it will be placed any more"""
+        self._door = door
+        self._frames = frames
+        self._stream = frames.stream
+        self._inlet = inlet
+        self._exposures = exposures
+        self._seat = seat
+        self._may_only_probe = layout is None
+        self._most_bytes = max(MAX_FRAME_BYTES, door.identity.layout.layer_bytes)
+        """of one write"""
+        self._parts = Parts(door.identity.layout, layout)
+        self._session: Session
+        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
+        self._replies = Replies(self._stream)
+        self._acks: list[bytes] = []
+        """that leave together"""
+        self._acknowledged_bytes = 0
+        """by them"""
+        self._are_acks_urgent = False
+        """somebody waits for one of them"""
+        self._acks_due: asyncio.TimerHandle | None = None
+        self._deadline = Deadline(door.settings.ack_timeout_s, self._stream.shut_down)
+        self._rest: Coroutine[None, None, None] | None = None
+        """of a frame that takes a while"""
+        self._placing: Placing | None = None
+        """whose bytes are awaited"""
+        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies, self._direct)
+        self.awaited: SessionLane | None = None
+        """the lane whose end is awaited"""
+
+    def post(self, *buffers: bytes | memoryview) -> None:
+        self._replies.post(*buffers)
+
+    def shut_down(self) -> None:
+        self._stream.shut_down()
+
+    def discard(self) -> None:
+        """It will not be run."""
+        if self._exposures is not None:
+            self._exposures.close()
+        self._leave_seat()
+
+    def _leave_seat(self) -> None:
+        if self._seat is not None and self._door.landing is not None:
+            self._door.landing.board.leave(self._seat.number)
+
+    def conceal(self, transfer_id: int) -> None:
+        if self._exposures is not None:
+            self._exposures.conceal(transfer_id)
+
+    def conceal_in_time(self, transfer_id: int) -> None:
+        if self._exposures is not None:
+            self._exposures.conceal_within(transfer_id, self._door.settings.ack_timeout_s)
+
+    async def run(self, session: Session) -> str:
+        """Serves the connection until it is lost. Returns the reason."""
+        self._session = session
+        session.had_seat |= self._seat is not None
+        if self._direct is not None and self._parts.has_same_heads:
+            door = self._door
+            self._direct.let_in(door.target.openings, session.openings, _ACK, door.source, door.catalogue)
+            self._stream.receive_first = self._receive_first
+        answering = asyncio.create_task(self._answers.run())
+        try:
+            while True:
+                await self._frames.heard(self._hear)
+                if self._rest is not None:
+                    rest, self._rest = self._rest, None
+                    await rest
+                await self._stream.take_turns()
+        except (OSError, TransferError) as error:
+            return str(error) or "no answer in time"
+        finally:
+            self._stream.receive_first = None
+            if self._exposures is not None:
+                self._exposures.close()
+            self._leave_seat()
+            if self._acks_due is not None:
+                self._acks_due.cancel()
+            self._deadline.close()
+            if self._rest is not None:
+                self._rest.close()
+            if self._placing is not None:
+                self._placing.abandon()  # also if nobody has begun to wait for its bytes
+            answering.cancel()
+            try:
+                (failure,) = await asyncio.gather(answering, return_exceptions=True)
+                if isinstance(failure, Exception):
+                    log.error("a fetch of %s could not be answered", session.name, exc_info=failure)
+                await self._replies.close()
+            finally:  # also if it is cancelled again
+                self._answers.close()
+
+    def _receive_first(
+        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
+    ) -> tuple[int, int]:
+        """Of a write that is sure to be taken all, and the acknowledgement leaves; or what was fetched."""
+        assert self._direct is not None
+        is_next = not self._acks and self._replies.is_idle
+        is_next_fetch = is_next and self._answers.is_idle
+        return self._direct.receive(
+            fd, buffer, others, within_s, may_answer=is_next, may_answer_fetches=is_next_fetch
+        )
+
+    def _hear(self) -> bool:
+        """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
+        have their turn."""
+        while (frame := self._frames.ready()) is not None:
+            self._rest = self._handle(frame)
+            if self._rest is not None or (self._may_give_way and self._stream.num_ahead):
+                break
+        if self._are_acks_urgent:
+            self._send_acks()
+        elif self._acks and self._acks_due is None:
+            self._acks_due = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._send_acks)
+        return frame is not None
+
+    @property
+    def _may_give_way(self) -> bool:
+        """Whether others should have their turn before the next frame. Not if that has been answered, and
+        its payload placed or the block sent: they may give the page to somebody else."""
+        return self._stream.is_turn_over and not (self._direct is not None and self._direct.is_ahead)
+
+    def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
+        """Does what can be done at once, and returns the rest. If either raises, the connection ends."""
+        session = self._session
+        if self._may_only_probe and not isinstance(frame.message, Probe):
+            raise TransferError(f"a probe sent {type(frame.message).__name__}")
+        match frame.message:
+            case Write() as write:
+                return self._write(write, frame.payload_bytes)
+            case Open(transfer_id, grant_id, ref_text):
+                session.open(transfer_id, grant_id, ref_text)
+            case Close(transfer_id, reason):
+                session.close(transfer_id, None if reason is None else f"{session.name} gave up: {reason}")
+            case Fetch() as fetch:
+                self._answers.fetch(fetch)
+            case FetchDone():
+                self._answers.fetched()
+            case Abandon(number):
+                if (lane := session.lanes.get(number)) is not None and lane is not self:
+                    return self._abandon(lane)
+            case Expose(transfer_id, grant_id):
+                return self._expose(transfer_id, grant_id)
+            case Probe():
+                return self._discard(frame.payload_bytes, WriteAck())
+            case _:
+                raise AssertionError("the protocol's table lets nothing else through")
+        return None
+
+    async def _abandon(self, lane: SessionLane) -> None:
+        """Ends `lane`. Returns when nothing that came over it will be placed any more."""
+        lane.shut_down()
+        waiting: SessionLane | None = lane
+        while waiting is not None:
+            if waiting is self:
+                raise TransferError("its lanes have abandoned each other")
+            waiting = waiting.awaited
+        self.awaited = lane
+        await lane.ended.wait()
+        self.awaited = None
+
+    async def _expose(self, transfer_id: int, grant_id: int) -> None:
+        """If the device cannot, the connection ends: others may carry what the sender wants to write."""
+        if self._exposures is None:
+            raise TransferError("pages are to be opened on a connection without RDMA")
+        try:
+            self._session.ensure_open(transfer_id, grant_id)
+            pages, on_closed = self._door.target.expose(grant_id)
+        except WriteRefused as error:
+            self.post(encode_frame(Exposed(transfer_id, [], brief(str(error)))))
+            return
+        async with asyncio.timeout(self._door.settings.ack_timeout_s):
+            opened = await self._exposures.expose(transfer_id, pages, on_closed)
+        if transfer_id in self._session.grants:
+            self.post(encode_frame(Exposed(transfer_id, opened)))
+        else:
+            self.conceal(transfer_id)
+            self.post(encode_frame(Exposed(transfer_id, [], "the transfer has ended")))
+
+    # -- writes -----------------------------------------------------------------------------------
+
+    def _write(self, write: Write, payload_bytes: int) -> Coroutine[None, None, None] | None:
+        """Places one write, all of it or none."""
+        entries = write.entries
+        heads, layer_bytes = self._parts.of(write.heads)
+        if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
+            raise TransferError(f"a write has {len(entries)} entries, allowed are 1 to {MAX_FRAME_ENTRIES}")
+        num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
+        if num_bytes > self._most_bytes:
+            raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
+        if write.is_placed and not self._session.had_seat:
+            raise TransferError("bytes are said to be in pages that nobody can write")
+        placing = Placing(self._door.target, write, heads, layer_bytes)
+        try:
+            try:
+                self._session.ensure_open(write.transfer_id, write.grant_id)
+                placing.begin(is_on_wire=self._inlet.transport is Transport.TCP)
+            except WriteRefused as error:
+                placing.abandon()
+                return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, brief(str(error))))
+            self._inlet.check(num_bytes, payload_bytes)
+            if write.is_placed:
+                self._complete(placing, num_bytes)
+                return None
+            checksums = self._inlet.place_now(placing.entries, placing.views, layer_bytes)
+        except BaseException:
+            placing.abandon()
+            raise
+        if checksums is None:
+            self._placing = placing
+            return self._receive(placing, num_bytes)
+        self._placed(placing, checksums, num_bytes)
+        return None
+
+    async def _receive(self, placing: Placing, num_bytes: int) -> None:
+        with self._deadline:
+            checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
+        self._placing = None
+        self._placed(placing, checksums, num_bytes)
+
+    def _placed(self, placing: Placing, checksums: Sequence[bytes], num_bytes: int) -> None:
+        """Verifies what is there, and says so."""
+        write = placing.write
+        try:
+            for entry, actual in zip(placing.entries, checksums, strict=True):
+                if actual != entry.checksums:
+                    self._acknowledge(self._refuse_corrupt(write.transfer_id, entry), num_bytes)
+                    return
+            self._complete(placing, num_bytes)
+        finally:
+            placing.abandon()
+
+    def _complete(self, placing: Placing, num_bytes: int) -> None:
+        """What is there has been verified."""
+        write = placing.write
+        self._door.traffic.received_bytes[self._inlet.transport] += num_bytes
+        try:
+            is_last = placing.complete()
+        except WriteRefused as error:
+            placing.abandon()
+            self._acknowledge(WriteAck(RefusalKind.STALE, brief(str(error))), num_bytes)
+            return
+        if is_last:
+            self._session.conceal(write.transfer_id)
+        if write.is_placed and not is_last:
+            self._acks.append(_ACK)
+            if len(self._acks) >= _MOST_ACKS:
+                self._send_acks()
+        else:
+            self._acknowledge(None, num_bytes)
+
+    async def _discard(self, payload_bytes: int, answer: WriteAck) -> None:
+        with self._deadline:
+            await self._inlet.discard(payload_bytes)
+        self._acknowledge(answer, payload_bytes)
+
+    def _refuse_corrupt(self, transfer_id: int, entry: WriteEntry) -> WriteAck:
+        self._door.traffic.num_checksum_failures += 1
+        reason = f"checksum of page {entry.page} from {self._session.name} does not match its bytes"
+        log.warning("%s", reason)
+        self._session.fail(transfer_id, reason)
+        return WriteAck(RefusalKind.CORRUPT, brief(reason))
+
+    def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
+        """None: all is well. It leaves with those of the writes that have arrived already."""
+        num_said = 0 if self._direct is None else self._direct.take_num_answered()
+        frame = _ACK if answer is None else encode_frame(answer)
+        assert not num_said or frame is _ACK
+        if num_said == len(frame):
+            return
+        self._acks.append(frame[num_said:])
+        self._are_acks_urgent = True
+        self._acknowledged_bytes += num_bytes
+        if self._acknowledged_bytes >= _ANSWERED_BYTES:
+            self._send_acks()
+
+    def _send_acks(self) -> None:
+        if self._acks_due is not None:
+            self._acks_due.cancel()
+            self._acks_due = None
+        self._are_acks_urgent = False
+        if self._acks:
+            self.post(b"".join(self._acks))
+            self._acks.clear()
+            self._acknowledged_bytes = 0

@@ -1,0 +1,77 @@
+"""One write on its way to its pages, and which part of each layer it brings.
+
+Owns: that all of a write is placed or none. Does not know: how bytes come, what is answered.
+"""
+
+from messenger.receiver.door import WriteRefused, WriteTarget
+from messenger.wire.messages import Write, WriteEntry
+from mooncake.errors import TransferError
+from mooncake.messages.blocks import KVLayout
+
+
+class Parts:
+    """What a sender and this side can say of each layer."""
+
+    def __init__(self, ours: KVLayout, theirs: KVLayout | None) -> None:
+        """`theirs`: None if it has no blocks."""
+        self._layout = ours
+        self._layer_bytes = ours.layer_bytes
+        self.has_same_heads = theirs is not None and theirs.heads == ours.heads
+        """at both ends: nothing is said of them"""
+
+    def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
+        """Which part of each layer of this side a frame is about, None for all of it, and the bytes of that.
+
+        Raises TransferError for no heads, or if nothing is said and they are not the same at both ends.
+        """
+        layout = self._layout
+        if heads is None:
+            if not self.has_same_heads:
+                raise TransferError(f"which heads of [{layout.heads.start}, {layout.heads.stop}) is not said")
+            return None, self._layer_bytes
+        begin, end = heads
+        if begin >= end:
+            raise TransferError(f"heads [{begin}, {end}) are no heads")
+        part = range(begin, end)
+        return (None if part == layout.heads else part), (end - begin) * layout.head_bytes
+
+
+class Placing:
+    """One write on its way to its pages. `complete` or `abandon` it; after either, `abandon` does nothing."""
+
+    def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
+        self.write = write
+        self.layer_bytes = layer_bytes
+        """of what comes of each layer"""
+        self.entries: list[WriteEntry] = []
+        """that are to be placed, each in its view"""
+        self.views: list[memoryview] = []
+        self._target = target
+        self._heads = heads
+        self._begun: list[WriteEntry] = []
+
+    def begin(self, *, is_on_wire: bool) -> None:
+        """What is there already goes nowhere: it is only taken off the wire. Raises WriteRefused."""
+        for entry in self.write.entries:
+            if entry.num_layers < 1:
+                raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")
+            view = self._target.begin(self.write.grant_id, entry, self._heads)
+            if view is not None:
+                self._begun.append(entry)
+            elif is_on_wire:
+                view = memoryview(bytearray(entry.num_layers * self.layer_bytes))
+            else:
+                continue
+            self.entries.append(entry)
+            self.views.append(view)
+
+    def complete(self) -> bool:
+        """Whether these were the last bytes of the grant. Raises WriteRefused."""
+        is_last = False
+        while self._begun:
+            is_last |= self._target.complete(self.write.grant_id, self._begun.pop(), self._heads)
+        return is_last
+
+    def abandon(self) -> None:
+        while self._begun:
+            self._target.abandon(self.write.grant_id, self._begun.pop(), self._heads)

@@ -1,0 +1,133 @@
+"""A sender, on the side that answers it: its lanes, and the transfers that it has open.
+
+It ends with the last of its lanes.
+
+Owns: which transfers are open. Does not know: connections, whose pages these are.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from messenger.receiver.door import WriteRefused, WriteTarget
+from messenger.transport.openings import OpenTransfers
+from messenger.wire.messages import Ended, Message, brief
+from messenger.wire.protocol import encode_frame
+from mooncake.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+MOST_TRANSFERS = 4096
+"""of one session that are open"""
+_MOST_GIVEN_UP = 1024
+
+
+class SessionLane(Protocol):
+    """One of the connections."""
+
+    ended: asyncio.Event
+    """set when nothing that came over it will be placed any more"""
+    awaited: "SessionLane | None"
+    """whose end it waits for"""
+
+    def shut_down(self) -> None:
+        """It is to end."""
+
+    def post(self, *buffers: bytes | memoryview) -> None:
+        """Sends frames. Never waits."""
+
+    def conceal(self, transfer_id: int) -> None:
+        """Nothing of this transfer can be written by RDMA any more."""
+
+    def conceal_in_time(self, transfer_id: int) -> None:
+        """The same when the sender has closed it, or has had the time to."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """All lanes of one sender. As a `Writer` it may be told to stop."""
+
+    name: str
+    target: WriteTarget
+    lanes: dict[int, "SessionLane"] = field(default_factory=dict)
+    grants: dict[int, int] = field(default_factory=dict)
+    """grant of each open transfer"""
+    openings: OpenTransfers = field(default_factory=lambda: OpenTransfers(MOST_TRANSFERS))
+    """the same, for native code"""
+    had_seat: bool = False
+    """a lane of it: what was placed by that one may be said on another, which found none"""
+    given_up: dict[int, None] = field(default_factory=dict)
+    """the latest transfers that were; writes that have been overtaken by the news do not open them again"""
+
+    def open(self, transfer_id: int, grant_id: int, ref_text: str) -> None:
+        try:
+            self.ensure_open(transfer_id, grant_id)
+        except WriteRefused as error:
+            log.info("transfer %.200r of %s refused: %s", ref_text, self.name, error)
+            self.post(Ended(transfer_id, brief(str(error))))
+
+    def ensure_open(self, transfer_id: int, grant_id: int) -> None:
+        """A write may come before the `Open`. Raises WriteRefused, and TransferError for another grant: that
+        one would not hear of the end of the transfer."""
+        opened = self.grants.get(transfer_id)
+        if opened is None:
+            if transfer_id in self.given_up:
+                raise WriteRefused("the transfer was given up")
+            if len(self.grants) >= MOST_TRANSFERS:
+                raise WriteRefused(f"{self.name} has {MOST_TRANSFERS} transfers open already")
+            self.target.open(grant_id, self)
+            self.grants[transfer_id] = grant_id
+            self.openings.open(transfer_id, grant_id)
+        elif opened != grant_id:
+            raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
+
+    def close(self, transfer_id: int, reason: str | None) -> None:
+        """The sender is through: nothing of it is on its way any more."""
+        self.conceal(transfer_id)
+        self._end(transfer_id, reason)
+
+    def fail(self, transfer_id: int, reason: str) -> None:
+        """The sender is about to hear of it, and closes the transfer when it has stopped to write."""
+        self._conceal_in_time(transfer_id)
+        self._end(transfer_id, reason)
+
+    def _end(self, transfer_id: int, reason: str | None) -> None:
+        grant_id = self.grants.pop(transfer_id, None)
+        if grant_id is not None:
+            self.openings.close(transfer_id)
+        if reason is not None:
+            self.openings.name(transfer_id)
+            self.given_up[transfer_id] = None
+            if len(self.given_up) > _MOST_GIVEN_UP:
+                del self.given_up[next(iter(self.given_up))]
+        if grant_id is not None:
+            self.target.close(grant_id, self, reason)
+
+    def conceal(self, transfer_id: int) -> None:
+        """Nothing can be written by RDMA any more."""
+        for lane in self.lanes.values():
+            lane.conceal(transfer_id)
+
+    def _conceal_in_time(self, transfer_id: int) -> None:
+        for lane in self.lanes.values():
+            lane.conceal_in_time(transfer_id)
+
+    def revoke(self, grant_id: int, reason: str) -> None:
+        for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
+            del self.grants[transfer_id]
+            self.openings.close(transfer_id)
+            self.post(Ended(transfer_id, brief(reason)))
+            self._conceal_in_time(transfer_id)
+
+    def post(self, message: Message) -> None:
+        """To the sender, over any lane."""
+        for lane in self.lanes.values():
+            lane.post(encode_frame(message))
+            return
+
+    def lost(self, reason: str) -> None:
+        """The last lane has ended."""
+        for grant_id in self.grants.values():
+            self.target.close(grant_id, self, f"connection from {self.name} was lost: {reason}")
+        self.grants.clear()

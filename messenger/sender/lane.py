@@ -1,0 +1,401 @@
+"""A lane: one connection to another messenger, on the side that asks.
+
+Requests are answered in the order in which they were sent. A lane that is lost hands what it had under way
+back to its owner, who may send it on another one.
+
+Owns: one connection to a peer. Does not know: other lanes, what comes next.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn, Protocol
+
+from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.remote import RemotePages
+from messenger.sender.copies import Copies, copied_share
+from messenger.sender.departures import Departures
+from messenger.sender.exchange import FETCH_DONE, Exchange
+from messenger.sender.lingering import Lingering
+from messenger.sender.outstanding import Outstanding
+from messenger.sender.rdma_writes import RemoteWrites
+from messenger.sender.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.sender.results import Results, Teller
+from messenger.shm.catalogue import Catalogue
+from messenger.shm.shared_pages import SharedPages
+from messenger.transport.frames import Frames
+from messenger.transport.source import SourceSegment
+from messenger.transport.transports import Inlet, Path, TcpInlet, Transport
+from messenger.wire.messages import Close, Ended, Exposed, Found, Message, Probe, WriteAck
+from messenger.wire.protocol import Frame, encode_frame
+from mooncake.errors import TransferError
+from mooncake.messages.blocks import KVLayout
+
+_SENT_BYTES = 256 << 10
+"""of small frames in one system call"""
+_MOST_OUTSTANDING = 256
+"""requests that have not been answered, though their bytes may be there"""
+
+
+class Owner(Teller, Protocol):
+    """Whose lane this is."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether some request waits."""
+
+    def next_request(self, lane: "Lane") -> Request | None:
+        """What `lane` should send now, if there is something for it."""
+
+    def frame_bytes(self, urgency: Urgency) -> int:
+        """How much of this class should be moved before others have their turn."""
+
+    def gives_way(self) -> bool:
+        """Whether somebody has what he waited for, and goes on before more is copied."""
+
+    def ended(self, transfer_id: int, reason: str) -> None:
+        """The receiver gave a transfer up."""
+
+    def written(self, transfer_id: int) -> None:
+        """A write of this transfer is no longer on its way by RDMA."""
+
+
+class Lane:
+    """A connection after its handshake. `run` it; it ends when the connection does."""
+
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        frames: Frames,
+        inlet: Inlet,
+        source: SourceSegment | None,
+        layout: KVLayout,
+        owner: Owner,
+        answer_timeout_s: float,
+        endpoint: Endpoint | None = None,
+        shared: SharedPages | None = None,
+        catalogue: Catalogue | None = None,
+    ) -> None:
+        """`source`: None if nothing is written."""
+        self.number = number
+        self.path = path
+        self.layout = layout
+        """of the peer's blocks"""
+        self._frames = frames
+        self._stream = frames.stream
+        self._source = memoryview(b"") if source is None else source.buffer
+        self._owner = owner
+        self._answer_timeout_s = answer_timeout_s
+        self._outstanding = Outstanding(
+            answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
+        )
+        self._results = Results(self._outstanding, inlet, path.transport, owner)
+        self._remote: RemoteWrites | None = None
+        """what is written by RDMA"""
+        if endpoint is not None:
+            pages = RemotePages(endpoint, layout, self.post)
+            self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
+        direct = inlet.direct if isinstance(inlet, TcpInlet) else None
+        if direct is not None:
+            self._stream.receive_first = partial(direct.receive, may_answer=False)
+        self._departures = Departures(
+            self._stream,
+            answer_timeout_s,
+            self._pump,
+            lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
+        )
+        self._copies = Copies(
+            shared, catalogue, self._stream, self._outstanding, self._results, self._departures
+        )
+        self._lingering = Lingering(self._stream, self._outstanding, path.transport)
+        self.exchange: Exchange | None = None
+        """for what may be had in one call"""
+        if source is not None and direct is not None and self._stream.listen_s:
+            self.exchange = Exchange(
+                direct,
+                source,
+                self._stream,
+                self._outstanding,
+                self._results,
+                self._departures,
+                self._lingering,
+            )
+        self._left: Frame | None = None
+        """that has come, and takes a while"""
+        self._is_pumping_soon = False
+        self._given_up: str | None = None
+        self._is_running = True
+        self.remedy: Remedy | None = None
+        """once it has ended: what may help, if it was its queue pair that failed"""
+        self.refused: Request | None = None
+        """what RDMA cannot do, and would not if it were tried again"""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it was of any use."""
+        return self._outstanding.num_answered > 0 or self._copies.have_been_read
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether it could have been."""
+        return self._outstanding.num_begun > 0
+
+    @property
+    def num_received_bytes(self) -> int:
+        """That have come over the connection, of whatever: the other side is alive while they grow."""
+        return self._stream.num_received_bytes
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return sum(self._outstanding.num_bytes.values())
+
+    def outstanding_bytes_of(self, urgency: Urgency) -> int:
+        return self._outstanding.num_bytes[urgency]
+
+    @property
+    def num_outstanding(self) -> int:
+        return self._outstanding.num_begun - self._outstanding.num_answered
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may have more under way."""
+        return self.num_outstanding < _MOST_OUTSTANDING
+
+    def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
+        """There may be something to send. What this side copies, and nobody waits for, gets turns of its own:
+        others may come between."""
+        if self._copies.are_possible and urgency is Urgency.BULK:
+            self._pump_soon()
+        else:
+            self._pump()
+
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether others should have theirs."""
+        return self._stream.is_turn_over
+
+    async def take_turns(self) -> None:
+        """They have it, if it is time."""
+        await self._stream.take_turns()
+
+    async def linger(self, request: Request) -> None:
+        """Listens for the answer to `request` for a moment, if that can come at once. What this side has
+        copied gives others a turn now and then."""
+        self._lingering.linger(request)
+        await self._stream.take_turns()
+
+    def post(self, message: Message, *, may_wait: bool = False) -> None:
+        """Sends a message that has no answer, before all requests that have not been sent yet.
+
+        It leaves with the next request, or alone if none comes in this turn of the loop, or in time
+        if it `may_wait`.
+        """
+        self._departures.keep(encode_frame(message))
+        if isinstance(message, Close):
+            self._outstanding.closed(message)
+        if not may_wait:
+            self._departures.is_due = True
+            self._pump_soon()
+
+    async def run(self) -> str:
+        """Sends and receives until the connection is lost. Returns the reason."""
+        try:
+            await self._receive()
+        except (OSError, TransferError) as error:
+            if self._outstanding.fetches:
+                self._blame(self._outstanding.fetches[0], error)
+            return self._given_up or str(error)
+        finally:
+            self._is_running = False
+            self._stream.receive_first = None
+            if self._remote is not None:
+                if self._remote.failure is not None:
+                    self.remedy = self._remote.failure.remedy
+                await self._remote.close()
+            self._copies.leave()
+            self._outstanding.end()
+            self._departures.end()
+            self._stream.close()  # before the next wait: whoever is cancelled again does not come back
+            await self._departures.close()
+
+    def send(self, request: Request) -> None:
+        """Sends `request` now, behind what was posted before, whatever else waits."""
+        self._departures.send(*self._begin(request, is_next=True))
+
+    def forget(self, transfer_id: int) -> None:
+        """The transfer has ended: no more of it is written by RDMA than the device has got already."""
+        if self._remote is not None:
+            self._remote.forget(transfer_id)
+
+    def is_writing(self, transfer_id: int) -> bool:
+        """Whether bytes of this transfer are on their way by RDMA: its pages must stay open for them."""
+        return self._remote is not None and self._remote.is_writing(transfer_id)
+
+    def take_outstanding(self) -> list[Request]:
+        """What was under way when the lane was lost."""
+        placing = self._remote.take_all() if self._remote is not None else []
+        return [*self._outstanding.take_all(), *placing]
+
+    def take_closes(self) -> list[Close]:
+        """Those of which nobody knows whether they have arrived: no later request was answered."""
+        return self._outstanding.take_closes()
+
+    def give_up(self, reason: str) -> None:
+        """Ends the connection."""
+        self._given_up = self._given_up or reason
+        self._stream.shut_down()
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Sends what there is, as long as nothing of it has to wait."""
+        self._send_requests()
+        if self._departures.is_due and self._is_running and not self._departures.is_stopped:
+            self._departures.send()
+
+    def _send_requests(self) -> None:
+        """What has no answer goes with them, but not alone."""
+        if not self._is_running or self._departures.is_stopped:
+            return
+        begun: list[bytes | memoryview] = []
+        num_bytes, may_wait = 0, True
+        while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
+            pieces = self._begin(request, is_next=not begun)
+            begun += pieces
+            may_wait &= _may_wait(request)
+            num_bytes += sum(map(len, pieces))
+            if not request.moving_bytes:
+                num_bytes += copied_share(request, _SENT_BYTES, self._owner.frame_bytes)
+        if begun and may_wait:
+            self._departures.keep(*map(bytes, begun))
+        elif begun:
+            self._departures.send(*begun)
+        if num_bytes >= _SENT_BYTES and self._owner.has_more:
+            self._pump_soon()  # others first
+
+    def _pump_soon(self) -> None:
+        if not self._is_pumping_soon:
+            self._is_pumping_soon = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if self._copies.are_possible and self._owner.gives_way():
+            asyncio.get_running_loop().call_soon(self._turn)
+        else:
+            self._is_pumping_soon = False
+            self._pump()
+
+    def _begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
+        """What is to be sent now for `request`, which is outstanding from now on. `is_next`: nothing has to
+        leave before, but what is kept."""
+        if (pieces := self._copies.begin(request, is_next=is_next)) is not None:
+            return pieces
+        self._outstanding.begin(request)
+        if isinstance(request, WriteRequest) and self._remote is not None:
+            self._remote.begin(request)
+        else:
+            self._sent(request)
+        match request:
+            case WriteRequest():
+                return self._with_payload(request)
+            case FetchRequest():
+                return [encode_frame(request.fetch)]
+            case ProbeRequest():
+                return [encode_frame(Probe(), len(request.payload)), request.payload]
+
+    def _sent(self, request: Request) -> None:
+        """Its answer is awaited."""
+        self._outstanding.sent(request)
+        if isinstance(request, FetchRequest):
+            self._results.expect()
+
+    def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
+        if self._remote is not None:
+            return []
+        if self.path.transport is not Transport.TCP:
+            return [encode_frame(request.write)]
+        entries, layer_bytes, source = request.write.entries, request.layer_bytes, self._source
+        return [
+            encode_frame(request.write, request.num_bytes),
+            *(source[e.source_offset : e.source_offset + e.num_layers * layer_bytes] for e in entries),
+        ]
+
+    def _stuck(self, request: WriteRequest, error: BaseException | None) -> None:
+        """Nothing can be written by RDMA any more."""
+        if isinstance(error, TimeoutError):
+            self.remedy = Remedy.OTHER_PATH
+            self.give_up(f"no answer within {self._answer_timeout_s:g} s")
+        elif self._remote is not None:
+            self._blame(request, error)
+            self.give_up(str(self._remote.failure))
+
+    def _placed(self, request: WriteRequest, error: BaseException | None) -> None:
+        """The bytes are in the peer's memory, who is told so; or none of them moves any more."""
+        if error is None:
+            self._outstanding.sent(request)
+            self.post(request.write)
+        else:
+            self._outstanding.give_up(request)
+            self._pump()
+            request.done(Outcome.FAILED, str(error))
+        self._owner.written(request.write.transfer_id)
+        if error is not None and not isinstance(error, TransferError):
+            raise error  # one of ours: the loop's handler says so
+
+    def _blame(self, request: Request, error: BaseException | None) -> None:
+        if isinstance(error, RdmaError) and error.remedy is Remedy.GIVE_UP:
+            self.refused = request
+
+    # -- in ---------------------------------------------------------------------------------------
+
+    async def _receive(self) -> NoReturn:
+        while True:
+            await self._frames.heard(self._hear)
+            if self._left is not None:
+                frame, self._left = self._left, None
+                assert isinstance(frame.message, Found)
+                await self._results.found(frame.message, frame.payload_bytes)
+                self._was_found()
+                self._send_requests()
+            await self._stream.take_turns()
+
+    def _hear(self) -> bool:
+        """Takes what has come. Whether there is something to wait for: for more of it, or while others have
+        their turn."""
+        while (frame := self._frames.ready()) is not None:
+            if not self._take(frame):
+                self._left = frame
+                break
+            if self._stream.is_turn_over and self._stream.num_ahead:
+                break
+        self._send_requests()  # there may be room for more
+        return frame is not None
+
+    def _take(self, frame: Frame) -> bool:
+        """False, and nothing has happened, if something has to be waited for. The connection cannot go on if
+        this raises."""
+        match frame.message:
+            case WriteAck() as ack:
+                self._results.acknowledged(ack)
+            case Found() as found:
+                if not self._results.found_now(found, frame.payload_bytes):
+                    return False
+                self._was_found()
+            case Ended(transfer_id, reason):
+                self._owner.ended(transfer_id, reason)
+            case Exposed() as exposed if self._remote is not None:
+                self._remote.exposed(exposed)
+            case _:
+                raise TransferError(f"{type(frame.message).__name__} came without RDMA")
+        return True
+
+    def _was_found(self) -> None:
+        """Whoever has it need not keep it any more."""
+        self._departures.keep(FETCH_DONE)
+
+
+def _may_wait(request: Request) -> bool:
+    """Whether the other side need not hear of it at once: waking it up takes as long as copying a MiB."""
+    return request.urgency is Urgency.BULK and not request.moving_bytes

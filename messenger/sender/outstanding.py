@@ -1,0 +1,106 @@
+"""What has been begun on a lane and not been answered.
+
+Answers come in the order of the requests, those of fetches in an order of their own. Each must come in time.
+
+Owns: those requests, the deadlines of their answers. Does not know: connections.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteRequest
+from messenger.transport.deadline import Deadline
+from messenger.wire.messages import Close
+
+_MOST_CLOSES = 1024
+
+
+class Outstanding:
+    """`missed` is called when an answer does not come in time."""
+
+    def __init__(self, answer_timeout_s: float, missed: Callable[[], None]) -> None:
+        self.num_bytes = dict.fromkeys(Urgency, 0)
+        """of requests of each class that have begun"""
+        self.num_begun = self.num_answered = 0
+        self.writes: deque[WriteRequest | ProbeRequest] = deque()
+        """oldest first"""
+        self.fetches: deque[FetchRequest] = deque()
+        self._write_deadline = Deadline(answer_timeout_s, missed)
+        """of the answer to the oldest of `writes`"""
+        self._fetch_deadline = Deadline(answer_timeout_s, missed)
+        """of the answer to the oldest of `fetches`, which may take longer than those of writes"""
+        self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
+        """that may not have arrived, and how many requests had begun before each"""
+
+    def begin(self, request: Request) -> None:
+        self.num_bytes[request.urgency] += request.moving_bytes
+        self.num_begun += 1
+
+    def give_up(self, request: Request) -> None:
+        """It had begun, and the peer will not hear of it."""
+        self.num_bytes[request.urgency] -= request.moving_bytes
+        self.num_begun -= 1
+
+    def sent(self, request: Request) -> None:
+        """Its answer is awaited from now on."""
+        if isinstance(request, FetchRequest):
+            self.fetches.append(request)
+            if len(self.fetches) == 1:
+                self._fetch_deadline.set()
+        else:
+            self.writes.append(request)
+            if len(self.writes) == 1:
+                self._write_deadline.set()
+
+    def take_write(self) -> WriteRequest | ProbeRequest:
+        """The oldest, which has been answered."""
+        request = self.writes.popleft()
+        self._answered(request, self._write_deadline, has_more=bool(self.writes))
+        return request
+
+    def take_fetch(self) -> FetchRequest:
+        """The same of fetches."""
+        request = self.fetches.popleft()
+        self._answered(request, self._fetch_deadline, has_more=bool(self.fetches))
+        return request
+
+    def passed(self) -> None:
+        """A request was begun and answered."""
+        self.num_begun += 1
+        self._count_answer()
+
+    def _count_answer(self) -> None:
+        self.num_answered += 1
+        while self._closes and self._closes[0][0] < self.num_answered:
+            self._closes.popleft()
+
+    def _answered(self, request: Request, deadline: Deadline, *, has_more: bool) -> None:
+        self.num_bytes[request.urgency] -= request.moving_bytes
+        self._count_answer()
+        if has_more:
+            deadline.set()
+        else:
+            deadline.clear()
+
+    def take_all(self) -> list[Request]:
+        """What had no answer when the lane was lost: writes, then fetches, oldest first."""
+        requests = [*self.writes, *self.fetches]
+        self.writes.clear()
+        self.fetches.clear()
+        self.num_bytes = dict.fromkeys(Urgency, 0)
+        return requests
+
+    def closed(self, close: Close) -> None:
+        """The peer is about to hear of it."""
+        self._closes.append((self.num_begun, close))
+
+    def take_closes(self) -> list[Close]:
+        """Those of which nobody knows whether they have arrived: no later request was answered."""
+        closes = [close for _, close in self._closes]
+        self._closes.clear()
+        return closes
+
+    def end(self) -> None:
+        """Nothing is awaited any more."""
+        self._write_deadline.close()
+        self._fetch_deadline.close()

@@ -1,0 +1,287 @@
+"""Connections to other messengers, made on demand and kept as long as they hold.
+
+Every path to a messenger has some streams, each kept by a task of its own: one that is lost is connected
+again while others carry on, later each time it fails.
+
+Of many sessions idle ones are given up.
+
+Owns: sessions by address, making and keeping their lanes. Does not know: what is sent.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from messenger.paths.sieve import Sieve
+from messenger.paths.standing import Standing
+from messenger.rdma.cards import Card, Cards
+from messenger.rdma.endpoint import Endpoint
+from messenger.rdma.remote import RemoteReads
+from messenger.sender.lane import Lane
+from messenger.sender.peer import Peer
+from messenger.shm.board import native
+from messenger.shm.catalogue import Catalogue
+from messenger.shm.shared_pages import SharedPages
+from messenger.transport import handshake
+from messenger.transport.frames import Frames
+from messenger.transport.handshake import introduce
+from messenger.transport.source import SourceSegment
+from messenger.transport.stream import Stream
+from messenger.transport.tls import Tls
+from messenger.transport.transports import Inlet, Path, ShmInlet, TcpInlet, Traffic, Transport, connect, paths
+from messenger.wire.identity import Identity
+from messenger.wire.protocol import Side
+from mooncake.config.sections import MessengerConfig
+from mooncake.errors import MismatchError, TransferError
+from mooncake.messages.pools import MessengerAddress
+from mooncake.security.keys import ClusterKey
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Keeping:
+    """A session and the tasks that keep its lanes."""
+
+    peer: Peer
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """of first attempts, and of the session"""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def may_come_up(self) -> bool:
+        """No lane is up, but one may be: a first one that was lost at once has ended the session."""
+        peer = self.peer
+        return not peer.lanes and peer.closed_reason is None and len(self.failures) < len(self.tasks)
+
+    def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+class Peers:
+    """Sessions by address, shared by all transfers to it."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        source: SourceSegment,
+        traffic: Traffic,
+        *,
+        identity: Identity,
+        key: ClusterKey,
+        tls: Tls | None,
+        settings: MessengerConfig,
+        cards: Cards,
+    ) -> None:
+        self._tasks = tasks
+        self._source = source
+        self._traffic = traffic
+        self._identity = identity
+        self._key = key
+        self._tls = tls
+        self._settings = settings
+        self._cards = cards
+        self._sessions: Sieve[MessengerAddress, _Keeping] = Sieve()
+        self._connecting: WeakValueDictionary[MessengerAddress, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def all(self) -> Sequence[Peer]:
+        """The peers of all open sessions."""
+        return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
+
+    async def peer(self, address: MessengerAddress) -> Peer:
+        """The session with the messenger at `address`. Raises TransferError if there can be none."""
+        lock = self._connecting.setdefault(address, asyncio.Lock())
+        async with lock:
+            keeping = self._sessions.get(address)
+            if keeping is None or keeping.peer.closed_reason is not None:
+                keeping = await self._begin(address)
+            return keeping.peer
+
+    async def _begin(self, address: MessengerAddress) -> _Keeping:
+        while len(self._sessions) >= self._settings.max_sessions:
+            evicted = self._sessions.evict(lambda keeping: keeping.peer.is_idle)
+            if evicted is None:
+                break  # all of them are at work: one too many is better than none
+            evicted.stop()
+        reasons: list[str] = []
+        for group in paths(self._settings.transport, self._identity.host_id, address, self._cards.names):
+            keeping = await self._begin_over(group, address)
+            if keeping.peer.closed_reason is not None:  # one lane was up, and lost before there was a second
+                keeping = await self._begin_over(group, address)
+            if keeping.peer.lanes:
+                self._sessions.put(address, keeping)
+                return keeping
+            reasons += keeping.failures
+        raise TransferError(
+            f"cannot reach messenger {address.instance} ({'; '.join(dict.fromkeys(reasons)) or 'no path'})"
+        )
+
+    async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
+        """Returns when the first lane is up, or none of them will be."""
+        keeping = _Keeping(Peer(address.instance, self._traffic))
+        numbers = itertools.count()
+        for path in group:
+            standing = Standing() if path.transport is Transport.RDMA else None
+            for _ in range(self._settings.streams):
+                keep = self._keep(keeping, path, standing, address, numbers)
+                keeping.tasks.append(self._tasks.create_task(keep))
+        try:
+            while keeping.may_come_up:
+                keeping.changed.clear()
+                await keeping.changed.wait()
+        except asyncio.CancelledError:
+            keeping.stop()
+            raise
+        if not keeping.peer.lanes:
+            keeping.stop()
+        return keeping
+
+    async def _keep(
+        self,
+        keeping: _Keeping,
+        path: Path,
+        standing: Standing | None,
+        address: MessengerAddress,
+        numbers: "itertools.count[int]",
+    ) -> None:
+        """Keeps one lane up until the session ends, and while its path is not benched. TCP never is: it
+        stands by where others fail."""
+        peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                lane = await self._connect(peer, path, address, next(numbers))
+            except (OSError, TransferError, MismatchError) as error:
+                if not was_tried:
+                    keeping.failures.append(f"{path}: {error}")
+                    keeping.changed.set()
+                    was_tried = True
+                if standing is not None:
+                    standing.failed(loop.time())
+                    await asyncio.sleep(standing.pause_s(loop.time()))
+                    continue
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            was_tried, began_s = True, loop.time()
+            loop.call_soon(keeping.changed.set)
+            try:
+                reason = await peer.run_lane(lane)
+                log.info("connection to %s (%s) was lost: %s", peer.name, path, reason)
+            except Exception:  # an error of ours must not end the other connections
+                log.exception("a connection to %s ends", peer.name)
+                reason = "an error of this messenger"
+            finally:
+                if peer.closed_reason is not None:
+                    self._sessions.discard(address, keeping)
+                    keeping.failures.append(peer.closed_reason)
+                    keeping.changed.set()
+                    keeping.stop()
+            if peer.closed_reason is not None:
+                return
+            held_s = loop.time() - began_s
+            if standing is not None:
+                _judge(standing, lane, held_s, peer, reason)
+                await asyncio.sleep(standing.pause_s(loop.time()))
+            if lane.has_answered and held_s > pause_s:
+                pause_s = _FIRST_PAUSE_S
+            else:  # it does not hold
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _connect(self, peer: Peer, path: Path, address: MessengerAddress, number: int) -> Lane:
+        """Raises OSError or TransferError."""
+        timeout_s = self._settings.connect_timeout_s
+        with contextlib.ExitStack() as on_failure:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    stream = await connect(path, self._tls)
+                    on_failure.callback(stream.close)
+                    card = endpoint = None
+                    if path.nic is not None:
+                        card = await self._cards.card(path.nic)
+                        endpoint = card.endpoint(peer.name)
+                        on_failure.callback(endpoint.close)
+                    lane = await self._greet(stream, card, endpoint, peer, path, address, number)
+            except TimeoutError:
+                raise TransferError(f"no answer within {timeout_s:g} s") from None
+            on_failure.pop_all()
+            return lane
+
+    async def _greet(
+        self,
+        stream: Stream,
+        card: Card | None,
+        endpoint: Endpoint | None,
+        peer: Peer,
+        path: Path,
+        address: MessengerAddress,
+        number: int,
+    ) -> Lane:
+        frames = Frames(stream, Side.SENDER)
+        is_shm = path.transport is Transport.SHM
+        source = self._source
+        welcome = await introduce(
+            frames,
+            self._key,
+            self._identity,
+            session=peer.session,
+            lane=number,
+            segment=handshake.Segment(len(source.buffer), source.read_only_fd) if is_shm else None,
+            endpoint=endpoint.local_info() if endpoint is not None else None,
+            takes_seat=is_shm and native() is not None,
+        )
+        layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
+        inlet: Inlet = TcpInlet(stream)
+        shared = catalogue = None
+        if is_shm:
+            seat = welcome.seat
+            mapped = inlet = ShmInlet(
+                stream, stream.take_fd(), welcome.segment_bytes, is_writable=seat is not None
+            )
+            # Else it must be said which heads are wanted.
+            if welcome.shelves is not None and layout.heads == self._identity.layout.heads:
+                catalogue = Catalogue.at(mapped.segment, welcome.shelves, layout)
+            if seat is not None:
+                shared = SharedPages(mapped.segment, seat, layout, source.buffer)
+        try:
+            _check_who(welcome.identity, address)
+        except TransferError:
+            if shared is not None:
+                shared.leave()
+            raise
+        if card is not None and endpoint is not None:
+            if welcome.endpoint is None or welcome.scratch is None:
+                raise TransferError(f"{address.instance} does not answer by RDMA")
+            endpoint.connect(welcome.endpoint)
+            await card.write_scratch(endpoint, welcome.scratch)
+            inlet = RemoteReads(endpoint, card.memory)
+        return Lane(number, path, frames, inlet, source, layout, peer, timeout_s, endpoint, shared, catalogue)
+
+
+def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:
+    """What the loss of `lane` means for the others on its path."""
+    now_s = asyncio.get_running_loop().time()
+    facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
+    if standing.lost(now_s, held_s, lane.remedy, **facts):
+        log.warning("%s to %s is left alone for a while: %s", lane.path, peer.name, reason)
+        peer.give_up_path(lane.path, f"another connection over it failed: {reason}")
+
+
+def _check_who(met: Identity, address: MessengerAddress) -> None:
+    """Raises TransferError if it is not who was meant."""
+    if (met.instance, met.incarnation) != (address.instance, address.incarnation):
+        raise TransferError(
+            f"expected messenger {address.instance} (incarnation {address.incarnation}), but"
+            f" {met.instance} (incarnation {met.incarnation}) answers there; the grant is out of date"
+        )

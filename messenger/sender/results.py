@@ -1,0 +1,111 @@
+"""What comes back over a lane: each answer finds its request, and whoever waits for that hears of it.
+
+Owns: which answers may come, where the bytes of blocks that were asked for go. Does not know: the connection,
+what is sent over it.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from messenger.sender.outstanding import Outstanding
+from messenger.sender.requests import Outcome, ProbeRequest, Request
+from messenger.transport.transports import Inlet, TcpInlet, Transport
+from messenger.wire.messages import Found, RefusalKind, WriteAck
+from mooncake.errors import TransferError
+
+
+class Teller(Protocol):
+    """Who hears of what has moved over all lanes to one messenger."""
+
+    name: str
+    """of that one"""
+
+    def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
+        """Bytes have been placed and verified, at the other side or here."""
+
+    def damaged(self) -> None:
+        """What came did not match its checksums."""
+
+
+class Results:
+    """Of the requests in `outstanding`. An answer that none of them can have raises TransferError: the
+    connection is to end."""
+
+    def __init__(self, outstanding: Outstanding, inlet: Inlet, transport: Transport, teller: Teller) -> None:
+        self._outstanding = outstanding
+        self._inlet = inlet
+        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
+        self._transport = transport
+        self._teller = teller
+
+    def expect(self) -> None:
+        """What comes goes straight to where the oldest fetch wants it, if that is one place. To be called
+        when another may have become the oldest."""
+        if self._direct is not None:
+            fetches = self._outstanding.fetches
+            if fetches and len(fetches[0].views) == 1:
+                self._direct.expect(fetches[0].views[0], fetches[0].layer_bytes)
+            else:
+                self._direct.expect(None)
+
+    def acknowledged(self, ack: WriteAck) -> None:
+        """The oldest write."""
+        if not self._outstanding.writes:
+            raise TransferError("an acknowledgement came for no write")
+        request = self._outstanding.take_write()
+        refused = None if ack.refusal is None else f"{self._teller.name} refused a write: {ack.message}"
+        if isinstance(request, ProbeRequest):
+            request.done(None)
+        elif request.is_placed:
+            request.confirmed(refused)
+        elif refused is None:
+            self.moved(request, received=False)
+            request.done(Outcome.PLACED, "")
+        else:
+            is_corrupt = ack.refusal is RefusalKind.CORRUPT
+            request.done(Outcome.CORRUPT if is_corrupt else Outcome.FAILED, refused)
+
+    def found_now(self, found: Found, payload_bytes: int) -> bool:
+        """Blocks of the oldest fetch are there. False, and nothing has happened, if that takes a while."""
+        views = self._views_of(found, payload_bytes)
+        checksums = self._inlet.place_now(found.blocks, views, self._outstanding.fetches[0].layer_bytes)
+        if checksums is None:
+            return False
+        self._found(found, views, checksums)
+        return True
+
+    async def found(self, found: Found, payload_bytes: int) -> None:
+        """The same when they are."""
+        views = self._views_of(found, payload_bytes)
+        layer_bytes = self._outstanding.fetches[0].layer_bytes
+        self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
+
+    def moved(self, request: Request, *, received: bool) -> None:
+        """All of its bytes."""
+        self._teller.moved(self._transport, request.num_bytes, received=received)
+
+    def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
+        """Where the blocks that have been found go."""
+        if not self._outstanding.fetches:
+            raise TransferError("blocks came that nobody has asked for")
+        wanted = self._outstanding.fetches[0].views
+        indices = [block.index for block in found.blocks]
+        if any(not 0 <= index < len(wanted) for index in indices) or len(set(indices)) < len(indices):
+            raise TransferError(f"blocks {indices} came of {len(wanted)} that were asked for")
+        views = [wanted[index] for index in indices]
+        self._inlet.check(sum(map(len, views)), payload_bytes)
+        return views
+
+    def _found(self, found: Found, views: Sequence[memoryview], checksums: Sequence[bytes]) -> None:
+        intact = {
+            block.index: actual
+            for block, actual in zip(found.blocks, checksums, strict=True)
+            if block.checksums == actual
+        }
+        request = self._outstanding.take_fetch()
+        self.expect()
+        if len(intact) < len(found.blocks):
+            self._teller.damaged()
+        self._teller.moved(self._transport, sum(map(len, views)), received=True)
+        failure = found.failure
+        request.done(intact, failure and f"{self._teller.name} cannot send: {failure}")

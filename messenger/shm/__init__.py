@@ -1,0 +1,1 @@
+"""Shared memory: pages of messengers on the same host, copied by the sender itself."""

@@ -1,0 +1,271 @@
+"""The board of a shared segment: which grants its pages are open for, and who is copying to them right now.
+
+Whoever is on the same host writes into granted pages himself, and says so afterwards. The board, which lies
+in the segment, is where he looks before he does, and where the owner of the pages looks before it uses them
+for something else: see board.cpp. Each lane has a *seat* there. A grant that is closed under a copy is quiet
+when that copy has ended, or its process has: a process that has been stopped keeps the pages aside.
+
+The seats outlive the owner's process as the segment does: whoever sat there then may be copying still.
+
+Owns: seats and open grants. Does not know: pages, connections.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import secrets
+import select
+import weakref
+from collections.abc import Callable, Mapping
+from ctypes import CDLL, c_char_p, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from messenger.native import SOURCES
+from messenger.wire.checksums import address_of
+from mooncake.native import load_or_do_without
+
+log = logging.getLogger(__name__)
+
+BOARD_BYTES = 2048
+NUM_SEATS = 64
+_PID_BITS, _SERIAL_BITS = 32, 31
+_PID_MASK = (1 << _PID_BITS) - 1
+_FIRST_LOOK_S = 0.001
+_LONGEST_PAUSE_S = 0.05
+
+
+@functools.cache
+def native() -> CDLL | None:
+    """What looks at boards, and copies; None where there is no compiler: then nobody sits there."""
+    library = load_or_do_without(
+        SOURCES / "board.cpp", "blocks from this host are copied by who receives them"
+    )
+    if library is None:
+        return None
+    library.open_grant.argtypes = (c_void_p, c_uint64)
+    library.close_grant.argtypes = (c_void_p, c_uint64)
+    library.close_all.argtypes = (c_void_p,)
+    library.is_copying.argtypes = (c_void_p, c_size_t, c_uint64)
+    library.owner_of.argtypes = library.copied_to.argtypes = (c_void_p, c_size_t)
+    library.give_seat.argtypes = (c_void_p, c_size_t, c_uint64)
+    library.is_vacant.argtypes = (c_void_p, c_size_t)
+    library.sit_down.argtypes = (c_void_p, c_size_t, c_uint64)
+    library.leave_seat.argtypes = (c_void_p, c_size_t)
+    library.place.argtypes = (
+        c_void_p,
+        c_size_t,
+        c_uint64,
+        c_void_p,
+        c_void_p,
+        c_char_p,
+        c_size_t,
+        c_size_t,
+        c_char_p,
+        c_int,
+        c_char_p,
+        c_size_t,
+    )
+    library.open_grant.restype = library.is_copying.restype = c_int
+    library.place.restype = c_ssize_t
+    library.is_vacant.restype = library.sit_down.restype = c_int
+    library.close_grant.restype = library.close_all.restype = c_uint64
+    library.owner_of.restype = library.copied_to.restype = c_uint64
+    library.give_seat.restype = library.leave_seat.restype = None
+    return library
+
+
+class Copy(NamedTuple):
+    """What whoever sits there is copying to."""
+
+    seat: int
+    grant_id: int
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Copies to grants that are closed."""
+
+    copies: list[Copy]
+    on_quiet: Callable[[], None]
+
+
+class Board:
+    """The owner's side. Nothing is open at first; who has seats since an earlier life keeps them for now."""
+
+    def __init__(self, library: CDLL, board: memoryview) -> None:
+        """`board`: BOARD_BYTES, zeros when they are new."""
+        assert len(board) == BOARD_BYTES
+        self._native = library
+        self._board = board  # keeps it mapped
+        self._address = address_of(board)
+        self._processes: dict[int, int | None] = {}
+        """by seat that is taken: a descriptor of its process, None if that has ended"""
+        weakref.finalize(self, _close_all, self._processes)
+        self._unwatched: set[int] = set()
+        """seats of an earlier life of which nobody can say when their process ends"""
+        self._left: set[int] = set()
+        """seats whose lane has ended, and which may not have been left yet"""
+        self._has_warned = False
+        self._awaited: list[_Awaited] = []
+        self._looking: asyncio.TimerHandle | None = None
+        self._pause_s = _FIRST_LOOK_S
+        busy = library.close_all(self._address)
+        owners = [self.ticket(seat) & _PID_MASK for seat in range(NUM_SEATS)]
+        self._former: dict[int, list[Copy]] = {}
+        """by process: copies to pages of an earlier life that were under way when this one began"""
+        for seat in _seats_of(busy):
+            grant_id = library.copied_to(self._address, seat) - 1
+            if owners[seat] and grant_id >= 0:
+                self._former.setdefault(owners[seat], []).append(Copy(seat, grant_id))
+        for seat, owner in enumerate(owners):
+            if owner:
+                self._take_over(seat, owner)
+
+    @classmethod
+    def at(cls, board: memoryview) -> "Board | None":
+        """None where nothing can be compiled."""
+        library = native()
+        return None if library is None else cls(library, board)
+
+    # -- seats ------------------------------------------------------------------------------------
+
+    def take_seat(self, pid: int) -> int | None:
+        """For a lane of this process; None if all are taken, or it cannot be seen from here when it ends."""
+        seat = next((seat for seat in range(NUM_SEATS) if self._is_free(seat)), None)
+        if seat is None:
+            return None
+        try:
+            process = _watch(pid)
+        except OSError as error:
+            if not self._has_warned:
+                log.warning("blocks from process %d are copied here: it cannot be watched: %s", pid, error)
+            self._has_warned = True
+            return None
+        if process is None:
+            return None
+        self._processes[seat] = process
+        self._native.give_seat(self._address, seat, secrets.randbits(_SERIAL_BITS) << _PID_BITS | pid)
+        return seat
+
+    def ticket(self, seat: int) -> int:
+        """With which whoever the seat was given to sits down. Which process that is are its lowest bits."""
+        return int(self._native.owner_of(self._address, seat))
+
+    def _take_over(self, seat: int, owner: int) -> None:
+        """From an earlier life. Unwatched it is not given again in this one."""
+        try:
+            self._processes[seat] = _watch(owner)
+        except OSError as error:
+            log.warning("seat %d is kept aside: process %d cannot be watched: %s", seat, owner, error)
+            self._unwatched.add(seat)
+        else:
+            self.leave(seat)
+
+    def leave(self, seat: int) -> None:
+        """The lane has ended: its seat is free when the process has left it too, has not taken it, or has
+        ended."""
+        self._left.add(seat)
+        self._look_soon()
+
+    # -- grants -----------------------------------------------------------------------------------
+
+    def open(self, grant_id: int) -> bool:
+        """Whether it could be: there are fewer places than grants may be."""
+        return bool(self._native.open_grant(self._address, grant_id))
+
+    def close(self, grant_id: int, on_quiet: Callable[[], None]) -> bool:
+        """Nobody begins to copy to it any more. Whether nobody is copying to it: else `on_quiet` is called
+        when that has ended."""
+        busy = self._native.close_grant(self._address, grant_id)
+        copies = [Copy(seat, grant_id) for seat in _seats_of(busy)]
+        if copies:
+            self._await(copies, on_quiet)
+        return not copies
+
+    # -- of an earlier life -----------------------------------------------------------------------
+
+    @property
+    def former_copiers(self) -> list[int]:
+        """Processes that were copying to its pages when this life began."""
+        return list(self._former)
+
+    def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
+        """`on_quiet` is called when what this one was copying, if it was, has ended; or the process has, if
+        that can be watched."""
+        self._await(self._former.get(pid, []), on_quiet)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _await(self, copies: list[Copy], on_quiet: Callable[[], None]) -> None:
+        self._awaited.append(_Awaited(copies, on_quiet))
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        self._pause_s = _FIRST_LOOK_S
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
+
+    def _look(self) -> None:
+        """Whether those have ended that are awaited."""
+        self._looking = None
+        awaited, self._awaited = self._awaited, []
+        for each in awaited:
+            each.copies = [copy for copy in each.copies if self._is_under_way(copy)]
+            if each.copies:
+                self._awaited.append(each)
+            else:
+                each.on_quiet()
+        for seat in list(self._left):
+            if self._native.is_vacant(self._address, seat) or self._has_ended(seat):
+                self._free(seat)
+        if self._awaited or self._left:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
+
+    def _is_under_way(self, copy: Copy) -> bool:
+        is_copying = self._native.is_copying(self._address, copy.seat, copy.grant_id)
+        return bool(is_copying) and not self._has_ended(copy.seat)
+
+    def _has_ended(self, seat: int) -> bool:
+        """Whether the process has that sits there, as far as can be seen."""
+        if seat in self._unwatched:
+            return False
+        process = self._processes.get(seat)
+        return process is None or _is_over(process)
+
+    def _is_free(self, seat: int) -> bool:
+        return seat not in self._processes and seat not in self._unwatched
+
+    def _free(self, seat: int) -> None:
+        self._left.discard(seat)
+        process = self._processes.pop(seat)
+        if process is not None:
+            os.close(process)
+        self._native.give_seat(self._address, seat, 0)
+
+
+def _close_all(processes: Mapping[int, int | None]) -> None:
+    for process in processes.values():
+        if process is not None:
+            os.close(process)
+
+
+def _seats_of(mask: int) -> list[int]:
+    return [seat for seat in range(NUM_SEATS) if mask >> seat & 1]
+
+
+def _watch(pid: int) -> int | None:
+    """A descriptor of the process; None if there is no such process here. Raises OSError if there is."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _is_over(process: int) -> bool:
+    """Whether it has ended, waited for or not."""
+    poller = select.poll()
+    poller.register(process, select.POLLIN)
+    return bool(poller.poll(0))

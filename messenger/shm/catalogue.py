@@ -1,0 +1,164 @@
+"""The catalogue of a shared segment: in which page a sealed block is, for those of this host who read it.
+
+Whoever has the segment mapped finds a block by its key, copies it and compares it with its checksums, in one
+native call and without a word to the owner: see catalogue.cpp. That the block stayed where it was is seen
+afterwards. Whoever does not find a block, or not intact, asks its owner.
+
+Owns: finding blocks, and reading them. Does not know: who evicts them, connections.
+"""
+
+import functools
+from collections.abc import Sequence
+from ctypes import CDLL, Structure, addressof, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+
+import msgspec
+
+from messenger.native import SOURCES
+from messenger.wire.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, address_of
+from messenger.wire.messages import Fetch, Shelves
+from mooncake.errors import TransferError
+from mooncake.messages.blocks import KEY_BYTES, KVLayout
+from mooncake.native import load_or_do_without
+
+PLACES = 4
+"""hints of the catalogue for each page, four bytes each"""
+
+
+class _Arrays(Structure):
+    """As the compiled code sees them."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("states", "generations", "keys", "checksums", "places")),
+        *((name, c_uint64) for name in ("num_pages", "num_layers")),
+    )
+
+
+class _Shelf(Structure):
+    """`Shelf` of answering.h."""
+
+    _fields_ = (
+        ("catalogue", c_void_p),
+        *(
+            (name, c_uint64)
+            for name in ("pages_offset", "page_stride", "first_layer", "num_layers", "layer_bytes")
+        ),
+    )
+
+
+@functools.cache
+def native() -> CDLL | None:
+    """What looks into catalogues; None where there is no compiler: then everybody asks."""
+    library = load_or_do_without(SOURCES / "catalogue.cpp", "blocks on this host are asked for")
+    if library is None:
+        return None
+    library.note_pages.argtypes = (c_void_p, c_void_p, c_size_t)
+    library.count_blocks.argtypes = (c_void_p, c_char_p, c_size_t)
+    library.read_blocks.argtypes = (
+        c_void_p,
+        c_char_p,
+        c_size_t,
+        c_void_p,
+        c_size_t,
+        c_size_t,
+        c_size_t,
+        c_size_t,
+        c_void_p,
+        c_void_p,
+    )
+    library.note_pages.restype = None
+    library.count_blocks.restype = c_size_t
+    library.read_blocks.restype = c_int
+    return library
+
+
+class Catalogue:
+    """Of a segment that is mapped here."""
+
+    def __init__(self, library: CDLL, segment: memoryview, shelves: Shelves, layout: KVLayout) -> None:
+        """`layout`: of the segment's blocks. Raises TransferError unless all of it lies inside."""
+        num_pages = shelves.num_pages
+        ends = (
+            shelves.pages_offset + num_pages * shelves.page_stride,
+            shelves.states_offset + num_pages,
+            shelves.generations_offset + 4 * num_pages,
+            shelves.keys_offset + KEY_BYTES * num_pages,
+            shelves.checksums_offset + CHECKSUM_BYTES * layout.num_layers * num_pages,
+            shelves.places_offset + 4 * PLACES * num_pages,
+        )
+        numbers = msgspec.structs.astuple(shelves)
+        is_inside = num_pages > 0 and min(numbers) >= 0 and max(ends) <= len(segment)
+        is_aligned = not any(number % CHECKSUM_BYTES for number in numbers[:-1])
+        if not is_inside or not is_aligned or shelves.page_stride < layout.block_bytes:
+            raise TransferError(f"{shelves} are not in a segment of {len(segment)} bytes")
+        self._native = library
+        self._segment = segment  # keeps it mapped
+        self._layout = layout
+        start = address_of(segment)
+        self._pages_address = start + shelves.pages_offset
+        self._page_stride = shelves.page_stride
+        self._arrays = _Arrays(
+            start + shelves.states_offset,
+            start + shelves.generations_offset,
+            start + shelves.keys_offset,
+            start + shelves.checksums_offset,
+            start + shelves.places_offset,
+            num_pages,
+            layout.num_layers,
+        )
+        self._address = addressof(self._arrays)
+        self._shelf = _Shelf(
+            self._address,
+            shelves.pages_offset,
+            shelves.page_stride,
+            layout.first_layer,
+            layout.num_layers,
+            layout.layer_bytes,
+        )
+
+    @classmethod
+    def at(cls, segment: memoryview, shelves: Shelves, layout: KVLayout) -> "Catalogue | None":
+        """None where nothing can be compiled."""
+        library = native()
+        return None if library is None else cls(library, segment, shelves, layout)
+
+    @property
+    def shelf_address(self) -> int:
+        """Of what compiled code needs to answer fetches."""
+        return addressof(self._shelf)
+
+    def note(self, pages: Sequence[int]) -> None:
+        """The blocks in these pages, which the owner has sealed, can be found from now on."""
+        self._native.note_pages(self._address, (c_int64 * len(pages))(*pages), len(pages))
+
+    def read(self, fetch: Fetch, views: Sequence[memoryview]) -> dict[int, bytes] | None:
+        """Copies whole layers of each block to its view. Returns their checksums, with which the bytes have
+        been compared, by index; None, and the views hold anything, unless all of them were there."""
+        layout, num_layers = self._layout, fetch.layer_end - fetch.layer_begin
+        first_layer, num_blocks = fetch.layer_begin - layout.first_layer, len(fetch.keys)
+        keys = b"".join(fetch.keys)
+        if (
+            fetch.heads is not None
+            or not 0 <= first_layer < first_layer + num_layers <= layout.num_layers
+            or layout.layer_bytes <= SHORT_LAYER_BYTES
+            or [*map(len, views)] != num_blocks * [num_layers * layout.layer_bytes]
+            or len(keys) != num_blocks * KEY_BYTES
+            or self._native.count_blocks(self._address, keys, num_blocks) < num_blocks
+        ):
+            return None
+        checksums = bytearray(num_blocks * num_layers * CHECKSUM_BYTES)
+        is_there = self._native.read_blocks(
+            self._address,
+            keys,
+            num_blocks,
+            self._pages_address,
+            self._page_stride,
+            first_layer,
+            num_layers,
+            layout.layer_bytes,
+            (c_void_p * num_blocks)(*map(address_of, views)),
+            address_of(memoryview(checksums)),
+        )
+        if not is_there:
+            return None
+        size = num_layers * CHECKSUM_BYTES
+        return {index: bytes(checksums[index * size : (index + 1) * size]) for index in range(num_blocks)}

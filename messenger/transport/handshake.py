@@ -1,0 +1,138 @@
+"""The greeting of two messengers: each shows that it knows the cluster's key, then they say who they are.
+
+Owns: the greeting on either side. Does not know: what is said after it.
+"""
+
+from dataclasses import dataclass
+
+from messenger.transport.frames import Frames
+from messenger.transport.stream import Stream
+from messenger.wire.identity import Identity
+from messenger.wire.messages import Challenge, Hello, Introduction, Message, Refused, Seat, Shelves, Welcome
+from messenger.wire.protocol import PROTOCOL_VERSION, SAME_TLS, check_identity, check_version, encode_frame
+from messenger.wire.rdma_info import EndpointInfo, Scratch
+from mooncake.errors import MismatchError, TransferError
+from mooncake.security.keys import ClusterKey
+from mooncake.security.proofs import NONCE_BYTES, Doorkeeper, Labels, Visitor
+
+_LABELS = Labels(visitor=b"messenger sender", host=b"messenger receiver")
+
+
+class StrangerError(TransferError):
+    """Whoever is at the other end does not know the cluster's key, or does not speak the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a side of one host lets the other map: its size, and a descriptor."""
+
+    num_bytes: int
+    fd: int
+
+
+async def read_message(frames: Frames) -> Message:
+    """The next frame, which has no payload. Raises OSError or TransferError if none comes."""
+    frame = await frames.next()
+    if frame.payload_bytes:
+        raise TransferError("a greeting came with a payload")
+    return frame.message
+
+
+async def introduce(
+    frames: Frames,
+    key: ClusterKey,
+    identity: Identity | None,
+    *,
+    session: bytes,
+    lane: int,
+    segment: Segment | None = None,
+    endpoint: EndpointInfo | None = None,
+    takes_seat: bool = False,
+) -> Welcome:
+    """The sender's part. Raises TransferError if the receiver refuses, StrangerError if it is one."""
+    stream = frames.stream
+    visitor = Visitor(key, _LABELS)
+    await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
+    try:
+        challenge = _accepted(await read_message(frames))
+    except OSError as error:
+        raise TransferError(
+            f"who listens there hangs up at a greeting ({error}): it is no messenger, is about to end, has"
+            f" too many strangers at its door, or has TLS; {SAME_TLS}"
+        ) from error
+    assert isinstance(challenge, Challenge)
+    if not visitor.recognises(challenge.nonce, challenge.proof):
+        raise StrangerError("the messenger there has another cluster key; give all nodes the same key file")
+    introduction = Introduction(
+        visitor.proof(challenge.nonce),
+        identity,
+        session,
+        lane,
+        None if segment is None else segment.num_bytes,
+        endpoint,
+        takes_seat,
+    )
+    fd = None if segment is None else segment.fd
+    await stream.send([encode_frame(introduction)], fd=fd)
+    welcome = _accepted(await read_message(frames))
+    assert isinstance(welcome, Welcome)
+    return welcome
+
+
+async def admit(frames: Frames, key: ClusterKey) -> Introduction:
+    """The receiver's part, up to its `welcome`. Raises StrangerError, MismatchError for another version."""
+    stream = frames.stream
+    try:
+        hello = await read_message(frames)
+        assert isinstance(hello, Hello)
+        check_version(hello.protocol_version)
+        if len(hello.nonce) != NONCE_BYTES:
+            raise StrangerError(f"a nonce of {len(hello.nonce)} bytes")
+        doorkeeper = Doorkeeper(key, _LABELS, hello.nonce)
+        await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof))])
+        introduction = await read_message(frames)
+        assert isinstance(introduction, Introduction)
+    except MismatchError as error:
+        await refuse(stream, str(error))
+        raise
+    except (OSError, TransferError) as error:
+        raise StrangerError(str(error)) from error
+    if not doorkeeper.admits(introduction.proof):
+        raise StrangerError("it has another cluster key")
+    return introduction
+
+
+async def check_introduction(stream: Stream, ours: Identity, introduction: Introduction) -> None:
+    """Raises MismatchError, which the sender is told, if bytes must not be exchanged."""
+    if introduction.identity is not None:
+        try:
+            check_identity(ours, introduction.identity)
+        except MismatchError as error:
+            await refuse(stream, str(error))
+            raise
+
+
+async def welcome(
+    stream: Stream,
+    ours: Identity,
+    segment: Segment | None = None,
+    seat: Seat | None = None,
+    shelves: Shelves | None = None,
+    endpoint: EndpointInfo | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Lets the sender in."""
+    fd = None if segment is None else segment.fd
+    num_bytes = None if segment is None else segment.num_bytes
+    await stream.send([encode_frame(Welcome(ours, num_bytes, seat, shelves, endpoint, scratch))], fd=fd)
+
+
+async def refuse(stream: Stream, reason: str) -> None:
+    """Tells the sender why it is turned away."""
+    await stream.send([encode_frame(Refused(reason))])
+
+
+def _accepted(answer: Message) -> Message:
+    if isinstance(answer, Refused):
+        raise TransferError(f"refused: {answer.message}")
+    return answer

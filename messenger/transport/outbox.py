@@ -1,0 +1,56 @@
+"""What is to be sent over one connection, and leaves in its order.
+
+Owns: what the kernel has not taken yet. Does not know: what it is, sockets.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from messenger.transport.stream import Stream
+
+
+class Outbox:
+    """Sends whole messages in their order, at once as far as the kernel takes them.
+
+    `on_empty` is called when everything has left that had to wait. Whoever has one is the only sender.
+    """
+
+    def __init__(self, stream: Stream, on_empty: Callable[[], None] = lambda: None) -> None:
+        self._stream = stream
+        self._on_empty = on_empty
+        self._waiting: deque[Sequence[memoryview]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._waiting)
+
+    def post(self, *buffers: bytes | memoryview) -> None:
+        """Never waits. Raises OSError when the connection is lost."""
+        rest: Sequence[memoryview] = [memoryview(buffer) for buffer in buffers]
+        if not self._waiting:
+            rest = self._stream.send_now(rest)
+            if not rest:
+                return
+        self._waiting.append(rest)
+        if self._task is None:
+            self._task = asyncio.create_task(self._flush())
+
+    async def close(self) -> None:
+        """Ends the sending; what waits is not sent."""
+        self._on_empty = lambda: None  # whose it is may hold mappings, and goes at once with no circle left
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _flush(self) -> None:
+        try:
+            while self._waiting:
+                await self._stream.send(self._waiting[0])
+                self._waiting.popleft()
+        except OSError:
+            self._stream.shut_down()  # the receiving side finds out, and says why
+            return
+        self._task = None
+        self._on_empty()

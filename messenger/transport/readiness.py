@@ -1,0 +1,87 @@
+"""Waiting until a socket can be read, or written.
+
+Owns: when somebody who waits tries again. Does not know: what is read or written.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from messenger.transport.tls import TlsSocket
+
+Result = TypeVar("Result")
+
+
+class Readiness:
+    """Of one direction of a socket. It stays registered from one wait to the next, until an
+    event comes that nobody waits for."""
+
+    def __init__(
+        self,
+        sock: "socket.socket | TlsSocket",
+        add: Callable[..., None],
+        remove: Callable[[int], bool],
+        had_turns: Callable[[], None],
+    ) -> None:
+        """`had_turns` is called when others had theirs."""
+        self._sock = sock
+        self._add = add
+        self._remove = remove
+        self._had_turns = had_turns
+        self._is_registered = False
+        self._attempt: Callable[[], Any] | None = None
+        self._result: asyncio.Future[Any] | None = None
+
+    async def first(self, attempt: Callable[[], Result]) -> Result:
+        """What `attempt` returns when it does not raise BlockingIOError any more."""
+        if self._sock.fileno() < 0:
+            raise ConnectionResetError("connection closed")
+        if not self._is_registered:
+            self._add(self._sock.fileno(), self._on_event)
+            self._is_registered = True
+        self._attempt = attempt
+        self._result = asyncio.get_running_loop().create_future()
+        try:
+            result: Result = await self._result
+            return result
+        finally:
+            self._result = self._attempt = None
+
+    def end(self) -> None:
+        """Before the socket is closed."""
+        self.rest()
+        if self._result is not None and not self._result.done():
+            self._result.set_exception(ConnectionResetError("connection closed"))
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._result is not None and not self._result.done()
+
+    def look(self) -> None:
+        """An attempt for who waits, and who may be cancelled by it."""
+        assert self._result is not None
+        assert self._attempt is not None
+        try:
+            result = self._attempt()
+        except BlockingIOError:
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the waiting
+            if self.is_awaited:
+                self._result.set_exception(error)
+        else:
+            if self.is_awaited:
+                self._result.set_result(result)
+
+    def rest(self) -> None:
+        """Hears of no more events until somebody waits again."""
+        if self._is_registered:
+            self._remove(self._sock.fileno())
+            self._is_registered = False
+
+    def _on_event(self) -> None:
+        self._had_turns()
+        if self.is_awaited:
+            self.look()
+        else:
+            self.rest()

@@ -1,0 +1,392 @@
+"""A non-blocking stream socket that moves bytes between the kernel and lists of buffers.
+
+asyncio's own streams copy; a page must be received in place. Descriptors that arrive beside the bytes of a
+Unix socket are kept until taken. However fast bytes come and go, others have their turn in between.
+
+Owns: one connected socket. Does not know: frames.
+"""
+
+import array
+import asyncio
+import contextlib
+import functools
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from messenger.transport import pacing
+from messenger.transport.listening import hears, listener, others_wait
+from messenger.transport.readiness import Readiness
+from messenger.transport.tls import TlsSocket
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_TURN_BYTES = 512 * 1024
+"""moved before others have their turn"""
+_LEAST_BYTES = 16 * 1024
+"""what a piece counts for at least: small ones cost time too"""
+_UNACKNOWLEDGED_MS = 3000
+"""after so long without the peer's kernel taking anything the connection is lost"""
+AHEAD_BYTES = 72 * 1024
+"""room for a small frame with its payload"""
+
+
+class ReceiveFirst(Protocol):
+    """Receives when nothing is `ahead`, from the descriptor into a buffer of AHEAD_BYTES."""
+
+    def __call__(
+        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
+    ) -> tuple[int, int]:
+        """How many bytes came, and how many of them are in the buffer. Raises as a socket.
+
+        With `within_s` it listens so long, until `others` can be read: a descriptor that speaks for `fd` too.
+        """
+
+
+class Stream:
+    """`receive_into` and `send` move everything or raise ConnectionError. One user per direction.
+
+    What is received comes either into the stream's own buffer, ahead of whoever takes it from there, or
+    straight into the caller's. After a call has been cancelled nobody knows what was moved: the stream can
+    only be closed.
+    """
+
+    def __init__(self, sock: "socket.socket | TlsSocket") -> None:
+        """`shake_hands` must come before anything else."""
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A host that vanished sends no reset: ask an idle one after 2 s, give up after 3 s more.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+            pacing.choose_by_peer(sock)
+        self._sock = sock
+        self._fileno = sock.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._ancillary_bytes = _FD_SPACE if sock.family == socket.AF_UNIX else 0
+        self._fd: int | None = None
+        self._buffer = _new_buffer(AHEAD_BYTES)
+        self._begin = self._end = 0
+        """of what is in it"""
+        self.wanted_bytes = 1
+        """for which there will be room `ahead`"""
+        self._is_waiting_ahead = False
+        self.receive_first: ReceiveFirst | None = None
+        self._listener = listener()
+        self._has_listened = False
+        """and there is more `ahead`, or `_failure`, for the next attempt"""
+        self._failure: OSError | None = None
+        self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
+        self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
+        self._num_moved = 0
+        """bytes since others had their turn"""
+        self.num_received_bytes = 0
+        """over the socket, since the beginning"""
+
+    async def shake_hands(self) -> None:
+        """The TLS handshake, if there is TLS. Raises OSError."""
+        if isinstance(self._sock, TlsSocket):
+            try:
+                self._sock.do_handshake()
+            except BlockingIOError:
+                await self._readable.first(self._sock.do_handshake)
+
+    def close(self) -> None:
+        """Who waits gets a ConnectionError."""
+        if self._listener is not None and self._listener.speaker is self:
+            self._listener.speaker = None
+        for readiness in (self._readable, self._writable):
+            readiness.end()
+        self._sock.close()
+        self._fileno = -1
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def shut_down(self) -> None:
+        """Ends both directions: whoever waits in `receive_into` or `send` gets a ConnectionError."""
+        with contextlib.suppress(OSError):  # already disconnected
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def fileno(self) -> int:
+        """Of the socket; negative once it is closed."""
+        return self._fileno
+
+    @property
+    def peer_pid(self) -> int:
+        """The process that has connected this Unix socket; 0 if it cannot be seen from here."""
+        assert isinstance(self._sock, socket.socket)
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(credentials)[0]
+        return pid
+
+    def take_fd(self) -> int | None:
+        """The descriptor that came along, if any; now the caller's."""
+        fd, self._fd = self._fd, None
+        return fd
+
+    def moved(self, num_bytes: int) -> None:
+        """Counts what was done for this connection since others had their turn, as bytes over a socket."""
+        self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
+
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether it is time for others."""
+        return self._num_moved >= _TURN_BYTES
+
+    async def take_turns(self) -> None:
+        """Others have their turn, if it is time and somebody waits for it."""
+        if self._num_moved >= _TURN_BYTES:
+            if others_wait():  # a turn for nobody takes 10 to 40 us behind a copy that has emptied the caches
+                await asyncio.sleep(0)
+            self._had_turns()
+
+    def _had_turns(self) -> None:
+        self._num_moved = 0
+
+    # -- in ---------------------------------------------------------------------------------------
+
+    @property
+    def ahead(self) -> memoryview:
+        """What has been received and not taken yet."""
+        return self._buffer[self._begin : self._end]
+
+    @property
+    def num_ahead(self) -> int:
+        """Bytes of it."""
+        return self._end - self._begin
+
+    def take(self, num_bytes: int) -> None:
+        """So much of `ahead` has been used."""
+        self._begin += num_bytes
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._buffer) > AHEAD_BYTES:
+                self._buffer = _new_buffer(AHEAD_BYTES)
+
+    def take_into(self, buffers: Sequence[memoryview]) -> int:
+        """Fills `buffers` in order from what is `ahead`; returns how many bytes."""
+        begin = self._begin
+        for buffer in buffers:
+            piece = self._buffer[self._begin : min(self._begin + len(buffer), self._end)]
+            buffer[: len(piece)] = piece
+            self._begin += len(piece)
+        num_bytes = self._begin - begin
+        self.take(0)
+        return num_bytes
+
+    async def more(self, is_enough: Callable[[], bool]) -> None:
+        """Waits until more is `ahead` and `is_enough` says that it is, or until others have their turn.
+
+        It is asked whenever some has come, and may take of it what it likes: what is little is done at once,
+        and who waits here sleeps on.
+        """
+
+        def attempt() -> None:
+            self._receive_ahead()
+            while not is_enough():
+                if self.is_plain:
+                    raise BlockingIOError
+                if self.is_turn_over:
+                    return
+                self._receive_ahead()
+
+        try:
+            attempt()
+        except BlockingIOError:
+            # What TLS has decrypted ahead would wake nobody who waits for the socket.
+            self._is_waiting_ahead = self.is_plain
+            try:
+                await self._readable.first(attempt)
+            finally:
+                self._is_waiting_ahead = False
+        await self.take_turns()
+
+    @property
+    def may_poll(self) -> bool:
+        """Whether somebody waits for more to be `ahead`, so that another may look for it."""
+        return self._is_waiting_ahead and self._readable.is_awaited
+
+    def poll(self) -> None:
+        """Looks whether more has come `ahead`, as who waits for it would."""
+        self._readable.look()
+
+    @property
+    def listen_s(self) -> float:
+        """How long it is worth it to listen, by who says it for the loop."""
+        return 0.0 if self._listener is None else self._listener.listen_s
+
+    @property
+    def may_listen(self) -> bool:
+        """Whether what comes next can be received while listening for it."""
+        return self.receive_first is not None and self._begin == self._end and self.may_poll
+
+    def listen(self, within_s: float) -> bool:
+        """Whether something has come within that time, to be polled for; not if others have something."""
+        if not self.may_listen:
+            others = self._fileno if self._listener is None else self._listener.descriptor
+            return hears(others, within_s) and hears(self.fileno, 0)
+        assert self.receive_first is not None
+        return self.listen_with(self.receive_first, within_s)
+
+    def listen_with(self, receive: ReceiveFirst, within_s: float) -> bool:
+        """The same if one `may_listen`, with something else that receives, and may say something first."""
+        others = self._fileno if self._listener is None else self._listener.descriptor
+        try:
+            self._receive_with(receive, others, within_s)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._failure = error.with_traceback(None)  # which would keep this stream, and be kept by it
+        self._has_listened = True
+        return True
+
+    def take_listened(self) -> None:
+        """All that has come has been used, and need not be polled for."""
+        self._begin = self._end = 0
+        self._has_listened = False
+
+    def _receive_with(self, receive: ReceiveFirst, others: int = -1, within_s: float = 0.0) -> None:
+        num_bytes, self._end = receive(self._fileno, self._buffer, others, within_s)
+        self.num_received_bytes += num_bytes
+        self.moved(num_bytes)
+
+    def _receive_ahead(self) -> None:
+        if self._has_listened:
+            self._has_listened = False
+            if self._failure is not None:
+                raise self._take_failure()
+            return
+        if self.receive_first is not None and self._begin == self._end:
+            self._receive_with(self.receive_first)
+            if self._listener is not None:
+                self._listener.speaker = self
+            return
+        missing_bytes = self._begin + self.wanted_bytes - len(self._buffer)
+        if missing_bytes > 0 or self._end == len(self._buffer):
+            held = self._end - self._begin
+            buffer = self._buffer
+            if max(self.wanted_bytes, held + 1) > len(buffer):
+                buffer = _new_buffer(max(self.wanted_bytes, held + 1))
+            buffer[:held] = self._buffer[self._begin : self._end]
+            self._buffer, self._begin, self._end = buffer, 0, held
+        num_bytes = self._receive_now([self._buffer[self._end :]])
+        self._end += num_bytes
+        self.moved(num_bytes)
+
+    def _take_failure(self) -> OSError:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
+
+    async def receive_some(self, buffers: Sequence[memoryview]) -> int:
+        """At least one byte into `buffers`, in order."""
+        if self._begin < self._end:
+            return self.take_into(buffers)
+        pieces = _piece(buffers)
+        try:
+            num_bytes = self._receive_now(pieces)
+        except BlockingIOError:
+            num_bytes = await self._readable.first(lambda: self._receive_now(pieces))
+        self.moved(num_bytes)
+        await self.take_turns()
+        return num_bytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what the socket receives is what was sent."""
+        return not isinstance(self._sock, TlsSocket)
+
+    async def receive_with(self, receive: Callable[[int], int]) -> None:
+        """Waits until `receive` gets something from the socket, whose descriptor it is called with: how many
+        bytes. It raises BlockingIOError if nothing is there. Nothing may be `ahead`, and `is_plain`."""
+        attempt = functools.partial(receive, self._sock.fileno())
+        self._readable.rest()  # else the kernel tells of every packet
+        try:
+            num_bytes = attempt()
+        except BlockingIOError:
+            num_bytes = await self._readable.first(attempt)
+        self.num_received_bytes += num_bytes
+        self.moved(num_bytes)
+        await self.take_turns()
+
+    async def receive_into(self, buffers: Sequence[memoryview]) -> None:
+        """Fills all `buffers`."""
+        rest = list(buffers)
+        while rest:
+            rest = without(rest, await self.receive_some(rest))
+
+    def _receive_now(self, buffers: Sequence[memoryview]) -> int:
+        """Raises BlockingIOError if nothing is there yet."""
+        num_bytes, ancillary, _flags, _peer = self._sock.recvmsg_into(buffers, self._ancillary_bytes)
+        for _level, _kind, data in ancillary:
+            self._keep_fds(data)
+        if num_bytes == 0:
+            raise ConnectionResetError("connection closed by the peer")
+        self.num_received_bytes += num_bytes
+        return num_bytes
+
+    def _keep_fds(self, data: bytes) -> None:
+        fds = array.array("i")
+        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        for fd in fds:
+            if self._fd is None:
+                self._fd = fd
+            else:
+                os.close(fd)
+
+    # -- out --------------------------------------------------------------------------------------
+
+    async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
+        """All of `buffers`; `fd` travels beside their first byte."""
+        rest = [memoryview(buffer) for buffer in buffers]
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+        while rest:
+            pieces = _piece(rest)
+            try:
+                num_bytes = self._sock.sendmsg(pieces, ancillary)
+            except BlockingIOError:
+                num_bytes = await self._writable.first(lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
+            ancillary = []
+            rest = without(rest, num_bytes)
+            self.moved(num_bytes)
+            await self.take_turns()
+
+    def send_now(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        """What of `buffers` the kernel does not take at once."""
+        rest = buffers
+        while rest:
+            try:
+                num_bytes = self._sock.sendmsg(_piece(rest))
+            except BlockingIOError:
+                break
+            self.moved(num_bytes)
+            rest = without(rest, num_bytes)
+        return rest
+
+
+def _new_buffer(num_bytes: int) -> memoryview:
+    """Pages of their own: when many connections come and go, the heap would be left in pieces."""
+    return memoryview(mmap.mmap(-1, num_bytes))
+
+
+def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+    """What one system call takes: little enough for others to have their turn soon."""
+    return [buffers[0][:_TURN_BYTES]] if len(buffers[0]) > _TURN_BYTES else buffers[:_MAX_BUFFERS]
+
+
+def without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What remains of `buffers` after their first `num_bytes`."""
+    for position, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            return [buffer[num_bytes:], *buffers[position + 1 :]]
+        num_bytes -= len(buffer)
+    return []

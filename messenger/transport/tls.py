@@ -1,0 +1,122 @@
+"""TLS between messengers, an option: certificates that the cluster's own authority has signed, on both sides.
+
+The cluster's key says who may take part; TLS also keeps what is said, and the KVCache, from those who listen.
+
+Owns: which files and rules, sockets that are wrapped. Does not know: what they carry.
+"""
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mooncake.config.sections import SecurityConfig
+from mooncake.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What either end of a connection wraps its socket with."""
+
+    connecting: ssl.SSLContext
+    accepting: ssl.SSLContext
+
+    @classmethod
+    def of(cls, security: SecurityConfig) -> "Tls | None":
+        """None if it is not configured. Raises ConfigError for files that cannot be used."""
+        if security.tls_cert is None:
+            return None
+        return cls(_context(ssl.PROTOCOL_TLS_CLIENT, security), _context(ssl.PROTOCOL_TLS_SERVER, security))
+
+    def good_until_s(self) -> float:
+        """When this node's certificate ends, in seconds of `time.time`: both ends here shake hands with each
+        other. Raises ConfigError if they do not, as others then will not either."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.connecting.wrap_bio(to_client, to_server)
+        server = self.accepting.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for end in (client, server, client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"security.tls_cert is not signed by security.tls_ca, or not good today: {error}"
+            ) from None
+        return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
+
+    def connect(self, sock: socket.socket) -> "TlsSocket":
+        """The connecting end of `sock`, which is connected."""
+        return TlsSocket(self.connecting, sock, server_side=False)
+
+    def accept(self, sock: socket.socket) -> "TlsSocket":
+        """The accepting end of `sock`."""
+        return TlsSocket(self.accepting, sock, server_side=True)
+
+
+class TlsSocket:
+    """A non-blocking socket with TLS, used as a plain one: what must wait is a BlockingIOError. Takes `sock`
+    over."""
+
+    def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:
+        self._ssl = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+        self.family = self._ssl.family
+        self.fileno, self.close = self._ssl.fileno, self._ssl.close
+        self.getpeername, self.getsockname = self._ssl.getpeername, self._ssl.getsockname
+        self.getsockopt, self.setsockopt = self._ssl.getsockopt, self._ssl.setsockopt
+        self.setblocking = self._ssl.setblocking
+
+    def shutdown(self, how: int) -> None:
+        """Ssl's own would end the decryption too, and what is read then is ciphertext."""
+        socket.socket.shutdown(self._ssl, how)
+
+    def do_handshake(self) -> None:
+        with _blocking():
+            self._ssl.do_handshake()
+
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancillary_bytes: int
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
+        """As a socket's, with nothing beside the bytes; fills the first buffer only."""
+        with _blocking():
+            return self._ssl.recv_into(buffers[0]), [], 0, None
+
+    def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[object] = ()) -> int:
+        """As a socket's; sends of the first buffer only. After a BlockingIOError the same comes again."""
+        assert not ancillary
+        with _blocking():
+            return self._ssl.send(buffers[0])
+
+
+@contextlib.contextmanager
+def _blocking() -> Iterator[None]:
+    try:
+        yield
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        raise BlockingIOError from None
+
+
+def _no_passphrase() -> str:
+    """Else OpenSSL asks for it at the terminal, and waits."""
+    raise ConfigError("security.tls_key has a passphrase, and nobody is there to type it: name a key without")
+
+
+def _context(protocol: "ssl._SSLMethod", security: SecurityConfig) -> ssl.SSLContext:
+    assert security.tls_cert is not None
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = (
+        False  # nodes are known by address; the authority signs only those of the cluster
+    )
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(security.tls_cert, security.tls_key, _no_passphrase)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"security.tls_cert {security.tls_cert} with tls_key {security.tls_key} cannot be used: {error}"
+        ) from None
+    try:
+        context.load_verify_locations(security.tls_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"security.tls_ca {security.tls_ca} cannot be used: {error}") from None
+    return context

@@ -1,0 +1,294 @@
+"""The ways bytes can take between two messengers: shared memory on one host, RDMA or TCP between hosts.
+
+Over `shm` each side passes a descriptor of its segment once. Whoever asks copies: a writer into pages that
+are granted to it (see messenger.shm.board), a reader out of blocks that it finds (see
+messenger.shm.catalogue) or that have been found for it; where a writer cannot, the receiver copies out of
+its segment. Over `tcp` the payload follows the frame and is received straight into the page. Over `rdma`
+they go from memory to memory, beside the connection on which the frames travel: see messenger.rdma.
+
+Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+from messenger.transport.direct import DirectPlacement, Placed
+from messenger.transport.pacing import begin_unpaced
+from messenger.transport.stream import Stream
+from messenger.transport.tls import Tls
+from messenger.wire.checksums import LayerChecksums, copy_layers, layer_checksums
+from messenger.wire.protocol import SAME_TLS
+from mooncake.config.sections import TransportChoice
+from mooncake.doubling import Doubling
+from mooncake.errors import TransferError
+from mooncake.messages.pools import MessengerAddress
+from mooncake.node.mapping import MappedFile
+
+_DISCARD_BYTES = 1 << 18
+_COPYING_SPEED = 2
+"""by that of moving the same through a socket"""
+_PIECE_BYTES = 1 << 18
+"""received and hashed at once, while it is still in the processor's cache"""
+_TURN_BYTES = 1 << 20
+"""received before others may have their turn"""
+
+
+Number = TypeVar("Number", int, float)
+log = logging.getLogger(__name__)
+
+
+class Transport(StrEnum):
+    """How a connection moves payload."""
+
+    SHM = "shm"
+    RDMA = "rdma"
+    TCP = "tcp"
+
+
+def _of_each(zero: Number) -> dict[Transport, Number]:
+    return dict.fromkeys(Transport, zero)
+
+
+@dataclass(slots=True)
+class PeerTraffic:
+    """What this messenger has moved to and from another one at its own request, over all sessions."""
+
+    sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    busy_s: dict[Transport, float] = field(default_factory=lambda: _of_each(0.0))
+    """in which something was under way"""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a messenger has moved, acknowledged payload bytes per transport, and what should not have come."""
+
+    sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
+    by_peer: defaultdict[str, PeerTraffic] = field(default_factory=lambda: defaultdict(PeerTraffic))
+    num_checksum_failures: int = 0
+    num_strangers: int = 0
+    """connections that were closed because their other end had not the cluster's key"""
+    _stranger_lines: Doubling = field(default_factory=lambda: Doubling(1))
+
+    def count_stranger(self, reason: str) -> None:
+        """One more. The log hears of it each time that there are twice as many: whoever reaches a port can
+        connect as often as he likes."""
+        self.num_strangers += 1
+        if self._stranger_lines.has_come(self.num_strangers):
+            log.info(
+                "%d strangers have been turned away so far, the last one: %s", self.num_strangers, reason
+            )
+
+
+class Path(NamedTuple):
+    """One way to a messenger: a transport and where it listens."""
+
+    transport: Transport
+    place: str | tuple[str, int]
+    nic: str | None = None
+    """this side's RDMA device"""
+
+    def __str__(self) -> str:
+        place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
+        return f"{self.transport} {place}" if self.nic is None else f"{self.transport} {self.nic} {place}"
+
+
+def paths(
+    choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
+) -> list[list[Path]]:
+    """Ways to `address`: those of a list are used together, the next list only where none of them works."""
+    by_memory = [Path(Transport.SHM, address.unix_path)]
+    by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
+    by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
+    shares_host = host_id == address.host_id
+    if choice == "tcp":
+        return [by_network]
+    if choice == "rdma":
+        return [by_rdma]
+    if choice == "auto":
+        # Beside RDMA the TCP connections only stand by, see Peer.
+        between_hosts = [*by_rdma, *by_network]
+        return [by_memory, between_hosts] if shares_host else [between_hosts]
+    if not shares_host:
+        raise TransferError(
+            f"transport shm needs one host, but {address.instance} is on {address.host_id}"
+            f" and this is {host_id}; set transport: auto"
+        )
+    return [by_memory]
+
+
+async def connect(path: Path, tls: Tls | None) -> Stream:
+    """Raises OSError, or TransferError for a place that is none, or does not speak TLS as this side does."""
+    family = socket.AF_UNIX if path.transport is Transport.SHM else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        if family == socket.AF_INET:
+            begin_unpaced(sock)
+        await asyncio.get_running_loop().sock_connect(sock, path.place)
+        stream = Stream(tls.connect(sock) if tls is not None and family == socket.AF_INET else sock)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, ValueError | OverflowError):
+            raise TransferError(str(error)) from None
+        raise
+    try:
+        await stream.shake_hands()
+    except BaseException as error:
+        stream.close()
+        if isinstance(error, OSError):
+            raise TransferError(f"no TLS: {error}; {SAME_TLS}") from None
+        raise
+    return stream
+
+
+class Source(Protocol):
+    """What the other side says about some layers of a block: `WriteEntry` or `FoundBlock`."""
+
+    @property
+    def source_offset(self) -> int: ...
+
+
+class Inlet(Protocol):
+    """Where the payload of one connection comes in."""
+
+    transport: Transport
+
+    def check(self, num_bytes: int, payload_bytes: int) -> None:
+        """Raises TransferError if the payload does not fit a frame that brings `num_bytes`."""
+
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        """Fills `views`, each some layers of a block. Returns the checksums of what is there now."""
+
+    def place_now(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes] | None:
+        """The same if nothing has to be waited for; else None, and nothing has happened."""
+
+    async def discard(self, payload_bytes: int) -> None:
+        """Takes an unwanted payload off the wire. Raises TransferError if it must not have one."""
+
+
+class ShmInlet:
+    """Copies out of the other side's segment, which it maps. Takes `fd` over."""
+
+    transport = Transport.SHM
+
+    def __init__(
+        self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
+    ) -> None:
+        """`is_writable`: the segment may be written too."""
+        self._stream = stream
+        if fd is None:
+            raise TransferError("a segment is announced, but no descriptor came along")
+        try:
+            size_bytes = os.fstat(fd).st_size
+            if segment_bytes is None or not 0 < segment_bytes <= size_bytes:
+                raise TransferError(
+                    f"the peer's segment has {size_bytes} bytes, it announces {segment_bytes}"
+                )
+            self.segment = MappedFile(fd, segment_bytes, read_only=not is_writable).view
+        finally:
+            os.close(fd)  # the mapping stays
+
+    def check(self, num_bytes: int, payload_bytes: int) -> None:
+        expect_payload(0, payload_bytes)
+
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        return self.place_now(sources, views, layer_bytes)
+
+    def place_now(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        checksums = []
+        for source, view in zip(sources, views, strict=True):
+            offset = source.source_offset
+            end = offset + len(view)
+            if not 0 <= offset <= end <= len(self.segment):
+                raise TransferError(
+                    f"source range [{offset}, {end}) is outside a segment of {len(self.segment)} bytes"
+                )
+            checksums.append(copy_layers(self.segment[offset:end], view, layer_bytes))
+            self._stream.moved(len(view) // _COPYING_SPEED)
+        return checksums
+
+    async def discard(self, payload_bytes: int) -> None:
+        expect_payload(0, payload_bytes)
+
+
+class TcpInlet:
+    """Receives from the stream straight into the pages."""
+
+    transport = Transport.TCP
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.direct = DirectPlacement.where_it_can_be() if stream.is_plain else None
+        self._placed = Placed([], None)
+        """what of the frame has been already"""
+
+    def check(self, num_bytes: int, payload_bytes: int) -> None:
+        expect_payload(num_bytes, payload_bytes)
+
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        stream = self._stream
+        (checksums, arriving), self._placed = self._placed, Placed([], None)
+        if arriving is None and sum(map(len, views)) < _PIECE_BYTES * len(views):
+            await stream.receive_into(views)
+            return [layer_checksums(view, layer_bytes) for view in views]
+        for view in views[len(checksums) :]:
+            if arriving is None:
+                arriving = LayerChecksums(view, layer_bytes)
+                arriving.advance(stream.take_into([view]))
+            while (begin := arriving.num_there) < len(view):
+                if stream.is_plain and arriving.can_receive:
+                    await stream.receive_with(partial(arriving.receive, num_wanted=begin + _TURN_BYTES))
+                else:
+                    num_bytes = await stream.receive_some([view[begin : begin + _PIECE_BYTES]])
+                    arriving.advance(begin + num_bytes)
+            checksums.append(arriving.packed())
+            arriving = None
+        return checksums
+
+    def place_now(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes] | None:
+        placed = None if self.direct is None else self.direct.take(views, layer_bytes)
+        if placed is not None:
+            if placed.arriving is None:
+                return placed.checksums
+            self._placed = placed
+            return None
+        if sum(map(len, views)) > self._stream.num_ahead:
+            return None
+        checksums = []
+        for view in views:
+            checksums.append(copy_layers(self._stream.ahead[: len(view)], view, layer_bytes))
+            self._stream.take(len(view))
+        return checksums
+
+    async def discard(self, payload_bytes: int) -> None:
+        scratch = memoryview(bytearray(min(payload_bytes, _DISCARD_BYTES)))
+        while payload_bytes:
+            payload_bytes -= await self._stream.receive_some([scratch[:payload_bytes]])
+
+
+def expect_payload(expected_bytes: int, payload_bytes: int) -> None:
+    """Raises TransferError."""
+    if payload_bytes != expected_bytes:
+        raise TransferError(f"a frame came with {payload_bytes} bytes of payload, expected {expected_bytes}")

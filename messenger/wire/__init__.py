@@ -1,0 +1,1 @@
+"""The wire protocol, without IO: messages, their order, checksums of payloads."""

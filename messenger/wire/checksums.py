@@ -1,0 +1,232 @@
+"""Checksums of KVCache bytes: one xxh3-64 for each layer of a block, little-endian, alone or while copying.
+
+Blocks of some size are handled by compiled code (checksums.cpp) that reads memory once for both; where there
+is no compiler, numpy and xxhash do the same at about two thirds of the speed.
+
+Owns: how checksums are computed. Does not know: whose bytes these are, where checksums are kept.
+"""
+
+import functools
+import os
+from array import array
+from ctypes import CDLL, addressof, byref, c_char, c_int, c_int64, c_size_t, c_ssize_t, c_void_p, memmove
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from messenger.native import SOURCES
+from mooncake.native import load_or_do_without
+
+Addresses = np.ndarray[Any, np.dtype[np.int64]]
+Digests = np.ndarray[Any, np.dtype[np.uint64]]
+
+CHECKSUM_BYTES = 8
+PIECE_BYTES = 256 * 1024
+"""copied, and then hashed while it is still in the processor's cache"""
+_FEW_BYTES = 64 * 1024
+"""so little is not worth a call, or a hash in pieces"""
+_STREAMED_BYTES = 512 * 1024
+"""so much is copied around the caches"""
+_PATIENCE_NS = 200_000
+"""how long a call waits for more of a block, however it comes, before others have their turn"""
+SHORT_LAYER_BYTES = 240
+"""xxh3 treats these differently; so do we: they are not compiled"""
+
+
+def prepare() -> None:
+    """Compiles the code, if that has not been done: so that no request waits for it."""
+    _native()
+
+
+def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
+    """`layers` holds consecutive layers of `layer_bytes` each: their checksums, in order."""
+    assert len(layers) % layer_bytes == 0
+    native = _native() if len(layers) > _FEW_BYTES and layer_bytes > SHORT_LAYER_BYTES else None
+    if native is None:
+        starts = range(0, len(layers), layer_bytes)
+        each = [xxhash.xxh3_64_intdigest(layers[start : start + layer_bytes]) for start in starts]
+        return b"".join([digest.to_bytes(CHECKSUM_BYTES, "little") for digest in each])
+    digests = np.empty(len(layers) // layer_bytes, "<u8")
+    native.hash_layers(address_of(layers), layer_bytes, len(digests), digests.ctypes.data)
+    return digests.tobytes()
+
+
+def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
+    """Copies whole layers and returns their checksums. Other threads run meanwhile, if the block is large."""
+    assert len(source) == len(target)
+    assert len(target) % layer_bytes == 0
+    assert not target.readonly
+    if len(target) <= _FEW_BYTES:
+        target[:] = source
+        return layer_checksums(target, layer_bytes)
+    native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
+    if native is None:
+        return _copy_in_pieces(source, target, layer_bytes)
+    digests = np.empty(len(target) // layer_bytes, "<u8")
+    native.copy_layers(
+        address_of(target),
+        address_of(source),
+        layer_bytes,
+        len(digests),
+        digests.ctypes.data,
+        len(target) >= _STREAMED_BYTES,
+    )
+    return digests.tobytes()
+
+
+def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
+    """Copies one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
+
+    Returns their checksums `[n]`. Other threads run meanwhile, as it is one call for all of them.
+    """
+    digests = np.empty(len(sources), np.uint64)
+    native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
+    if native is None:
+        for index, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
+            memmove(target, source, layer_bytes)
+            digests[index] = xxhash.xxh3_64_intdigest((c_char * layer_bytes).from_address(target))
+    else:
+        assert sources.flags.c_contiguous
+        assert targets.flags.c_contiguous
+        native.copy_scattered(
+            targets.ctypes.data, sources.ctypes.data, layer_bytes, len(sources), digests.ctypes.data
+        )
+    return digests
+
+
+class LayerChecksums:
+    """The xxh3-64 of each layer of `block`, whose bytes come from its start on, in pieces of any size.
+
+    Hashed as they come, they are still in the processor's cache.
+    """
+
+    def __init__(self, block: memoryview, layer_bytes: int) -> None:
+        self._block = block
+        self._layer_bytes = layer_bytes
+        self.num_there = 0
+        self._num_hashed = c_size_t(0)
+        self._digests = array("Q", bytes(len(block) // layer_bytes * CHECKSUM_BYTES))
+        self._native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
+        self._address = address_of(block) if self._native is not None else 0
+        self._state = array("Q", bytes(64))
+        """of the compiled hash of a layer that has begun"""
+        self._begun: xxhash.xxh3_64 | None = None
+        """the same where nothing is compiled"""
+
+    def advance(self, num_bytes: int) -> None:
+        """The first `num_bytes` of the block are there."""
+        self.num_there = num_bytes
+        if self._native is None:
+            self._num_hashed.value = self._hash_arrived(num_bytes, self._num_hashed.value)
+        else:
+            self._num_hashed.value = self._native.hash_arrived(
+                self._address,
+                self._layer_bytes,
+                self._num_hashed.value,
+                num_bytes,
+                self._state.buffer_info()[0],
+                self._digests.buffer_info()[0],
+            )
+
+    def resume(self, num_there: int, num_hashed: int, state: bytes, digests: bytes) -> None:
+        """So much came elsewhere: with the compiled hash of the layer that has begun, and those of others."""
+        assert self._native is not None
+        self.num_there, self._num_hashed.value = num_there, num_hashed
+        self._state = array("Q", state)
+        num_layers = num_hashed // self._layer_bytes
+        self._digests[:num_layers] = array("Q", digests[: num_layers * CHECKSUM_BYTES])
+
+    @property
+    def can_receive(self) -> bool:
+        """Whether `receive` can be used: it needs compiled code."""
+        return self._native is not None
+
+    def receive(self, fd: int, num_wanted: int) -> int:
+        """Receives from a stream socket until the first `num_wanted` bytes are there, or a moment after it
+        had to wait. Returns how many bytes came; raises BlockingIOError or ConnectionError if none did."""
+        assert self._native is not None
+        num_there: int = self._native.receive_layers(
+            fd,
+            self._address,
+            self._layer_bytes,
+            self.num_there,
+            min(num_wanted, len(self._block)),
+            _PATIENCE_NS,
+            byref(self._num_hashed),
+            self._state.buffer_info()[0],
+            self._digests.buffer_info()[0],
+        )
+        if num_there == 0:
+            raise ConnectionResetError("connection closed by the peer")
+        if num_there < 0:
+            raise OSError(-num_there, os.strerror(-num_there))
+        num_bytes = num_there - self.num_there
+        self.num_there = num_there
+        return num_bytes
+
+    def _hash_arrived(self, num_bytes: int, num_hashed: int) -> int:
+        """As the compiled one."""
+        while (layer_end := (num_hashed // self._layer_bytes + 1) * self._layer_bytes) <= num_bytes:
+            rest = self._block[num_hashed:layer_end]
+            if self._begun is None:
+                digest = xxhash.xxh3_64_intdigest(rest)
+            else:
+                self._begun.update(rest)
+                digest = self._begun.intdigest()
+                self._begun = None
+            self._digests[layer_end // self._layer_bytes - 1] = digest
+            num_hashed = layer_end
+        if num_bytes - num_hashed >= _FEW_BYTES:
+            self._begun = self._begun or xxhash.xxh3_64()
+            self._begun.update(self._block[num_hashed:num_bytes])
+            num_hashed = num_bytes
+        return num_hashed
+
+    def packed(self) -> bytes:
+        """Of all layers that are complete."""
+        return self._digests[: self._num_hashed.value // self._layer_bytes].tobytes()
+
+
+def _copy_in_pieces(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
+    checksums = LayerChecksums(target, layer_bytes)
+    from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    for start in range(0, len(target), PIECE_BYTES):
+        end = min(start + PIECE_BYTES, len(target))
+        np.copyto(to_bytes[start:end], from_bytes[start:end])
+        checksums.advance(end)
+    return checksums.packed()
+
+
+@functools.cache
+def _native() -> CDLL | None:
+    library = load_or_do_without(SOURCES / "checksums.cpp", "blocks are copied and checked more slowly")
+    if library is None:
+        return None
+    library.hash_layers.argtypes = (c_void_p, c_size_t, c_size_t, c_void_p)
+    library.copy_layers.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_int)
+    library.copy_scattered.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p)
+    library.hash_arrived.argtypes = (c_void_p, c_size_t, c_size_t, c_size_t, c_void_p, c_void_p)
+    library.receive_layers.argtypes = (
+        c_int,
+        c_void_p,
+        c_size_t,
+        c_size_t,
+        c_size_t,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+    )
+    library.receive_layers.restype = c_ssize_t
+    library.hash_layers.restype = library.copy_layers.restype = library.copy_scattered.restype = None
+    library.hash_arrived.restype = c_size_t
+    return library
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of `view` are in memory."""
+    if not view.readonly:
+        return addressof(c_char.from_buffer(view))
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address

@@ -1,0 +1,34 @@
+"""Who a messenger is: the facts that two of them compare before a byte moves.
+
+Owns: host identity. Does not know: connections.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from mooncake.messages.blocks import KVLayout
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """A messenger, and what its KV bytes mean.
+
+    Those with equal `fingerprint` may exchange bytes if their `layout`s are shards of the same blocks.
+    """
+
+    instance: str
+    incarnation: int
+    host_id: str
+    fingerprint: str
+    layout: KVLayout
+
+
+def host_id() -> str:
+    """Names the set of processes that can reach each other's Unix sockets by path.
+
+    The boot id alone would let two containers of one machine pretend to share a file system, so the
+    mount namespace is part of it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}-{os.stat('/proc/self/ns/mnt').st_ino}"

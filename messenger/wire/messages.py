@@ -1,0 +1,297 @@
+"""What two messengers say to each other.
+
+The *sender* asks, the *receiver* answers. A sender may have several connections (*lanes*) to one receiver:
+they are one *session*, and a transfer may use all of them.
+
+    sender                                receiver
+    Hello(nonce)                   ->                     somebody speaks this protocol
+                                   <-     Challenge(nonce, proof) | Refused
+    Introduction(proof, ...)       ->                     both have shown that they know the cluster's key
+                                   <-     Welcome | Refused
+    Open(transfer, grant)          ->                     from now on my loss is that grant's failure
+    Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
+                                   <-     WriteAck        one per Write, in their order
+    Close(transfer, reason)        ->                     done, or given up: it has stopped to write
+                                   <-     Ended           the receiver gave it up, and waits for Close
+    Fetch(keys, layers, heads)     ->                     read blocks, if they are there
+                                   <-     Found           one per Fetch, in their order, bytes as in Write
+    FetchDone                      ->                     the oldest Found has been read: let go of it
+    Abandon(lane)                  ->                     forget that lane: what was on it comes again here
+    Write(..., is_placed)          ->                     over shared memory, the bytes are in their pages
+    Fetch(..., is_read)            ->                     over shared memory, they have been read: no answer
+    Expose(transfer, grant)        ->                     over RDMA: open its pages to this queue pair
+                                   <-     Exposed         where they are; closed again with the transfer
+    Probe                          ->                     bytes for nobody, to measure a path
+                                   <-     WriteAck
+
+Each side has a shard of the same model's blocks: a range of its layers, and of each layer a range of its
+heads. Layers and heads in messages are the model's. Where both sides have the same heads nothing is said of
+them, and several layers of a block travel as one range. Else a frame names the *part* of each layer that it
+carries: heads that both sides have. What is not all heads of both is one range within a layer only.
+
+Owns: the vocabulary. Does not know: what may be said when (`messenger.wire.protocol`), sockets, pages.
+"""
+
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+
+from messenger.wire.identity import Identity
+from messenger.wire.rdma_info import EndpointInfo, Scratch
+from mooncake.messages.blocks import KVLayout
+
+_MOST_CHARS = 1000
+Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
+"""what is said to people; see `brief`"""
+
+
+def brief(text: str) -> str:
+    """A text as messages carry it: whoever adds words to what another has said must not make it too long."""
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First frame of the sender."""
+
+    protocol_version: int
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """The receiver's answer. `proof` is of both nonces: see `handshake`."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Introduction(msgspec.Struct, tag=True, frozen=True):
+    """Who the sender is. `segment_bytes` is set when its segment comes along.
+
+    Lanes of one `session` (random, of the sender's choice) are numbered by `lane`. Without an `identity` the
+    sender has no blocks and may only probe.
+    """
+
+    proof: bytes
+    identity: Identity | None
+    session: bytes
+    lane: int
+    segment_bytes: int | None = None
+    endpoint: EndpointInfo | None = None
+    """the sender's queue pair, if bytes are to go by RDMA"""
+    takes_seat: bool = False
+    """it can write to pages that it has mapped"""
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where the sender may write granted pages of the receiver's segment itself: see `messenger.shm.board`.
+
+    The shard of the block in page p begins at `pages_offset + p * page_stride`.
+    """
+
+    number: int
+    ticket: int
+    """good for one sender, until the receiver has given the lane up"""
+    board_offset: int
+    pages_offset: int
+    page_stride: int
+    num_pages: int
+
+
+class Shelves(msgspec.Struct, frozen=True, array_like=True):
+    """Where the sender finds sealed blocks in the receiver's segment itself: see `messenger.shm.catalogue`.
+
+    Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `Seat`.
+    """
+
+    states_offset: int
+    generations_offset: int
+    keys_offset: int
+    checksums_offset: int
+    places_offset: int
+    pages_offset: int
+    page_stride: int
+    num_pages: int
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Who the receiver is. `segment_bytes` is set when its segment comes along, writable with a `seat`."""
+
+    identity: Identity
+    segment_bytes: int | None = None
+    seat: Seat | None = None
+    shelves: Shelves | None = None
+    endpoint: EndpointInfo | None = None
+    scratch: Scratch | None = None
+    """where the sender can see whether its queue pair carries anything"""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The receiver will not talk to this sender."""
+
+    message: str
+
+
+class Open(msgspec.Struct, tag=True, frozen=True):
+    """A transfer begins. `transfer_id` is the sender's, unique in its session."""
+
+    transfer_id: int
+    grant_id: int
+    ref_text: Text
+
+
+class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Layers `[layer_begin, layer_end)` of the model in one remote page, contiguous on both sides.
+
+    `checksums` holds one little-endian xxh3-64 per layer, of the bytes that are sent. `source_offset` is the
+    byte offset in the sender's segment, from which the receiver copies when it maps that segment.
+    """
+
+    page: int
+    generation: int
+    layer_begin: int
+    layer_end: int
+    checksums: bytes
+    source_offset: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_end - self.layer_begin
+
+
+class Write(msgspec.Struct, tag=True, frozen=True):
+    """Place these bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
+
+    Names the grant again: on another lane this may come before the `Open`. `heads`: `[begin, end)` of the
+    model, the part of each layer that is sent; None: all, and both sides have the same. `is_placed`: they
+    have been written and compared with their checksums; nobody waits for the answer.
+    """
+
+    transfer_id: int
+    grant_id: int
+    entries: list[WriteEntry]
+    heads: tuple[int, int] | None = None
+    is_placed: bool = False
+
+    def skipped_bytes(self, layout: KVLayout) -> int:
+        """From the start of a page of `layout` to what is sent of the model's first layer, were it there."""
+        skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
+        return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
+
+
+class Close(msgspec.Struct, tag=True, frozen=True):
+    """The sender is through with a transfer; `reason` says why if it gave up."""
+
+    transfer_id: int
+    reason: Text | None
+
+
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Send layers `[layer_begin, layer_end)` of the model of those of these blocks that are there.
+
+    `heads` as in `Write`: a part that is not all of the holder's heads can be had of one layer at a time.
+    `is_read`: the sender has found all of them and read them where they are; nobody waits for an answer.
+    """
+
+    keys: list[bytes]
+    layer_begin: int
+    layer_end: int
+    heads: tuple[int, int] | None = None
+    is_read: bool = False
+
+
+class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
+    """`index` into the keys of the `Fetch`; `checksums` and `source_offset` as in `WriteEntry`."""
+
+    index: int
+    checksums: bytes
+    source_offset: int
+    address: int = 0
+    remote_key: int = 0
+    """over RDMA: where the sender may read it until `FetchDone`"""
+
+
+class Found(msgspec.Struct, tag=True, frozen=True):
+    """What is there. The blocks stay where they are until `FetchDone`. `failure`: why nothing is."""
+
+    blocks: list[FoundBlock]
+    failure: Text | None = None
+
+
+class FetchDone(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of the oldest `Found` have been read, or are not wanted any more."""
+
+
+class Expose(msgspec.Struct, tag=True, frozen=True):
+    """Open the pages of this grant to the queue pair of this lane."""
+
+    transfer_id: int
+    grant_id: int
+
+
+class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
+    """The receiver's shard of the block in `page` begins at its `address`."""
+
+    page: int
+    address: int
+    remote_key: int
+
+
+class Exposed(msgspec.Struct, tag=True, frozen=True):
+    """They are open until the transfer ends, or `failure` says why not."""
+
+    transfer_id: int
+    pages: list[ExposedPage]
+    failure: Text | None = None
+
+
+class Abandon(msgspec.Struct, tag=True, frozen=True):
+    """That lane of this session is dead, whether the receiver has noticed or not."""
+
+    lane: int
+
+
+class Probe(msgspec.Struct, tag=True, frozen=True):
+    """The payload is thrown away."""
+
+
+class RefusalKind(Enum):
+    """Why a write was refused. After CORRUPT the sender must suspect its own copy."""
+
+    STALE = "stale"
+    CORRUPT = "corrupt"
+
+
+class WriteAck(msgspec.Struct, tag=True, frozen=True):
+    """The oldest unacknowledged write is placed and verified, or refused as a whole."""
+
+    refusal: RefusalKind | None = None
+    message: Text = ""
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """The receiver needs no more of this transfer: its grant is revoked or unknown."""
+
+    transfer_id: int
+    reason: Text
+
+
+Message = (
+    Hello
+    | Challenge
+    | Introduction
+    | Welcome
+    | Refused
+    | Open
+    | Write
+    | Close
+    | Fetch
+    | Found
+    | FetchDone
+    | Abandon
+    | Expose
+    | Exposed
+    | Probe
+    | WriteAck
+    | Ended
+)

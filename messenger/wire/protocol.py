@@ -1,0 +1,176 @@
+"""The wire protocol between two messengers, without IO: framing, and which message may come when.
+
+A frame is `meta length u32 | payload length u32` (little-endian), a msgpack message, then the payload.
+The payload never passes through this module: it is received straight into pages.
+
+Owns: framing, what may be said in which phase. Does not know: what is said (`messages`), sockets, pages.
+"""
+
+import struct
+from enum import Enum, auto
+
+import msgspec
+
+from messenger.wire.identity import Identity
+from messenger.wire.messages import (
+    Abandon,
+    Challenge,
+    Close,
+    Ended,
+    Expose,
+    Exposed,
+    Fetch,
+    FetchDone,
+    Found,
+    Hello,
+    Introduction,
+    Message,
+    Open,
+    Probe,
+    Refused,
+    Welcome,
+    Write,
+    WriteAck,
+)
+from mooncake.errors import MismatchError, TransferError
+
+PROTOCOL_VERSION = 4
+MAX_META_BYTES = 1 << 20
+MAX_GREETING_BYTES = 4096
+"""meta of a frame from somebody who has not shown that he knows the cluster's key"""
+MAX_FRAME_ENTRIES = 1024
+MAX_FRAME_BYTES = 4 << 20
+"""Payload of one frame, unless a single layer is larger: bounds how long others wait behind it."""
+
+NOT_URGENT_S = 0.002
+"""that a message may wait for another to go with"""
+
+SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
+"""what to do where only one side speaks TLS"""
+
+_HEADER = struct.Struct("<II")
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""how a TLS alert begins, and a handshake; as a greeting either would be too long"""
+
+
+class Side(Enum):
+    """Which end of a connection we are."""
+
+    SENDER = auto()
+    RECEIVER = auto()
+
+
+class Phase(Enum):
+    """State of a connection, moved by the messages that arrive."""
+
+    GREETING = auto()
+    INTRODUCTION = auto()
+    OPEN = auto()
+    REFUSED = auto()
+
+
+EXPECTED: dict[tuple[Side, Phase], tuple[type[Message], ...]] = {
+    (Side.SENDER, Phase.GREETING): (Challenge, Refused),
+    (Side.SENDER, Phase.INTRODUCTION): (Welcome, Refused),
+    (Side.SENDER, Phase.OPEN): (WriteAck, Ended, Found, Exposed),
+    (Side.SENDER, Phase.REFUSED): (),
+    (Side.RECEIVER, Phase.GREETING): (Hello,),
+    (Side.RECEIVER, Phase.INTRODUCTION): (Introduction,),
+    (Side.RECEIVER, Phase.OPEN): (Open, Write, Close, Fetch, FetchDone, Abandon, Expose, Probe),
+}
+NEXT_PHASE: dict[type[Message], Phase] = {
+    Hello: Phase.INTRODUCTION,
+    Challenge: Phase.INTRODUCTION,
+    Introduction: Phase.OPEN,
+    Welcome: Phase.OPEN,
+    Refused: Phase.REFUSED,
+}
+WITH_PAYLOAD = (Write, Found, Probe)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode_frame(message: Message, payload_bytes: int = 0) -> bytes:
+    """Header and meta of a frame; `payload_bytes` of payload are to follow it."""
+    meta = _encoder.encode(message)
+    assert len(meta) <= MAX_META_BYTES
+    return _HEADER.pack(len(meta), payload_bytes) + meta
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A received message and the number of payload bytes that follow it on the stream."""
+
+    message: Message
+    payload_bytes: int
+    num_bytes: int
+    """of header and meta together"""
+
+
+class FrameReader:
+    """Reads frames off one side of a connection, and holds it to the protocol's table."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._phase = Phase.GREETING
+        self._expected = EXPECTED[side, self._phase]
+        self._most_meta_bytes = MAX_GREETING_BYTES
+        self.wanted_bytes = _HEADER.size
+        """of the next frame, before `read` can say more"""
+
+    def read(self, data: memoryview) -> Frame | None:
+        """The frame that `data` begins with, without its payload; None while it lacks `wanted_bytes`.
+
+        Raises TransferError if the peer does not speak this protocol.
+        """
+        if len(data) < _HEADER.size:
+            self.wanted_bytes = _HEADER.size
+            return None
+        meta_bytes, payload_bytes = _HEADER.unpack_from(data)
+        if not 0 < meta_bytes <= self._most_meta_bytes:
+            if self._phase is Phase.GREETING and bytes(data[:2]) in _TLS_RECORDS:
+                raise TransferError(f"the other side speaks TLS, this one does not; {SAME_TLS}")
+            raise TransferError(
+                f"a frame announces {meta_bytes} bytes of meta data, the limit is {self._most_meta_bytes}"
+            )
+        end = _HEADER.size + meta_bytes
+        if len(data) < end:
+            self.wanted_bytes = end
+            return None
+        try:
+            message: Message = _decoder.decode(data[_HEADER.size : end])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise TransferError(f"a frame cannot be read: {str(error)[:200]}") from error
+        kind = type(message)
+        if kind not in self._expected:
+            names = " or ".join(kind.__name__ for kind in self._expected)
+            raise TransferError(f"expected {names or 'nothing more'}, got {kind.__name__}")
+        if payload_bytes and kind not in WITH_PAYLOAD:
+            raise TransferError(f"{kind.__name__} came with a payload of {payload_bytes} bytes")
+        if kind in NEXT_PHASE:
+            self._enter(NEXT_PHASE[kind])
+        self.wanted_bytes = _HEADER.size
+        return Frame(message, payload_bytes, end)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._expected = EXPECTED[self._side, phase]
+        if phase is Phase.OPEN:
+            self._most_meta_bytes = MAX_META_BYTES
+
+
+def check_version(theirs: int) -> None:
+    """Raises MismatchError, naming both versions."""
+    if theirs != PROTOCOL_VERSION:
+        raise MismatchError("messenger protocol version", PROTOCOL_VERSION, theirs)
+
+
+def check_identity(ours: Identity, theirs: Identity) -> None:
+    """Raises MismatchError, naming both values, unless bytes may be exchanged."""
+    if theirs.fingerprint != ours.fingerprint:
+        raise MismatchError(
+            "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"
+        )
+    of_ours = theirs.layout.of_layers(ours.layout.layers).of_heads(ours.layout.heads)
+    if of_ours != ours.layout:
+        raise MismatchError("KV layout", ours.layout, theirs.layout, "use the same block size and dtype")

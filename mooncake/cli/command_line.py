@@ -1,0 +1,100 @@
+"""What all commands here have in common: how arguments are read, how errors are told, exit codes.
+
+Owns: these. Does not know: any command.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from mooncake.config.spelling import did_you_mean
+from mooncake.errors import ConfigError, MooncakeError
+
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+_OPTION = re.compile(r"--?[A-Za-z]")
+"""the beginning of one; `-5` is a value"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line each, and name the nearest name that exists.
+
+    Options have no abbreviations. A misspelled option is told before anything else: argparse would take its
+    value for a command, or say what is missing instead.
+    """
+
+    def __init__(self, *, no_command: str = "", **settings: Any) -> None:
+        """`no_command` says, behind the commands, what else a word may have been meant for."""
+        self._no_command = no_command
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+
+    def add_version(self) -> None:
+        """`--version`, of the distribution that all commands belong to."""
+        self.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Nothing is left over: what is not known ends the program."""
+        given = sys.argv[1:] if args is None else list(args)
+        for name in self._option_names(given):
+            if name not in self._option_string_actions:
+                self.error(f"unknown option {name}{self._meant(name)}")
+        options, rest = super().parse_known_args(given, namespace)
+        if rest:
+            self.error(f"{rest[0]!r} is one argument too many")
+        return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        """One line; ends the program as wrong use."""
+        self.exit(WRONG_USE, f"error: {message} ({self.prog} --help)\n")
+
+    def _option_names(self, given: Sequence[str]) -> Iterator[str]:
+        """The options for this parser, up to a command, whose own follow."""
+        arguments = iter(given)
+        for argument in arguments:
+            if argument == "--":
+                return
+            if _OPTION.match(argument) and " " not in argument:
+                name, equals, _ = argument.partition("=")
+                yield name
+                action = self._option_string_actions.get(name)
+                if action is not None and action.nargs is None and not equals:
+                    next(arguments, None)  # the value
+            elif self._subparsers is not None:
+                return
+
+    def _meant(self, name: str) -> str:
+        if any(name in parser._option_string_actions for parser in self._commands().values()):
+            return f"; it belongs behind the command: {self.prog} COMMAND {name}"
+        return did_you_mean(name, self._option_string_actions)
+
+    def _commands(self) -> dict[str, "Parser"]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """For commands, and options that have choices."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+            hint = f"; {self._no_command}" if what == "command" and self._no_command else ""
+            meant = did_you_mean(str(value), known) or f"; expected one of {', '.join(known)}{hint}"
+            raise argparse.ArgumentError(
+                None if what == "command" else action, f"unknown {what} {value}{meant}"
+            )
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """The command's own, or 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (MooncakeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE if isinstance(error, ConfigError) else FAILED

@@ -1,0 +1,147 @@
+"""What `mooncake-serve` can be asked for: this node's processes, keys, a profile of this machine.
+
+Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
+`mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve apikey FILE NAME` that of a client,
+`mooncake-serve profile FILE` measures this machine.
+
+Owns: the command line. Does not know: keys and their values (`mooncake.config.settings`), processes
+(`mooncake.node.supervisor`).
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from mooncake.cli.command_line import WRONG_USE, Parser
+from mooncake.cli.preflight import check_node
+from mooncake.cli.profiling import profile
+from mooncake.config.flags import add_flags, given_flags
+from mooncake.config.settings import Config, load_config
+from mooncake.errors import ConfigError, MooncakeError
+from mooncake.node.supervisor import supervise
+from mooncake.security.api_keys import LIMITS, add_api_key
+from mooncake.security.keys import ClusterKey
+
+EXAMPLES = """examples:
+  mooncake-serve                                    the default model, on http://127.0.0.1:8000
+  mooncake-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8001
+  mooncake-serve --config configs/single-gpu.yaml --kvcache-pool-bytes 64GiB
+  mooncake-serve --num-prefill 2 --num-decode 2 --log-level info
+  mooncake-serve keygen cluster.key                 what nodes of one cluster share: --security-key-file
+  mooncake-serve profile costs.json --model DIR     what this device needs: --conductor-profile costs.json
+
+Each flag is also a key in the YAML file and an environment variable: --http-port, http.port,
+MOONCAKE_HTTP_PORT. docs/configuration.md has all of them.
+
+Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve; 2 if the configuration is wrong;
+130 after Ctrl-C before anything runs.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0, 1 if a process could not serve, 2 if what was asked for cannot be."""
+    options = _parser(shows_all="--help-all" in arguments).parse_args(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        if options.command is not None:
+            print("interrupted: nothing was written", file=sys.stderr)
+        raise
+    except MooncakeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE
+
+
+def _run(options: argparse.Namespace) -> int:
+    flags = given_flags(options)
+    takes = {"keygen": "FILE and no other options", "apikey": "FILE, NAME and what its --help shows alone"}
+    if options.command in takes and (flags or options.config or options.print_config):
+        raise ConfigError(f"{options.command} takes {takes[options.command]}")
+    if options.command == "keygen":
+        keygen(options.file)
+        return 0
+    if options.command == "apikey":
+        limits = {name: getattr(options, name) for name in LIMITS}
+        print(add_api_key(Path(options.file), options.name, limits))
+        return 0
+    config = load_config(options.config, os.environ, flags)
+    if options.command == "profile":
+        profile(config, Path(options.file))
+        return 0
+    if options.print_config:
+        print(render(config), end="")
+        return 0
+    check_node(config)
+    return asyncio.run(supervise(config))
+
+
+def keygen(file: str) -> None:
+    """Makes a cluster's key, in a new file or (`-`) on stdout. Raises ConfigError."""
+    key = ClusterKey.generate()
+    if file == "-":
+        print(key.to_text())
+        return
+    path = Path(file)
+    key.save(path)
+    print(
+        f"{path.absolute()} holds a new cluster key (key id {key.key_id}). Copy it to every node, readable by"
+        f" the user of mooncake-serve alone, and start every node with --security-key-file {path}"
+    )
+
+
+def render(config: Config) -> str:
+    """The configuration as YAML that `--config` accepts."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _parser(*, shows_all: bool) -> Parser:
+    parser = Parser(
+        prog="mooncake-serve",
+        usage="%(prog)s [--config FILE] [--KEY VALUE ...]\n"
+        "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE",
+        description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
+        epilog=EXAMPLES,
+        no_command="serving needs no command, a model is named with --model",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the resulting configuration and exit"
+    )
+    parser.add_version()
+    parser.set_defaults(config=None)
+    _add_configuration(parser, shows_all=shows_all)
+    commands = parser.add_subparsers(
+        title="commands", prog="mooncake-serve", dest="command", metavar="COMMAND"
+    )
+    for name, help_text in (
+        ("keygen", "make the key that all nodes of a cluster share, in a new FILE (- for stdout), and exit"),
+        ("profile", "measure the configured model on this device, for --conductor-profile FILE, and exit"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("file", metavar="FILE")
+        if name == "profile":
+            _add_configuration(command, shows_all=shows_all)
+    help_text = "make a client's API key, add its hash to FILE (http.api_keys_file), print the key, and exit"
+    apikey = commands.add_parser("apikey", help=help_text, description=help_text)
+    apikey.add_argument("file", metavar="FILE")
+    apikey.add_argument("name", metavar="NAME")
+    for name, (kind, limit_help) in LIMITS.items():
+        option = "--" + name.replace("_", "-")
+        apikey.add_argument(option, type=kind, metavar="N", help=limit_help)
+    return parser
+
+
+def _add_configuration(parser: Parser, *, shows_all: bool) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file with configuration keys",
+    )
+    parser.add_argument("--help-all", action="help", help="show all flags, not only those needed first")
+    add_flags(parser, shows_all=shows_all)

@@ -1,0 +1,78 @@
+"""What is looked at before any process of a node starts, so that a mistake is told in a second.
+
+Owns: which mistakes those are: a model that is not there or not whole, ports that others have, keys and
+certificates of the API that cannot be read. Does not know: what the processes do with them.
+"""
+
+import ssl
+from pathlib import Path
+
+from mooncake.cli.template_trial import check_templates
+from mooncake.config.sections import HttpConfig
+from mooncake.config.settings import Config
+from mooncake.errors import ModelError
+from mooncake.model.checkpoint import Checkpoint, open_checkpoint
+from mooncake.model.files import opened, read_json
+from mooncake.model.gguf_file import read_gguf_header
+from mooncake.model.gguf_tokenizer import pre_tokenizer_of
+from mooncake.node.listeners import check_free, places
+from mooncake.security.api_keys import load_api_keys
+from mooncake.security.https import load_certificate
+
+MAX_TEMPLATE_BYTES = 1 << 20
+_TOKENIZER_FILES = (
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def check_node(config: Config) -> None:
+    """Raises ConfigError or ModelError in the words of the process that would meet the mistake."""
+    check_free(places(config))
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    if config.role not in ("prefill", "decode"):
+        _check_tokenizer(checkpoint)
+        _check_api(config.http)
+
+
+def _check_api(http: HttpConfig) -> None:
+    for file in (http.api_keys_file, http.admin_keys_file):
+        if file is not None:
+            load_api_keys(file)
+    if http.tls_cert is not None and http.tls_key is not None:
+        load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), http.tls_cert, http.tls_key)
+
+
+def _check_tokenizer(checkpoint: Checkpoint) -> None:
+    """That there is one, not that it can be loaded, which takes seconds; and that its template ends."""
+    path: Path = checkpoint.path
+    if path.is_file():
+        header = read_gguf_header(path)
+        pre_tokenizer_of(header)
+        template = header.metadata.get("tokenizer.chat_template")
+    else:
+        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            raise ModelError(f"{path} has no tokenizer; put tokenizer.json beside config.json")
+        template = _template_in(path)
+    named = template if isinstance(template, list) else [{"template": template}]
+    texts = [each.get("template") for each in named if isinstance(each, dict)]
+    try:
+        check_templates([text for text in texts if isinstance(text, str)])
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _template_in(directory: Path) -> object:
+    """The template, or the list of them, of a Hugging Face directory."""
+    own, configuration = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if own.is_file():
+        with opened(own, MAX_TEMPLATE_BYTES) as file:
+            return file.read().decode(errors="replace")
+    if configuration.is_file():
+        return read_json(configuration, 8 * MAX_TEMPLATE_BYTES).get("chat_template")
+    return None

@@ -1,0 +1,407 @@
+"""The sections of the configuration: every key with its type, bounds, default and meaning.
+
+Owns: keys of sections, and what must fit together within one. Does not know: files, flags, variables
+(`mooncake.config.settings`), who uses a value.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+
+from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
+
+LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
+"""host:port, or [address]:port of IPv6"""
+HOST_AND_PORT = r"^[^:/]+:\d{1,5}$"
+ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
+DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+NAME = r"^[A-Za-z0-9._-]{1,64}$"
+WORDS_OF_PATTERNS = {
+    LISTEN: "host:port or [IPv6]:port",
+    HOST_AND_PORT: "host:port",
+    ENDPOINT: "tcp://host:port or ipc://path",
+    DEVICE: "auto, cpu, cuda or cuda:N",
+    NAME: "1 to 64 letters, digits, '.', '_' or '-'",
+}
+"""for errors"""
+ANY_ENDPOINT = "tcp://127.0.0.1:*"
+LARGEST_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=LARGEST_PORT)]
+TransportChoice = Literal["auto", "shm", "rdma", "tcp"]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and values are checked once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _split(value: object) -> object:
+    """A flag or variable has one string for several values."""
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def _check_port(key: str, address: str | None) -> None:
+    """Of `host:port`, or a ZeroMQ endpoint. Raises ValueError if there is no such port."""
+    port = (address or "").rpartition(":")[2]
+    if not (address or "").startswith("ipc://") and port.isdigit() and int(port) > LARGEST_PORT:
+        raise ValueError(f"{key}: {address} has no port up to {LARGEST_PORT}")
+
+
+class HttpConfig(Section):
+    """The OpenAI-compatible API."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Port = Field(8000, description="port to listen on")
+    max_request_bytes: ByteSize = Field(ByteSize(8 << 20), description="largest request body")
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template shows"
+    )
+    api_keys_file: Path | None = Field(
+        None, description="clients need a key of this file (mooncake-serve apikey FILE NAME); default: none"
+    )
+    admin_listen: str | None = Field(
+        None,
+        pattern=LISTEN,
+        description="host:port or [IPv6]:port of /metrics, /dashboard and /admin; default: beside the API",
+    )
+    admin_keys_file: Path | None = Field(
+        None,
+        description="/dashboard and /admin need a key of this file; with api_keys_file and without this they"
+        " answer nobody",
+    )
+    context_cache_tokens: int = Field(
+        1 << 17,
+        ge=0,
+        description="tokens that an API key may have in context caches, if its entry says nothing",
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM): the API is HTTPS")
+    tls_key: Path | None = Field(None, description="the private key of tls_cert (PEM)")
+    cors_origins: Annotated[list[str], BeforeValidator(_split)] = Field(
+        [], description="web pages of these origins may use the API, with commas; *: any"
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "HttpConfig":
+        _check_port("http.admin_listen", self.admin_listen)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("http.tls_cert and tls_key go together: name both or none")
+        return self
+
+
+class KVCacheConfig(Section):
+    """Blocks, and the memory and disks that each instance gives to them."""
+
+    block_size: int = Field(32, ge=1, le=4096, description="tokens of a block; equal in the whole cluster")
+    pool_bytes: ByteSize = Field(ByteSize(1 << 30), description="DRAM of an instance's part of the pool")
+    device_bytes: ByteSize = Field(ByteSize(1 << 30), description="device memory for KVCache of an instance")
+    segment_dir: Path | None = Field(
+        None, description="keep the DRAM part in a file here (tmpfs, hugetlbfs): it outlives the processes"
+    )
+    eviction: EvictionPolicy = Field(
+        EvictionPolicy.LRU, description="which block goes first: lru, lfu or length_aware"
+    )
+    low_watermark: float = Field(0.02, ge=0, lt=1, description="share of free pages below which room is made")
+    high_watermark: float = Field(0.05, ge=0, lt=1, description="share of free pages up to which it is made")
+    ssd_dirs: Annotated[list[Path], BeforeValidator(_split)] = Field(
+        [], description="directories of the SSD tier, one a disk, comma-separated; none: no such tier"
+    )
+    ssd_bytes: ByteSize = Field(
+        ByteSize(16 << 30), description="size of an instance's slab in each of ssd_dirs"
+    )
+    ssd_depth: int = Field(8, ge=1, le=256, description="blocks read or written at the same time, a disk")
+    ssd_timeout_s: PositiveSeconds = Field(
+        2.0,
+        le=4,
+        description="a disk that takes longer is left alone for a while, what was asked of it recomputed",
+    )
+    listen: str | None = Field(
+        None,
+        pattern=HOST_AND_PORT,
+        description="host:port for clients of the pool on other hosts (instance i: port + i); off",
+    )
+    vllm_events: str | None = Field(
+        None,
+        pattern=ENDPOINT,
+        description="publish KV events in vLLM's format at this ZeroMQ endpoint (instance i: port + i)",
+    )
+    vllm_replay: str | None = Field(
+        None,
+        pattern=ENDPOINT,
+        description="answer replays of those events at this endpoint (instance i: port + i)",
+    )
+
+    vllm_topic: str = Field("", description="topic of those events; llm-d wants kv@ADDRESS@MODEL")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "KVCacheConfig":
+        _check_port("kvcache.listen", self.listen)
+        _check_port("kvcache.vllm_events", self.vllm_events)
+        _check_port("kvcache.vllm_replay", self.vllm_replay)
+        if len({path.resolve() for path in self.ssd_dirs}) < len(self.ssd_dirs):
+            raise ValueError("kvcache.ssd_dirs: a directory is named twice")
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"kvcache.low_watermark {self.low_watermark} is above kvcache.high_watermark"
+                f" {self.high_watermark}; raise the second or lower the first"
+            )
+        if self.vllm_replay is not None and self.vllm_events is None:
+            raise ValueError("kvcache.vllm_replay has no effect without vllm_events")
+        return self
+
+
+class SLOClass(Section):
+    """What requests of one class are promised, and before whom they go."""
+
+    ttft_slo_s: PositiveSeconds | None = None
+    tbt_slo_s: PositiveSeconds | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+
+def _from_json(value: object) -> object:
+    """A flag or variable has JSON for what is a mapping in YAML."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object ({error})") from None
+
+
+SLOClassName = Annotated[str, Field(pattern=NAME)]
+
+
+class ConductorConfig(Section):
+    """The conductor's listeners and limits."""
+
+    endpoint: str = Field(
+        "tcp://127.0.0.1:7800",
+        pattern=ENDPOINT,
+        description="where workers and other fronts find it (ZeroMQ)",
+    )
+    reply_endpoint: str = Field(
+        "tcp://127.0.0.1:7801",
+        pattern=ENDPOINT,
+        description="where workers send tokens to (ZeroMQ); each front has its own",
+    )
+    max_running_requests: int = Field(
+        256,
+        ge=1,
+        description="requests beyond it get HTTP 429, unless their API key has less than an equal part",
+    )
+    ttft_slo_s: PositiveSeconds | None = Field(
+        None,
+        description="when a first token is due: prompts are computed in this order, what would miss it gets"
+        " HTTP 429; default: in order of arrival",
+    )
+    tbt_slo_s: PositiveSeconds | None = Field(
+        None,
+        description="how long a token may take: requests with which it would take longer get HTTP 429;"
+        " default: any time",
+    )
+    slo_classes: Annotated[dict[SLOClassName, SLOClass], BeforeValidator(_from_json)] = Field(
+        {},
+        description="what clients may name in X-Mooncake-SLO-Class: ttft_slo_s, tbt_slo_s and priority (lower"
+        " goes first) of each",
+    )
+    max_waiting: int = Field(
+        0,
+        ge=0,
+        description="requests that wait for decode's load to fall while their TTFT SLO allows it, instead of"
+        " HTTP 429 at once",
+    )
+    scheduling: Scheduling = Field(
+        Scheduling.KVCACHE_CENTRIC,
+        description="how prefill instances are chosen: kvcache_centric, or its rivals cache_aware,"
+        " load_balancing, random, banaserve",
+    )
+    kvcache_balancing_threshold: Annotated[float, Field(ge=1)] | Literal["auto"] = Field(
+        1.25,
+        description="fetch a prefix from another instance if it is so many times as long as the own one;"
+        " auto: adapts, so that copies do not drive out blocks that are wanted again",
+    )
+    replicate: bool = Field(
+        True,
+        description="copy the hottest prefixes to more prefill instances before they are asked for, and drop"
+        " such copies again; only if scheduling fetches prefixes",
+    )
+    replication_period_s: PositiveSeconds = Field(5.0, description="how often that is looked at")
+    replication_uses: float = Field(
+        20.0,
+        gt=0,
+        description="a prefix is worth one copy more for every so many uses; one counts half after a minute",
+    )
+    replication_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="of copies that are under way, and that are ordered in one period"
+    )
+    overload: Overload = Field(
+        Overload.PREDICTION,
+        description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"
+        " early_rejection, prediction or request_prediction",
+    )
+    profile: Path | None = Field(
+        None, description="costs of prefill and decode (mooncake-serve profile FILE); default: learned"
+    )
+    peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
+    placement_timeout_s: PositiveSeconds = Field(
+        60.0, description="how long a request waits for a lost instance to come back"
+    )
+
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> "ConductorConfig":
+        _check_port("conductor.endpoint", self.endpoint)
+        _check_port("conductor.reply_endpoint", self.reply_endpoint)
+        return self
+
+
+class WorkerConfig(Section):
+    """How an instance computes."""
+
+    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks of an instance, each with some KV heads and its own device and pool",
+    )
+    num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="CPU threads of a worker; auto: one for each core, all but one on idle cores only"
+    )
+    prefill_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="most tokens of one prefill pass; auto: 512 on CPUs, 2048 on GPUs"
+    )
+    layerwise_overlap: bool = Field(
+        True, description="load and store KVCache beside the computation, layer by layer"
+    )
+    prefill_layer_window: Annotated[int, Field(ge=2)] | Literal["all"] = Field(
+        "all",
+        description="layers that device_bytes of a prefill instance hold at a time; fewer: longer prompts"
+        " fit, whose passes load again what stands before them",
+    )
+    max_batch: int = Field(32, ge=1, description="most requests decoded together")
+    metrics_listen: str | None = Field(
+        None,
+        pattern=HOST_AND_PORT,
+        description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
+    )
+    drain_timeout_s: PositiveSeconds = Field(
+        30.0, description="how long an instance that is told to end (SIGTERM) may finish what it runs"
+    )
+    inline_prefill_tokens: int = Field(
+        0,
+        ge=0,
+        description="decode instances compute a prompt themselves if no more of its tokens lack KVCache",
+    )
+
+    @model_validator(mode="after")
+    def _check_metrics_listen(self) -> "WorkerConfig":
+        _check_port("worker.metrics_listen", self.metrics_listen)
+        return self
+
+
+class PipelineConfig(Section):
+    """Prefill instances whose layers are spread over several processes (chunked pipeline parallelism)."""
+
+    stages: int = Field(
+        1, ge=1, le=64, description="stages of a prefill instance, each with its own device and pool"
+    )
+    stage: int | None = Field(
+        None, ge=0, description="the one to run here, from 0 on (--role prefill); default: all of them"
+    )
+    endpoints: Annotated[list[Annotated[str, Field(pattern=ENDPOINT)]], BeforeValidator(_split)] = Field(
+        [],
+        description="where each stage but the last listens for the next one (ZeroMQ), with commas;"
+        " needed if stages are on several nodes",
+    )
+    chunks: Literal["balanced", "fixed"] = Field(
+        "balanced",
+        description="balanced: chunks of a prompt shrink as its prefix grows; fixed: prefill_chunk tokens",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PipelineConfig":
+        if self.stage is not None and self.stage >= self.stages:
+            raise ValueError(f"pipeline.stage {self.stage} is none of the {self.stages} of pipeline.stages")
+        if self.stage is not None and self.stages == 1:
+            raise ValueError(
+                "pipeline.stage needs pipeline.stages of 2 or more: an instance of one has no parts"
+            )
+        if self.stage is not None and not self.endpoints:
+            raise ValueError(
+                "pipeline.stage needs pipeline.endpoints: where the stages on other nodes find each other"
+            )
+        if self.endpoints and len(self.endpoints) != self.stages - 1:
+            raise ValueError(
+                f"pipeline.endpoints names {len(self.endpoints)} endpoints;"
+                f" {self.stages} stages need {self.stages - 1}, one for each but the last"
+            )
+        for endpoint in self.endpoints:
+            place, _, port = endpoint.rpartition(":")
+            if place.startswith("tcp://") and not (port.isdigit() and 1 <= int(port) <= LARGEST_PORT):
+                raise ValueError(
+                    f"pipeline.endpoints: {endpoint} needs a port from 1 to {LARGEST_PORT},"
+                    " at which the next stage finds it"
+                )
+            if self.endpoints.count(endpoint) > 1:
+                raise ValueError(f"pipeline.endpoints names {endpoint} twice: each stage listens at its own")
+        return self
+
+
+class MessengerConfig(Section):
+    """The data plane between instances."""
+
+    hosts: Annotated[list[str], BeforeValidator(_split)] = Field(
+        ["127.0.0.1"],
+        min_length=1,
+        description="addresses for KVCache transfers over TCP, with commas; several are used together",
+    )
+    port: Port = Field(
+        0, description="port for KVCache transfers over TCP, one more for each further instance; 0: free ones"
+    )
+    topology: str | None = Field(
+        None,
+        description="which RDMA devices are near which memory, as JSON; default: what sysfs says",
+    )
+    rdma_gid_index: int | None = Field(None, ge=0, description="address of the RDMA ports; default: found")
+    streams: int = Field(2, ge=1, le=16, description="connections to each address of another messenger")
+    max_sessions: int = Field(
+        1024, ge=1, description="other messengers to stay connected to; idle ones are given up beyond"
+    )
+    transport: TransportChoice = Field(
+        "auto", description="auto: shm on one host, else rdma if both sides have it, else tcp"
+    )
+    poll_us: float = Field(
+        300.0,
+        ge=0,
+        le=10_000,
+        description="microseconds that a messenger asks for what may come next before it sleeps, where that"
+        " has been of use; 0: never",
+    )
+    connect_timeout_s: PositiveSeconds = Field(5.0, description="deadline of a connection and its handshake")
+    ack_timeout_s: PositiveSeconds = Field(30.0, description="deadline of a transfer's acknowledgement")
+    arrival_timeout_s: PositiveSeconds = Field(
+        60.0, description="how long after the end of prefill its KVCache may take to arrive"
+    )
+
+
+class SecurityConfig(Section):
+    """Who may speak to the processes of the cluster."""
+
+    key_file: Path | None = Field(
+        None,
+        description="the cluster's key, the same on all nodes (mooncake-serve keygen FILE);"
+        " --role all makes one for the run",
+    )
+    tls_cert: Path | None = Field(
+        None, description="this node's certificate (PEM): KVCache transfers over TCP are encrypted with it"
+    )
+    tls_key: Path | None = Field(None, description="the private key of tls_cert (PEM)")
+    tls_ca: Path | None = Field(None, description="who signs the certificates of all nodes (PEM)")
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "SecurityConfig":
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if None in given and given != [None] * 3:
+            raise ValueError("security.tls_cert, tls_key and tls_ca go together: name all of them or none")
+        return self

@@ -1,0 +1,278 @@
+"""Configuration: one typed model, read once from YAML, environment and flags (later wins).
+
+Owns: the keys of a node, sources and their order, errors that name keys. Does not know: the sections' keys
+(`mooncake.config.sections`), who uses a value.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ByteSize, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from mooncake.config.sections import (
+    NAME,
+    WORDS_OF_PATTERNS,
+    ConductorConfig,
+    HttpConfig,
+    KVCacheConfig,
+    MessengerConfig,
+    PipelineConfig,
+    Section,
+    SecurityConfig,
+    WorkerConfig,
+)
+from mooncake.config.spelling import did_you_mean
+from mooncake.errors import ConfigError
+from mooncake.yaml_errors import what_is_wrong
+
+ENV_PREFIX = "MOONCAKE_"
+# Kubernetes gives every container the addresses of its services; one may be called mooncake.
+KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
+MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
+RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
+
+
+class Config(Section):
+    """Everything that `mooncake-serve` can be told."""
+
+    role: Literal["all", "conductor", "prefill", "decode", "front"] = Field(
+        "all", description="what to run here"
+    )
+    model: str | None = Field(
+        None, description="Hugging Face directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="arithmetic; auto: the checkpoint's own"
+    )
+    served_model_name: str | None = Field(None, min_length=1, description="the name that clients ask for")
+    instance: str | None = Field(
+        None, pattern=NAME, description="name of this instance (--role prefill, decode)"
+    )
+    num_prefill: int = Field(1, ge=1, description="prefill instances (--role all)")
+    num_decode: int = Field(1, ge=1, description="decode instances (--role all)")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
+    hang_timeout_s: Annotated[float, Field(ge=5.0)] | Literal["never"] = Field(
+        30.0,
+        description="a process that gives no sign of life for so long is ended and started again; never: for"
+        " debuggers",
+    )
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    kvcache: KVCacheConfig = Field(default_factory=KVCacheConfig)
+    conductor: ConductorConfig = Field(default_factory=ConductorConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    messenger: MessengerConfig = Field(default_factory=MessengerConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+
+    @property
+    def runs_instances(self) -> bool:
+        """Whether there are messengers and workers here."""
+        return self.role not in ("conductor", "front")
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "Config":
+        """A key that has no effect with this role is a mistake, not a wish to be ignored."""
+        if self.role != "all" and (self.num_prefill, self.num_decode) != (1, 1):
+            raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
+        if self.role not in ("prefill", "decode") and self.instance is not None:
+            raise ValueError(f"instance names one prefill or decode instance, not role {self.role}")
+        if self.role in ("decode", "conductor", "front") and self.pipeline.stages > 1:
+            raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
+        if self.role == "all" and (self.pipeline.stage is not None or self.pipeline.endpoints):
+            raise ValueError(
+                "pipeline.stage and pipeline.endpoints need role prefill: role all runs all stages"
+            )
+        if self.pipeline.stage is not None and self.instance is None:
+            raise ValueError("pipeline.stage is a part of an instance: name it, the same in all its stages")
+        if self.pipeline.stages > 1 and self.worker.tensor_parallel > 1:
+            raise ValueError(
+                f"pipeline.stages {self.pipeline.stages} and worker.tensor_parallel"
+                f" {self.worker.tensor_parallel} do not go together: a stage is one process; leave one at 1"
+            )
+        keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
+        if self.role in ("prefill", "decode") and keeps is not None and self.instance is None:
+            raise ValueError(
+                f"kvcache.{keeps} keeps files by the name of the instance: give it one (--instance NAME)"
+            )
+        return self
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`; an IPv6 address comes without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of all keys that hold a value, in order of declaration: `("http", "port")`."""
+    keys: list[tuple[str, ...]] = []
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += leaf_keys(annotation, (*prefix, name))
+        else:
+            keys.append((*prefix, name))
+    return keys
+
+
+def section_of(path: tuple[str, ...]) -> tuple[str, str]:
+    """The section that a key stands in, and what it is about; keys that stand alone are `general`."""
+    if len(path) == 1:
+        return "general", "What runs here."
+    section: Any = Config.model_fields[path[0]].annotation
+    return path[0], section.__doc__
+
+
+def field_of(path: tuple[str, ...]) -> FieldInfo:
+    """What is declared of a key."""
+    model: Any = Config
+    for name in path[:-1]:
+        model = model.model_fields[name].annotation
+    field: FieldInfo = model.model_fields[path[-1]]
+    return field
+
+
+def describe(path: tuple[str, ...]) -> str:
+    """What a key means, its choices and its default."""
+    field = field_of(path)
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    text = f"{field.description}; one of {', '.join(choices)}" if choices else str(field.description)
+    default = default_of(field)
+    return f"{text} (default: {default})" if default else text
+
+
+def default_of(field: FieldInfo) -> str:
+    """A key's default as it would be given; empty if it is nothing."""
+    match field.default:
+        case None:
+            return ""
+        case ByteSize() as size:
+            return size.human_readable()
+        case bool() as value:
+            return str(value).lower()
+        case list() as values:
+            return ",".join(map(str, values))
+        case dict():
+            return ""
+    return str(field.default)
+
+
+def env_name(path: tuple[str, ...]) -> str:
+    """The environment variable of a key: `MOONCAKE_HTTP_PORT`."""
+    return ENV_PREFIX + "_".join(path).upper()
+
+
+def flag_name(path: tuple[str, ...]) -> str:
+    """The flag of a key: `--http-port`."""
+    return "--" + "-".join(path).replace("_", "-")
+
+
+def load_config(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[tuple[str, ...], str]
+) -> Config:
+    """Merge YAML < environment < flags and validate. Raises `ConfigError` naming key and source."""
+    origins: dict[tuple[str, ...], str] = {}
+    merged: dict[str, Any] = _read_yaml(file) if file is not None else {}
+    by_variable = {env_name(path): path for path in leaf_keys()}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in RESERVED_ENV:
+            continue
+        if variable not in by_variable:
+            if KUBERNETES_SERVICE.search(f"{variable}={value}"):
+                continue
+            meant = did_you_mean(variable, by_variable)
+            raise ConfigError(f"{variable}: unknown variable{meant} (--help-all lists all keys)")
+        _put(merged, by_variable[variable], value)
+        origins[by_variable[variable]] = variable
+    for path, value in flags.items():
+        _put(merged, path, value)
+        origins[path] = flag_name(path)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origins, file)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, of which PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value if key.tag != MERGE_TAG]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(file.read_text(), _Loader)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {what_is_wrong(error)}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
+    sections = {path[0] for path in leaf_keys() if len(path) > 1}
+    return {key: {} if key in sections and value is None else value for key, value in content.items()}
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: str) -> None:
+    for name in path[:-1]:
+        branch = tree.setdefault(name, {})
+        if not isinstance(branch, dict):
+            return  # the file has a scalar where a section belongs; validation names it
+        tree = branch
+    tree[path[-1]] = value
+
+
+def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str], file: Path | None) -> str:
+    lines: dict[tuple[str, str], list[str]] = {}
+    """what was expected, by what stands before and behind it: a value may be one of several kinds"""
+    for problem in error.errors():
+        path = tuple(
+            str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "constrained"))
+        )
+        place = ".".join(path)
+        key = next((key for key in leaf_keys() if path[: len(key)] == key), None)
+        origin = origins.get(key or path, str(file) if file is not None else "default")
+        if problem["type"] == "value_error" and key is None:  # keys that do not go together: it names them
+            lines[_expected(problem), ""] = []
+        elif problem["type"] == "extra_forbidden":
+            lines[f"{place}: unknown key ({origin})", _known_beside(path, key)] = []
+        else:
+            kinds = lines.setdefault((f"{place}: ", f", found {problem['input']!r} ({origin})"), [])
+            kinds.append(_expected(problem))
+    return "; ".join(
+        before + ", or ".join(dict.fromkeys(kinds)) + behind for (before, behind), kinds in lines.items()
+    )
+
+
+def _expected(problem: ErrorDetails) -> str:
+    if problem["type"] == "model_type":
+        return "expected keys and values"
+    if problem["type"] == "string_pattern_mismatch":
+        return f"expected {WORDS_OF_PATTERNS[problem['ctx']['pattern']]}"
+    return problem["msg"].removeprefix("Value error, ")
+
+
+def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
+    """The nearest key, and all beside it. Nothing for what is unknown within the value of `key`."""
+    if key is not None:
+        return ""
+    dotted = tuple(path[0].split("."))
+    if len(path) == 1 and dotted in leaf_keys():
+        return f"; in a file its section stands around it, as in {dotted[0]}: {{{dotted[1]}: ...}}"
+    section = path[:-1]
+    known = sorted({key[len(section)] for key in leaf_keys() if key[: len(section)] == section})
+    beside = [".".join((*section, name)) for name in known]
+    meant = did_you_mean(".".join(path), beside) or did_you_mean(path[-1], map(".".join, leaf_keys()))
+    return f"{meant + ' Known' if meant else '; known'} keys here are {', '.join(known)}"

@@ -1,0 +1,245 @@
+"""Typed messages over ZeroMQ: one socket class for each end.
+
+`Router` binds and talks to many peers by identity; `Dealer` connects to one. A peer's identity is
+`instance#incarnation`, so a restarted process is a new peer, and a message to the old one fails
+instead of reaching the new one.
+
+Both sides hold the cluster's key; what crosses is encrypted, and a stranger gets nowhere
+(`mooncake.security.curve`).
+
+The event loop is told of arrivals by the socket's own descriptor: `zmq.asyncio` spends several times as
+much processor time on a message as all that is done here.
+
+Owns: sockets, encoding, peer identities. Does not know: what the messages mean.
+"""
+
+import asyncio
+import logging
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from mooncake.errors import ConfigError, TransferError
+from mooncake.security.curve import LARGEST_FRAME_BYTES, ConnectionWatch, Gate, use_key
+from mooncake.security.keys import ClusterKey
+
+Incoming = TypeVar("Incoming")
+_encode = msgspec.msgpack.Encoder().encode
+LOGGED_CHARS = 200
+LARGEST_MESSAGE_BYTES = 16 << 20
+"""that a `Router` takes. A prompt of 2M tokens has 10 MiB"""
+QUEUE_LEN = 10_000
+"""messages that may wait for a peer: a minute and more of decoding steps"""
+MAX_IN_A_ROW = 16
+"""messages that are received before others have a turn in the event loop"""
+log = logging.getLogger(__name__)
+
+# pyzmq's flags are enumerations: to combine two of them takes as long as to send a message.
+_NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
+_MORE_NOBLOCK = int(zmq.SNDMORE) | _NOBLOCK
+
+
+class PeerGoneError(TransferError):
+    """The addressed peer is not connected (`ROUTER_MANDATORY`)."""
+
+
+def peer_identity(instance: str, incarnation: int) -> bytes:
+    """The socket identity of one life of one instance."""
+    return f"{instance}#{incarnation}".encode()
+
+
+class _Socket(Generic[Incoming]):
+    """Needs a running event loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], incoming: Any) -> None:
+        self._socket = socket
+        self._socket.set_hwm(QUEUE_LEN)
+        self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self.num_malformed = 0
+        self._num_in_a_row = 0
+        self._arrival: asyncio.Future[None] | None = None
+        """for whoever waits for a message"""
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._on_signal)
+
+    async def _frames(self) -> list[bytes]:
+        """The next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row > MAX_IN_A_ROW:
+            self._num_in_a_row = 0
+            await asyncio.sleep(0)
+        while not self._has_message():
+            self._num_in_a_row = 0
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        return self._socket.recv_multipart(_NOBLOCK)
+
+    def _has_message(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+    def _on_signal(self) -> None:
+        if self._is_awaited():
+            self._wake()  # it will find out what there is
+        else:
+            self._socket.getsockopt(zmq.EVENTS)  # asked for, or the descriptor goes on telling
+
+    def _look(self) -> None:
+        """libzmq's descriptor tells of each arrival once, and not at all of what a call to the socket has
+        found by the way."""
+        if self._is_awaited() and self._has_message():
+            self._wake()
+
+    def _is_awaited(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
+
+    def _wake(self) -> None:
+        assert self._arrival is not None
+        self._arrival.set_result(None)
+
+    def _forget(self) -> None:
+        """To be called before the socket is closed."""
+        self._loop.remove_reader(self._descriptor)
+        if self._arrival is not None:
+            self._arrival.cancel()
+
+    def _parse(self, sender: bytes, payload: bytes) -> Incoming | None:
+        try:
+            message: Incoming = self._decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self.num_malformed += 1
+            reason = str(error)[:LOGGED_CHARS]  # it may quote the message
+            log.warning("dropped a malformed message of %d bytes from %r: %s", len(payload), sender, reason)
+            return None
+        return message
+
+
+class Router(_Socket[Incoming]):
+    """Binds `endpoint` for holders of `key`; `incoming` is the union of message types that may arrive."""
+
+    def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
+        self._gate = Gate(key, zmq.ROUTER)
+        super().__init__(zmq.Socket.shadow(self._gate.sockets[0]), incoming)
+        self._socket.router_mandatory = True
+        self._socket.router_handover = True
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from None
+        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were closed because they showed another key, or none."""
+        return self._gate.num_refused
+
+    @property
+    def num_unfinished(self) -> int:
+        """Connections that ended in the middle of their handshake."""
+        return self._gate.num_unfinished
+
+    def close(self) -> None:
+        """Close at once; the endpoint is free afterwards. Idempotent."""
+        if not self._socket.closed:
+            self._forget()
+        self._gate.close()
+
+    async def recv(self) -> tuple[bytes, Incoming]:
+        """The next well-formed message and its sender's identity."""
+        while True:
+            sender, *frames = await self._frames()
+            if sum(map(len, frames)) > LARGEST_MESSAGE_BYTES:
+                self.num_malformed += 1
+                continue
+            message = self._parse(sender, frames[0] if len(frames) == 1 else b"".join(frames))
+            if message is not None:
+                return sender, message
+
+    async def send(self, peer: bytes, message: msgspec.Struct) -> None:
+        """Raises `PeerGoneError` when `peer` is not connected or does not read."""
+        payload = _encode(message)
+        try:
+            self._socket.send(peer, _MORE_NOBLOCK)
+            self._socket.send(payload, _NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerGoneError(
+                f"cannot send {type(message).__name__} to {peer!r}: {error.strerror}"
+            ) from None
+        finally:
+            self._look()
+
+
+class Dealer(_Socket[Incoming]):
+    """Connects to a `Router` with the same `key` at `endpoint`, now or when it appears, under `identity`."""
+
+    def __init__(self, endpoint: str, identity: bytes, incoming: Any, key: ClusterKey) -> None:
+        super().__init__(zmq.Context.instance().socket(zmq.DEALER), incoming)
+        self._socket.linger = 0
+        self._socket.identity = identity
+        use_key(self._socket, key)
+        self._watch = ConnectionWatch(self._socket, endpoint, key)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
+        self.endpoint = endpoint
+
+    @property
+    def num_connections(self) -> int:
+        """That came about, one after the other: what was on its way when one broke may be lost. The one over
+        which the latest message came is among them."""
+        return self._watch.num_connections
+
+    @property
+    def has_reconnected(self) -> bool:
+        """Whether a connection has broken and there was another one."""
+        return self.num_connections > 1
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close at once; what was not sent may still leave within `linger_s`. Idempotent."""
+        if self._socket.closed:
+            return
+        self._watch.close()
+        self._forget()
+        self._socket.close(linger=int(1000 * linger_s))
+
+    async def recv(self) -> Incoming:
+        """The next well-formed message."""
+        while True:
+            frames = await self._frames()
+            message = self._parse(self.endpoint.encode(), frames[-1])
+            if message is not None:
+                return message
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Queued while the other side is away, up to `QUEUE_LEN` messages; then `PeerGoneError`.
+
+        Raises that as well for a message longer than a `Router` takes, which would end the connection.
+        """
+        payload = _encode(message)
+        if len(payload) > LARGEST_MESSAGE_BYTES:
+            raise PeerGoneError(
+                f"cannot send {type(message).__name__} of {len(payload)} bytes to {self.endpoint}:"
+                f" it takes {LARGEST_MESSAGE_BYTES}"
+            )
+        try:
+            if len(payload) <= LARGEST_FRAME_BYTES:
+                self._socket.send(payload, _NOBLOCK)
+            else:
+                self._send_in_frames(memoryview(payload))
+        except zmq.ZMQError as error:
+            raise PeerGoneError(
+                f"cannot send {type(message).__name__} to {self.endpoint}: {error.strerror}"
+            ) from None
+        finally:
+            self._look()
+
+    def _send_in_frames(self, payload: memoryview) -> None:
+        """All or nothing: libzmq drops what it has of a message that it cannot take to its end."""
+        last = (len(payload) - 1) // LARGEST_FRAME_BYTES * LARGEST_FRAME_BYTES
+        for start in range(0, last, LARGEST_FRAME_BYTES):
+            self._socket.send(payload[start : start + LARGEST_FRAME_BYTES], _MORE_NOBLOCK)
+        self._socket.send(payload[last:], _NOBLOCK)

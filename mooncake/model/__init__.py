@@ -1,0 +1,1 @@
+"""Files of a model: configuration, weights, GGUF, tokenizer, grammars over its vocabulary."""

@@ -1,0 +1,266 @@
+"""What a config.json says of a model, typed: its sizes, and its variants of the decoder layer.
+
+Owns: reading a Hugging Face config.json and refusing, by name, what would be computed wrongly or is beyond
+all measure. Does not know: files, weights, tokenizers, what computes the model.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from mooncake.errors import ModelError, shown
+from mooncake.messages.blocks import DTYPE_BYTES, KVDtype
+
+Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+RopeType = Literal["default", "linear", "llama3"]
+
+_ARCHITECTURE_OF_MODEL_TYPE: dict[str, Architecture] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_QWEN3_HEAD_DIM = 128  # what transformers assumes where a config.json is silent
+_ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+# Some ten times the largest models' sizes: what is beyond them is an error, and would only take memory.
+NumLayers = Annotated[int, Field(ge=1, le=1 << 10)]
+NumHeads = Annotated[int, Field(ge=1, le=1 << 12)]
+HeadDim = Annotated[int, Field(ge=2, le=1 << 12, multiple_of=2)]
+Width = Annotated[int, Field(ge=1, le=1 << 20)]
+_VocabSize = Annotated[int, Field(ge=1, le=1 << 22)]
+NumPositions = Annotated[int, Field(ge=1, le=1 << 27)]
+TokenId = Annotated[int, Field(ge=0, le=1 << 22)]
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+def _as_list(value: object) -> object:
+    if type(value) is int:
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"eos_token_id is {shown(value)}, expected token ids")
+    return value
+
+
+class Fields(BaseModel):
+    """Keys of a JSON object, of exactly these types; others are of no interest."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class _Names(Fields):
+    architectures: list[str] | None = None
+    model_type: str | None = None
+
+
+class GenerationDefaults(Fields):
+    """What a generation_config.json says, and a config.json too."""
+
+    eos_token_id: Annotated[list[TokenId], BeforeValidator(_as_list), Field(max_length=256)] | None = None
+    """the tokens that end an answer"""
+
+
+class Rope(Fields):
+    """Rotary frequencies, and how they are stretched beyond the length that the model was trained on."""
+
+    rope_theta: Positive | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    """the older name of `rope_type`"""
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: NumPositions | None = None
+    partial_rotary_factor: Positive | None = None
+
+    @property
+    def kind(self) -> RopeType:
+        """The type by either name."""
+        name = self.rope_type or self.type or "default"
+        for known in _ROPE_NEEDS:
+            if name == known:
+                return known
+        raise ValueError(f"rope type must be one of {', '.join(_ROPE_NEEDS)}, got {shown(name)}")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        needed = _ROPE_NEEDS[self.kind]
+        if missing := [key for key in needed if getattr(self, key) is None]:
+            raise ValueError(
+                f"rope type {self.kind!r} needs {', '.join(needed)}; missing: {', '.join(missing)}"
+            )
+        if self.kind == "llama3" and not (self.low_freq_factor or 0.0) < (self.high_freq_factor or 0.0):
+            raise ValueError(
+                f"low_freq_factor must be below high_freq_factor, got {self.low_freq_factor:g} and"
+                f" {self.high_freq_factor:g}"
+            )
+        return self
+
+
+class ModelConfig(GenerationDefaults):
+    """A decoder-only transformer of the Llama family. Absent keys mean what transformers assumes."""
+
+    architecture: Architecture
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: NumLayers
+    num_attention_heads: NumHeads
+    num_key_value_heads: NumHeads | None = None
+    head_dim: HeadDim | None = None
+    vocab_size: _VocabSize
+    max_position_embeddings: NumPositions
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-6
+    rope_theta: Positive | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    """transformers 5 keeps theta and scaling here"""
+    partial_rotary_factor: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    sliding_window: int | None = 4096
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Field(ge=0)] = 28
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads; as many as query heads where nothing is said."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions of a head."""
+        if self.head_dim is not None:
+            return self.head_dim
+        if self.architecture == "Qwen3ForCausalLM":
+            return _QWEN3_HEAD_DIM
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding, with its theta."""
+        rope = self.rope_parameters or self.rope_scaling or Rope()
+        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta or 10_000.0})
+
+    @property
+    def native_dtype(self) -> KVDtype:
+        """The dtype that the weights were published in."""
+        name = (self.dtype or self.torch_dtype or "float32").removeprefix("torch.")
+        for known in DTYPE_BYTES:
+            if name == known:
+                return known
+        raise ValueError(
+            f"weights of dtype {shown(name)} are not supported; expected {', '.join(DTYPE_BYTES)}"
+        )
+
+    @property
+    def window(self) -> tuple[int | None, int]:
+        """(sliding window in tokens, number of leading layers that see everything)."""
+        if self.architecture == "LlamaForCausalLM" or self.sliding_window is None:
+            return None, 0
+        if self.architecture != "MistralForCausalLM" and not self.use_sliding_window:
+            return None, 0
+        if self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window is {self.sliding_window}, in which a token sees nothing; expected a positive"
+                " number, or null for none"
+            )
+        if self.architecture == "MistralForCausalLM":
+            return self.sliding_window, 0
+        return self.sliding_window, self._num_full_attention_layers()
+
+    @property
+    def num_parameters(self) -> int:
+        """All numbers in all weights, biases and norms aside."""
+        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.num_hidden_layers * layer + embeddings
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_size}")
+        partial = self.rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
+        if not math.isclose(partial, 1.0):
+            raise ValueError(f"partial_rotary_factor must be 1.0, got {partial:g}")
+        # Properties that refuse what they cannot express.
+        _ = self.window, self.native_dtype
+        if self.quantization_config:
+            method = self.quantization_config.get("quant_method")
+            raise ValueError(
+                f"quantized safetensors ({shown(method)}) are not supported; use the unquantised checkpoint"
+                " or a GGUF file"
+            )
+        return self
+
+    def _num_full_attention_layers(self) -> int:
+        """Of Qwen's layers, which see everything before `max_window_layers`."""
+        num_layers, types = self.num_hidden_layers, self.layer_types
+        if types is None:
+            return min(num_layers, self.max_window_layers)
+        num_full = types.count("full_attention")
+        if types != ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full):
+            raise ValueError(
+                "layer_types must be full_attention layers followed by sliding_attention layers, "
+                f"{num_layers} in all, got {shown(types)}"
+            )
+        return num_full
+
+
+FieldsType = TypeVar("FieldsType", bound=Fields)
+
+
+def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Check `config`, which has the form of a config.json. Its architecture comes first: keys have names and
+    meanings of their own in each.
+
+    Raises ModelError that names the first wrong key, the value and what was expected.
+    """
+    names = read_fields(_Names, config)
+    implied = _ARCHITECTURE_OF_MODEL_TYPE.get(names.model_type or "")
+    named = names.architectures[0] if names.architectures else implied
+    supported = tuple(_ARCHITECTURE_OF_MODEL_TYPE.values())
+    if named not in supported:
+        raise ModelError(
+            f"architecture {shown(named or names.model_type)} is not supported; supported are"
+            f" {', '.join(supported)} (config.json: architectures, model_type)"
+        )
+    return read_fields(ModelConfig, {**config, "architecture": named})
+
+
+def read_fields(kind: type[FieldsType], values: Mapping[str, Any]) -> FieldsType:
+    """`values` as a `kind`. Raises ModelError that names the first wrong key."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        raise ModelError(message)
+    if first["type"] == "missing":
+        raise ModelError(f"{'.'.join(map(str, first['loc']))} is missing; expected a positive number")
+    key = ".".join(map(str, first["loc"]))
+    expected = message.removeprefix("Input should be ")
+    raise ModelError(f"{key} is {shown(first['input'])}, expected {expected}")

@@ -1,0 +1,181 @@
+"""Grammars: which tokens may come next, if the whole text is to be one that a grammar describes.
+
+A grammar is a text in llguidance's Lark, JSON schemas included (`%json`). The front compiles it to see that
+it is one, workers to draw by it. Both go through the same limits, so what the front has taken workers take.
+
+Owns: llguidance, its limits, what is kept. Does not know: what grammars are for, logits.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import llguidance
+import numpy as np
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from mooncake.errors import GrammarError, MooncakeError
+from mooncake.model.token_bytes import PieceBytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+MAX_GRAMMAR_BYTES = 32 << 10
+"""compiled in at most 2 s; 10 ms are usual"""
+_MAX_KEPT = 32
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+# llguidance's defaults for the rest: a mask takes at most some 20 ms, and usually 0.1 ms.
+_MAX_REASON_CHARS = 300
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_SOURCE = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+_UNREADABLE = re.compile(r'failed to parse "%json": (.*?)( at line \d+ column \d+)?')
+_UNSERVED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+class GrammarState:
+    """Of one text. What it allows is a function of the grammar and of the tokens so far."""
+
+    __slots__ = ("_bits", "_matcher", "_num_tokens", "error")
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._bits = allocate_token_bitmask(1, vocab_size)
+        self._num_tokens = 0
+        self.error: str | None = None
+        """why the text cannot go on, if a token did not fit or the grammar met a limit"""
+
+    def allowed_after(self, tokens: Sequence[int]) -> np.ndarray:
+        """What may follow `tokens`, which begin with those of the call before: uint8, 4 * ceil(V / 32).
+
+        Bit `i` of byte `j` stands for token `8 * j + i`. At the grammar's end, and after an error, only
+        tokens that end a text may come. Overwritten by the next call.
+        """
+        for token in tokens[self._num_tokens :]:
+            if not self._matcher.is_stopped():  # at its end there is nothing to follow
+                self._matcher.consume_token(token)
+        self._num_tokens = len(tokens)
+        fill_next_token_bitmask(self._matcher, self._bits)
+        if self._matcher.is_error():
+            self.error = self.error or _reason(self._matcher)
+        allowed: np.ndarray = self._bits[0].view(np.uint8)
+        return allowed
+
+
+class Grammar:
+    """Compiled."""
+
+    __slots__ = ("_matcher", "_vocab_size")
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def begin(self) -> GrammarState:
+        """The state before the first token."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+
+
+class Vocabulary:
+    """The tokens that grammars choose from: ids below `vocab_size`, the model's. Made in about a second."""
+
+    def __init__(self, backend: "Backend", eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        added = backend.get_added_tokens_decoder()
+        bytes_of = PieceBytes(backend, added)
+        ends = [token for token in eos_token_ids if token < vocab_size]
+        if not ends:
+            raise GrammarError("this model has no token that ends a text, so nothing can end by a grammar")
+        self.eos_token_id, self.bos_token_id = ends[0], None
+        self.tokens = [bytes_of(token) for token in range(vocab_size)]
+        self.special_token_ids = [
+            token for token, of_token in added.items() if of_token.special and token < vocab_size
+        ]
+        self._backend = backend
+        self.tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(self), n_vocab=vocab_size, eos_token=ends
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        """llguidance asks for the usual tokens of a text, to which it holds what has no choice."""
+        ids = self._encode(text.decode())
+        if not any(token in self.special_token_ids for token in ids):
+            return ids
+        # A text that looks like a special token is none.
+        return [token for character in text.decode() for token in self._encode(character)]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class Grammars:
+    """Compiles one after the other in a thread of its own, and keeps the latest."""
+
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        """`load` is called by `prepare`, or else in that thread when the first grammar comes."""
+        self._load = load
+        self._vocabulary: Vocabulary | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self.num_waiting = 0
+
+    def prepare(self) -> None:
+        """Load the vocabulary now, so that no stream stands still for it later.
+
+        If that cannot be, it is tried again, and told, when the first grammar comes.
+        """
+        with contextlib.suppress(MooncakeError):
+            self._vocabulary = self._load()
+
+    async def get(self, text: str) -> Grammar:
+        """Raises GrammarError with what is wrong with `text`."""
+        if (kept := self._kept.get(text)) is not None:
+            self._kept.move_to_end(text)
+            return kept
+        self.num_waiting += 1
+        try:
+            grammar = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, text)
+        finally:
+            self.num_waiting -= 1
+        self._kept[text] = grammar
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return grammar
+
+    def compile(self, text: str) -> Grammar:
+        """Compile in the caller's thread, and keep nothing. Raises GrammarError with what is wrong."""
+        if len(text) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"it has {len(text)} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+        matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, text, log_level=0, limits=_LIMITS)
+        grammar = Grammar(matcher, self._vocabulary.tokenizer.vocab_size)
+        if matcher.is_error():
+            raise GrammarError(_reason(matcher))
+        if (error := _first_error(grammar)) is not None:
+            raise GrammarError(error)
+        return grammar
+
+
+def _first_error(grammar: Grammar) -> str | None:
+    """Some limits are met with the first token only."""
+    state = grammar.begin()
+    state.allowed_after([])
+    return state.error
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """llguidance's, without the grammar's source: clients have written a schema."""
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    reason = " ".join(_PLACE.sub("", _SOURCE.sub("", text)).split())
+    if reason == "NoExtensionBias":
+        reason = "a reference ($ref) leads back to itself, with nothing in between to write"
+    elif (unserved := _UNSERVED.fullmatch(reason)) is not None:
+        reason = f"the schema has keywords that cannot be held to: {unserved[1]}"
+    elif (unreadable := _UNREADABLE.fullmatch(reason)) is not None:
+        is_deep = unreadable[1] == "recursion limit exceeded"
+        reason = f"the schema cannot be read: {'it is nested too deeply' if is_deep else unreadable[1]}"
+    reason = reason or "a token does not fit"
+    return reason if len(reason) <= _MAX_REASON_CHARS else reason[:_MAX_REASON_CHARS] + "..."

@@ -1,0 +1,140 @@
+"""The files that hold a model's weights: which they are, whether they are whole, and their digest.
+
+Owns: a Hugging Face directory's choice of safetensors files and the digest that stands for a model's weights.
+Does not know: what tensors are called in each format, what is done with them.
+"""
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from mooncake.errors import ModelError
+from mooncake.model.config import ModelConfig
+from mooncake.model.files import opened
+from mooncake.model.safetensors_file import DTYPE_BITS, read_safetensors_header
+
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
+_UNSCALED_DTYPES = frozenset(DTYPE_BITS) - {"F64", "F32", "F16", "BF16"}
+"""of safetensors; GGUF's integers have the same names"""
+# Old Llama checkpoints carry the rotary frequencies, which are computed instead.
+_COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+_INDEX_NAME = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 16 << 20
+_SAMPLE_BYTES = 64 << 10
+_SAMPLE_STRIDE_BYTES = 16 << 20
+_MAX_SAMPLES = 64
+
+
+class _Index(msgspec.Struct):
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+
+
+_index_decoder = msgspec.json.Decoder(_Index)
+
+
+class Tensor(NamedTuple):
+    """What a file says of one tensor; `dtype` in the format's own names."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+
+
+class WeightFile(NamedTuple):
+    """`label` names the file in the digest; empty where the name carries no meaning."""
+
+    label: str
+    path: Path
+    header_bytes: int
+
+
+def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
+    """The weight files of `model`, each checked to be whole and to hold its weights."""
+    index_path = directory / _INDEX_NAME
+    mapped = _weight_map(index_path) if os.path.lexists(index_path) else {}
+    if mapped:
+        names = sorted(set(mapped.values()))
+        if missing := [name for name in names if not (directory / name).exists()]:
+            raise ModelError(f"{directory} lacks {', '.join(missing[:5])}, which {_INDEX_NAME} names")
+    elif os.path.lexists(directory / "model.safetensors"):
+        names = ["model.safetensors"]
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        raise ModelError(
+            f"{directory} has no *.safetensors files; other weight formats (.bin, .pth) are not read"
+        )
+    headers = {name: read_safetensors_header(directory / name) for name in names}
+    for name, header in headers.items():
+        tensors = (Tensor(tensor, entry.dtype, entry.shape) for tensor, entry in header.tensors.items())
+        check_tensors(directory / name, tensors, model)
+    for tensor, file_name in mapped.items():
+        if tensor not in headers[file_name].tensors:
+            raise ModelError(
+                f"{directory / file_name} lacks tensor {tensor!r}, which the index says it holds"
+            )
+    return [WeightFile(name, directory / name, header.header_bytes) for name, header in headers.items()]
+
+
+def _weight_map(index_path: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    with opened(index_path, _MAX_INDEX_BYTES) as file:
+        content = file.read(_MAX_INDEX_BYTES)
+    try:
+        weight_map = _index_decoder.decode(content).weight_map
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ModelError(f"{index_path} has no weight_map that can be read: {error}") from None
+    if strange := [name for name in weight_map.values() if Path(name).name != name]:
+        raise ModelError(f"{index_path} names {strange[0]!r}; expected files beside it")
+    return weight_map
+
+
+def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> None:
+    """Refuse tensors that are no weights of `model`.
+
+    Integers without their scales would be taken for weights, and layers beyond the last would be left out:
+    the model would answer, and nonsense. Raises ModelError.
+    """
+    for name, dtype, shape in tensors:
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= model.num_hidden_layers:
+            raise ModelError(
+                f"{path}: tensor {name!r} is of a layer beyond the {model.num_hidden_layers} that the"
+                " configuration names"
+            )
+        if dtype in _UNSCALED_DTYPES and not name.endswith(_COMPUTED_SUFFIX):
+            raise ModelError(
+                f"{path}: tensor {name!r} is {dtype}, which means nothing without scales, and those are not"
+                " read; use the unquantised checkpoint or a GGUF file"
+            )
+        if math.prod(shape) > model.num_parameters:
+            raise ModelError(
+                f"{path}: tensor {name!r} has the shape {list(shape)}, which is more than the whole model of"
+                f" this configuration: {model.num_parameters} numbers"
+            )
+
+
+def weights_digest(files: Iterable[WeightFile]) -> str:
+    """SHA-256 over names, sizes, headers, and samples of the content: the ends, and a piece in every stride.
+
+    Not all of it: hashing every byte would cost minutes for a large model, and headers, sizes and samples
+    already differ between any two models that one could mix up (a fine-tune changes nearly every weight).
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with opened(file.path) as content:
+            size_bytes = os.fstat(content.fileno()).st_size
+            digest.update(f"{file.label}\0{size_bytes}\0".encode())
+            digest.update(content.read(file.header_bytes))
+            stride = max(_SAMPLE_STRIDE_BYTES, size_bytes // _MAX_SAMPLES)
+            last = max(file.header_bytes, size_bytes - _SAMPLE_BYTES)
+            for start in (*range(file.header_bytes, last, stride), last):
+                content.seek(start)
+                digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

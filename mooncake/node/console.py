@@ -1,0 +1,107 @@
+"""What a person sees of the supervisor: progress bars on a terminal, plain lines elsewhere.
+
+Everything is written by a thread of its own: a terminal that is stopped, or a pipe that nobody reads, must
+not stop the cluster. What does not fit into its queue is dropped.
+"""
+
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+import rich.console
+import rich.progress
+
+from mooncake.node.process import Progress
+
+QUEUE_LEN = 10_000
+LAST_WORDS_S = 1.0
+
+
+class Console:
+    """Shows the state of the named children on stderr; the final hint goes to stdout.
+
+    A context manager; at its end `is_stuck` says whether some output could not be written.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description:<22}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[state]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks = {name: self._progress.add_task(name, total=None, state="starting") for name in names}
+        self._phases: dict[str, str] = {}
+        self._writes: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LEN)
+        self._writer = threading.Thread(target=self._write, name="console", daemon=True)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the writer is still waiting for somebody to read."""
+        return self._writer.is_alive()
+
+    def _write(self) -> None:
+        while (write := self._writes.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # stdout or stderr is closed; the other may not be
+                write()
+
+    def _put(self, write: Callable[[], None] | None) -> None:
+        with contextlib.suppress(queue.Full):
+            self._writes.put_nowait(write)
+
+    def __enter__(self) -> "Console":
+        self._writer.start()
+        self._put(self._progress.start)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._put(self._progress.stop)
+        self._put(None)
+        self._writer.join(LAST_WORDS_S)
+
+    def line(self, name: str, text: str) -> None:
+        """A line that a child printed."""
+        self._put(lambda: self._console.print(f"[{name}] {text}", markup=False))
+
+    def error(self, message: str) -> None:
+        """Why everything ends."""
+        self._put(lambda: self._console.print(f"error: {message}", markup=False))
+
+    def progress(self, name: str, progress: Progress) -> None:
+        """How far a child is with starting. Without a terminal each phase is said once."""
+        self._show(name, total=progress.total or None, completed=progress.done, state=progress.phase)
+        if not self._console.is_terminal and self._phases.get(name) != progress.phase:
+            self.line(name, progress.phase)
+        self._phases[name] = progress.phase
+
+    def ready(self, name: str, detail: str) -> None:
+        """A child serves."""
+        self._show(name, total=1, completed=1, state="ready")
+        self.line(name, f"ready {detail}".rstrip())
+
+    def died(self, name: str, code: int | None, last_lines: Iterable[str], backoff_s: float) -> None:
+        """A child ended by itself; it is started again after `backoff_s`."""
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        self.line(name, f"died ({how}); starting it again in {backoff_s:g} s. Its last lines:")
+        for text in last_lines:
+            self.line(name, f"  | {text}")
+        self._show(name, total=None, completed=0, state="restarting")
+
+    def announce(self, seconds: float, hint: str) -> None:
+        """Everything serves."""
+        self._put(self._progress.stop)
+        self._put(lambda: self._console.print(f"ready in {seconds:.1f} s. Ctrl-C ends it.", markup=False))
+        if hint:
+            self._put(lambda: print(f"Try it:\n\n  {hint}\n", file=sys.stdout, flush=True))
+
+    def _show(self, name: str, total: int | None, completed: int, state: str) -> None:
+        task = self._tasks[name]
+        self._put(lambda: self._progress.update(task, total=total, completed=completed, state=state))

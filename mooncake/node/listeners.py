@@ -1,0 +1,130 @@
+"""The TCP ports at which the processes of a node listen, and whether they are free.
+
+Owns: which ports follow from a configuration. Does not know: who listens there, and with what.
+"""
+
+import errno
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mooncake.config.settings import Config, env_name, flag_name, host_and_port
+from mooncake.errors import ConfigError
+from mooncake.messages.workers import Role
+
+_ANY_PORT = "*"
+
+
+class Place(NamedTuple):
+    """Where a process listens, and the key of the configuration that says so."""
+
+    key: str
+    host: str
+    port: int
+
+
+class Part(NamedTuple):
+    """What has a messenger and a worker: an instance, or one of its stages or ranks."""
+
+    stage: int
+    leads: bool
+    """whether it speaks for its instance"""
+
+
+def parts_of(config: Config) -> list[Part]:
+    """The parts that run on this node, in the order in which their ports are numbered."""
+    if config.role == "all":
+        roles = [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
+    else:
+        roles = [Role(config.role)] if config.runs_instances else []
+    pipeline = config.pipeline
+    return [
+        Part(stage, leads=stage == 0 and rank == 0)
+        for role in roles
+        for stage in _stages(role, pipeline.stages, pipeline.stage)
+        for rank in range(config.worker.tensor_parallel)
+    ]
+
+
+def _stages(role: Role, num_stages: int, only: int | None) -> range | list[int]:
+    if only is not None:
+        return [only]
+    return range(num_stages if role is Role.PREFILL else 1)
+
+
+def places(config: Config) -> list[Place]:
+    """The ports that are known before anything runs: not those that are found free."""
+    wanted = [*_of_front(config), *_of_conductor(config), *_of_parts(config, parts_of(config))]
+    return [place for place in wanted if place.port]
+
+
+def check_free(wanted: list[Place]) -> None:
+    """Raises ConfigError for the first port at which nobody can listen now, or two of these would."""
+    keys: dict[tuple[str, int], str] = {}
+    for key, host, port in wanted:
+        if (rival := keys.setdefault((host, port), key)) != key:
+            raise ConfigError(f"{key}: port {port} on {host} is {rival}'s too; choose another")
+        try:
+            _bind(host, port)
+        except socket.gaierror as error:
+            raise ConfigError(f"{key}: cannot listen on {host}: {error.strerror}") from None
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                path = tuple(key.split("."))
+                raise ConfigError(
+                    f"port {port} on {host} is in use; choose another with {flag_name(path)} or"
+                    f" {env_name(path)}"
+                ) from None
+            raise ConfigError(f"{key}: cannot listen on port {port} of {host}: {error.strerror}") from None
+
+
+def _bind(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def _of_front(config: Config) -> Iterator[Place]:
+    if config.role in ("prefill", "decode"):
+        return
+    yield Place("http.port", config.http.host, config.http.port)
+    if config.http.admin_listen is not None:
+        yield Place("http.admin_listen", *host_and_port(config.http.admin_listen))
+
+
+def _of_conductor(config: Config) -> Iterator[Place]:
+    bound = {"conductor": ("endpoint", "reply_endpoint"), "front": ("reply_endpoint",)}
+    for name in bound.get(config.role, ()):
+        yield from _of_endpoint(f"conductor.{name}", getattr(config.conductor, name))
+
+
+def _of_parts(config: Config, parts: list[Part]) -> Iterator[Place]:
+    kvcache, messenger = config.kvcache, config.messenger
+    for index, part in enumerate(parts):
+        if messenger.port:
+            yield from (Place("messenger.port", host, messenger.port + index) for host in messenger.hosts)
+        if kvcache.listen is not None:
+            yield _higher(Place("kvcache.listen", *host_and_port(kvcache.listen)), index)
+        for name in ("vllm_events", "vllm_replay"):
+            endpoint = getattr(kvcache, name)
+            yield from (_higher(place, index) for place in _of_endpoint(f"kvcache.{name}", endpoint or ""))
+        if config.worker.metrics_listen is not None and part.leads:
+            listen = host_and_port(config.worker.metrics_listen)
+            yield _higher(Place("worker.metrics_listen", *listen), index)
+        if part.stage < len(config.pipeline.endpoints):
+            yield from _of_endpoint("pipeline.endpoints", config.pipeline.endpoints[part.stage])
+
+
+def _higher(place: Place, num_ports: int) -> Place:
+    return place._replace(port=place.port + num_ports) if place.port else place
+
+
+def _of_endpoint(key: str, endpoint: str) -> Iterator[Place]:
+    """Of a ZeroMQ endpoint, if it is a port of TCP that is known; `*` is any address."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "tcp" and not rest.endswith(f":{_ANY_PORT}"):
+        host, port = host_and_port(rest)
+        yield Place(key, "" if host == "*" else host, port)

@@ -1,0 +1,263 @@
+"""What runs on this node: one `ChildSpec` a process, derived from the configuration.
+
+--role all        conductor, and for each instance a messenger and a worker
+--role conductor  conductor
+--role prefill    one messenger and one worker, for each stage of a pipeline or rank of a group
+--role decode     one messenger and one worker, for each rank of a group
+--role front      a front beside that of the conductor
+
+Owns: which processes those are, and the addresses that they share. Does not know: how they are started
+(`mooncake.node.supervisor`), how memory is taken (`mooncake.node.segments`).
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mooncake.config.sections import KVCacheConfig, MessengerConfig, WorkerConfig
+from mooncake.config.settings import Config
+from mooncake.errors import ConfigError
+from mooncake.messages.workers import Role
+from mooncake.node.lives import Life
+from mooncake.node.process_config import (
+    PASS_RECORD_BYTES,
+    ConductorProcess,
+    FrontProcess,
+    MessengerProcess,
+    RankProcess,
+    StageProcess,
+    WorkerProcess,
+)
+from mooncake.node.rundir import Run, RunDirectory
+from mooncake.node.segments import check_memory, create_segment
+from mooncake.security.keys import ClusterKey
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A process to supervise. `config` makes the JSON that a life of it is started with."""
+
+    name: str
+    module: str
+    config: Callable[[Life], str]
+    pass_fds: tuple[int, ...] = ()
+    drains: bool = False
+    """SIGTERM lets it finish what it runs; SIGINT does not"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What has a messenger and a worker: an instance, or one of its stages or ranks."""
+
+    instance: str
+    role: Role
+    stage: StageProcess
+    rank: RankProcess
+
+    @property
+    def leads(self) -> bool:
+        """Whether it speaks for its instance."""
+        return self.stage.number == 0 and self.rank.number == 0
+
+    @property
+    def name(self) -> str:
+        return self.rank.part_of(self.stage.part_of(self.instance))
+
+
+def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
+    """The processes of this node, in the order in which they are started.
+
+    Creates the pool segments: their memory is taken here, all at once, so that a node which does not
+    have it fails at start and not under load.
+    """
+    if config.role == "all":
+        local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
+        conductor = config.conductor.model_copy(
+            update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
+        )
+        config = config.model_copy(update={"conductor": conductor})
+    has_api = config.role in ("all", "conductor", "front")
+    http_port = config.http.port or None if has_api else None
+    run_dir.describe(Run(config.role, config.conductor.endpoint, http_port))
+    key = _cluster_key(config)
+    parts = _parts(config, run_dir)
+    check_memory([part.name for part in parts], config.kvcache)
+    _check_directories(config)
+    specs = []
+    if config.role in ("all", "conductor"):
+        specs.append(_conductor(config, key))
+    elif config.role == "front":
+        specs.append(_front(config, key, _name_of_node(config, run_dir)))
+    for index, part in enumerate(parts):
+        # Sockets are numbered: a host's name may be longer than a socket's path.
+        sockets = {
+            kind: run_dir.socket(f"{kind}-{index}") for kind in ("worker", "peers", "events", "replay")
+        }
+        specs += _part(config, key, index, sockets, part, len(parts))
+    return specs
+
+
+def _cluster_key(config: Config) -> ClusterKey:
+    """The key of the cluster. One that is all on this node needs none that others know."""
+    if config.security.key_file is not None:
+        return ClusterKey.load(config.security.key_file)
+    if config.role == "all":
+        if config.kvcache.listen is not None:
+            raise ConfigError(
+                "kvcache.listen is for clients on other hosts, who need the cluster's key: make one with"
+                " `mooncake-serve keygen cluster.key` and name it with --security-key-file cluster.key"
+            )
+        return ClusterKey.generate()
+    raise ConfigError(
+        f"role {config.role} needs security.key_file, the key that all nodes of the cluster share:"
+        " make it once with `mooncake-serve keygen cluster.key`, copy the file to every node, and start each"
+        " with --security-key-file cluster.key"
+    )
+
+
+def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
+    if config.role == "all":
+        counts = {Role.PREFILL: config.num_prefill, Role.DECODE: config.num_decode}
+        return [(f"{role.value}-{index}", role) for role, count in counts.items() for index in range(count)]
+    if not config.runs_instances:
+        return []
+    return [(config.instance or _name_of_node(config, run_dir), Role(config.role))]
+
+
+def _name_of_node(config: Config, run_dir: RunDirectory) -> str:
+    """Two nodes may have one hostname, but a name belongs to one instance or front."""
+    return f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
+
+
+def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
+    """The stages and ranks of instances that are to run here, and other instances as they are."""
+    parts = []
+    for index, (name, role) in enumerate(_instances(config, run_dir)):
+        pipeline = config.pipeline
+        num_stages = pipeline.stages if role is Role.PREFILL else 1
+        endpoints = pipeline.endpoints or [
+            f"ipc://{run_dir.socket(f'stage-{index}-{stage}')}" for stage in range(num_stages - 1)
+        ]
+        here = range(num_stages) if pipeline.stage is None else [pipeline.stage]
+        parts += [
+            _Part(name, role, StageProcess(number=stage, num_stages=num_stages, endpoints=endpoints), rank)
+            for stage in here
+            for rank in _ranks(config.worker.tensor_parallel, index, run_dir)
+        ]
+    return parts
+
+
+def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
+    """Of the instance `index` of this node, which has no stages if they are several."""
+    endpoints = [f"ipc://{run_dir.socket(f'rank-{index}-{number}')}" for number in range(1, size)]
+    meeting = str(run_dir.path / f"ranks-{index}")
+    return [
+        RankProcess(number=number, size=size, endpoints=endpoints, meeting=meeting) for number in range(size)
+    ]
+
+
+def _check_directories(config: Config) -> None:
+    """Here, and not when the first worker has loaded its model."""
+    for path in config.kvcache.ssd_dirs if config.runs_instances else ():
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
+
+
+def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
+    process = ConductorProcess(cluster_key=key, config=config)
+    return ChildSpec("conductor", "conductor.process.service", lambda _: process.model_dump_json())
+
+
+def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:
+    def process(life: Life) -> str:
+        return FrontProcess(
+            cluster_key=key, config=config, name=name, incarnation=life.incarnation
+        ).model_dump_json()
+
+    return ChildSpec("front", "conductor.front.process.service", process)
+
+
+def _part(
+    config: Config,
+    key: ClusterKey,
+    index: int,
+    sockets: dict[str, str],
+    part: _Part,
+    num_local_workers: int,
+) -> list[ChildSpec]:
+    segment_fd = create_segment(part.name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
+    record_fd = _pass_record(part.name)
+    if config.role == "all":
+        event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
+    else:
+        event_endpoints = (f"tcp://{config.messenger.hosts[0]}:*",) * 2
+
+    def messenger(life: Life) -> str:
+        return MessengerProcess(
+            cluster_key=key,
+            settings=_messenger_of_part(config.messenger, index),
+            security=config.security,
+            kvcache=_of_part(config.kvcache, index),
+            instance=part.name,
+            incarnation=life.incarnation,
+            worker_socket=sockets["worker"],
+            peer_socket=sockets["peers"],
+            event_endpoints=event_endpoints,
+            segment_fd=segment_fd,
+        ).model_dump_json()
+
+    def worker(life: Life) -> str:
+        return WorkerProcess(
+            cluster_key=key,
+            config=config.model_copy(update={"worker": _worker_of_part(config.worker, index)}),
+            role=part.role,
+            instance=part.instance,
+            incarnation=life.incarnation,
+            messenger_socket=sockets["worker"],
+            num_local_workers=num_local_workers,
+            stage=part.stage,
+            rank=part.rank,
+            previous_end=life.previous_end,
+            pass_record_fd=record_fd,
+        ).model_dump_json()
+
+    return [
+        ChildSpec(f"{part.name}/messenger", "kvstore.server.service", messenger, pass_fds=(segment_fd,)),
+        ChildSpec(part.name, "workers.process.service", worker, pass_fds=(record_fd,), drains=part.leads),
+    ]
+
+
+def _pass_record(name: str) -> int:
+    """Memory in which a worker says whose pass it computes, for its next life
+    (`workers.execution.pass_record`).
+    """
+    descriptor = os.memfd_create(f"mooncake-{name}-pass")
+    os.ftruncate(descriptor, PASS_RECORD_BYTES)
+    return descriptor
+
+
+def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
+    """Part `index` of a node listens that many ports higher than the first."""
+    addresses = {name: getattr(kvcache, name) for name in ("listen", "vllm_events", "vllm_replay")}
+    return kvcache.model_copy(
+        update={name: _port_higher(address, index) for name, address in addresses.items() if address}
+    )
+
+
+def _worker_of_part(worker: WorkerConfig, index: int) -> WorkerConfig:
+    """As `_of_part`."""
+    address = worker.metrics_listen
+    return worker.model_copy(update={"metrics_listen": address and _port_higher(address, index)})
+
+
+def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:
+    """As `_of_part`."""
+    return settings.model_copy(update={"port": settings.port + index if settings.port else 0})
+
+
+def _port_higher(address: str, num_ports: int) -> str:
+    place, _, port = address.rpartition(":")
+    if port.isdigit():
+        return f"{place}:{int(port) + num_ports}" if int(port) else address
+    return address if port == "*" or not num_ports else f"{address}-{num_ports}"  # an ipc path

@@ -1,0 +1,185 @@
+"""The child's side of supervision: configuration in, progress and errors out, an end that is certain.
+
+A child process gets its configuration as one JSON line on stdin. The pipe stays open as long as the
+supervisor lives: its end, like SIGTERM, stops the child. Progress and the reason of a fatal error go
+back as JSON lines on the descriptor named by `MOONCAKE_STATUS_FD`; a child started by hand has none
+and only logs.
+
+Owns: start and end of a child process. Does not know: what the child does.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel
+
+from mooncake import native
+from mooncake.errors import ConfigError, MismatchError, ModelError
+from mooncake.node.log_writer import LogWriter
+
+STATUS_FD_VARIABLE = "MOONCAKE_STATUS_FD"
+LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
+FATAL_EXIT_CODE = 3
+STOP_DEADLINE_S = 3.0
+BEAT_S = 1.0
+"""between two signs of life"""
+
+Config = TypeVar("Config", bound=BaseModel)
+log = logging.getLogger(__name__)
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """`done` of `total` units of `phase` (loading weights: bytes)."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The child serves. `detail` is shown to the user, and `hint` once all children serve: what to try."""
+
+    detail: str = ""
+    hint: str = ""
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The child's event loop turns, as it does every `BEAT_S` unless it hangs or the process is stopped."""
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """The child cannot serve and a restart would not help: the supervisor ends with this message."""
+
+    message: str
+
+
+class Measured(msgspec.Struct, tag=True, frozen=True):
+    """One duration for a profile (`mooncake.config.profile`): of a prefill of so many new and cached
+    tokens, or of a step of so many requests and KV tokens in all. `engine`: what computed.
+    """
+
+    what: Literal["prefill", "decode"]
+    first: int
+    second: int
+    seconds: float
+    engine: str
+
+
+Status = Progress | Ready | Alive | Fatal | Measured
+
+
+def report(status: Status) -> None:
+    """Tell the supervisor. Without one the status is only logged."""
+    fd = os.environ.get(STATUS_FD_VARIABLE)
+    if fd is None:
+        log.info("%s", status)
+        return
+    with contextlib.suppress(BrokenPipeError):
+        os.write(int(fd), msgspec.json.encode(status) + b"\n")
+
+
+def child_main(
+    config_type: type[Config],
+    serve: Callable[[Config], Awaitable[None]],
+    loop_factory: Callable[[Config], asyncio.AbstractEventLoop] = lambda _: asyncio.new_event_loop(),
+) -> None:
+    """Run `serve(config)` until it returns, SIGTERM or SIGINT arrives, or the supervisor is gone.
+
+    `serve` is cancelled to stop it and cleans up in `finally`. An error that a restart would only repeat
+    (configuration, model, mismatch) ends the process with code 3 and one line; any other exception ends it
+    with a traceback, and it is restarted.
+    """
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "warning").upper()
+    log_writer = LogWriter(sys.stderr)
+    logging.root.addHandler(log_writer)
+    logging.root.setLevel(level)
+    _report_compiling()
+    _raise_descriptor_limit()
+    config = config_type.model_validate_json(sys.stdin.readline())
+    gc.freeze()  # the modules: to look through them would stop a worker for 100 ms every now and then
+    try:
+        with asyncio.Runner(loop_factory=functools.partial(loop_factory, config)) as runner:
+            runner.run(_run(serve(config)))
+    except* (ConfigError, ModelError, MismatchError) as errors:
+        message = _first_message(errors)
+        report(Fatal(message))
+        log_writer.finish()
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(FATAL_EXIT_CODE)
+    finally:
+        log_writer.finish()
+
+
+class _Reporting(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        report(Progress(record.getMessage(), 0, 0))
+
+
+def _report_compiling() -> None:
+    """Whatever is logged: it is a reason to wait."""
+    native.compiling.addHandler(_Reporting())
+    native.compiling.setLevel(logging.INFO)
+    native.compiling.propagate = False
+
+
+def _raise_descriptor_limit() -> None:
+    """Every client is a descriptor, and the usual soft limit of 1,024 is soon reached."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _first_message(errors: BaseExceptionGroup[BaseException]) -> str:
+    """The message of the first error, out of all task groups around it."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+async def _run(serve: Awaitable[None]) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(serve)
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            task.cancel()
+            # Device work cannot be cancelled; the end must not wait for it.
+            loop.call_later(STOP_DEADLINE_S, os._exit, 0)
+
+    def on_stdin() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):  # the supervisor is gone
+            loop.remove_reader(sys.stdin.fileno())
+            stop()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
+    loop.add_reader(sys.stdin.fileno(), on_stdin)
+    beating = asyncio.create_task(_beat())
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    finally:
+        beating.cancel()
+
+
+async def _beat() -> None:
+    status_fd = os.environ.get(STATUS_FD_VARIABLE)
+    while status_fd is not None:
+        _, writable, _ = select.select([], [int(status_fd)], [], 0)
+        if writable:  # a supervisor that is stopped reads nothing, and must not stop its children
+            report(Alive())
+        await asyncio.sleep(BEAT_S)

@@ -1,0 +1,137 @@
+"""The memory of a node's pools: one segment each, which is taken at start, all at once.
+
+Owns: how much there is, segments and the files that keep them. Does not know: which pools there are
+(`mooncake.node.plan`), what a segment holds.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mooncake.config.sections import KVCacheConfig
+from mooncake.errors import ConfigError
+from mooncake.node.mapping import allocate
+
+GIB = 1 << 30
+SMALLEST_POOL_BYTES = 1 << 16
+LOCK_PATIENCE_S = 3.0
+
+
+def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
+    """Taking more memory than there is would not fail: it would get some process killed. Less than a block
+    needs is most often a number that lacks its unit. Raises ConfigError.
+
+    `names` of the pools that are to be here.
+    """
+    if names and kvcache.pool_bytes < SMALLEST_POOL_BYTES:
+        raise ConfigError(
+            f"kvcache.pool_bytes: {int(kvcache.pool_bytes)} bytes are too few for any block;"
+            " a size takes a unit, such as 4GiB"
+        )
+    kept_in = kvcache.segment_dir
+    new = [name for name in names if kept_in is None or not _segment_path(kept_in, name).exists()]
+    wanted = len(new) * int(kvcache.pool_bytes)
+    available = available_bytes()
+    if available is not None and wanted > available:
+        raise ConfigError(
+            f"kvcache.pool_bytes: {len(new)} pools on this node take {wanted / GIB:.1f} GiB, "
+            f"{available / GIB:.1f} GiB of memory are available on this node"
+        )
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take: the machine's, or its control group's if that is less."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int((group / "memory.max").read_text())  # "max" when there is none
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text())
+        reclaimable = int(statistics["active_file"]) + int(
+            statistics["inactive_file"]
+        )  # a file that was read
+        available = min(available, limit - used + reclaimable)
+    return available
+
+
+def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
+    """Shared memory of `size_bytes`, all of it allocated.
+
+    Without `directory` it is gone with its last user. Else it is the file `name`.segment there, what it holds
+    is kept, and no other live process may use it.
+    """
+    if directory is not None:
+        return _segment_file(_segment_path(directory, name), size_bytes)
+    descriptor = os.memfd_create(f"mooncake-{name}")
+    return _allocated(descriptor, size_bytes, f"shared memory for {name}", is_new=True)
+
+
+def _segment_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.segment"
+
+
+def _segment_file(path: Path, size_bytes: int) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"kvcache.segment_dir: cannot use {path}: {error.strerror}") from None
+    if not _is_locked(descriptor):
+        owner = _lock_owner(os.fstat(descriptor).st_ino)
+        os.close(descriptor)
+        raise ConfigError(
+            f"kvcache.segment_dir: {path} belongs to the live process {owner}, this is {os.getpid()};"
+            " end that one first or name another directory"
+        )
+    found_bytes = os.fstat(descriptor).st_size
+    if found_bytes not in (0, size_bytes):
+        os.close(descriptor)
+        raise ConfigError(
+            f"kvcache.segment_dir: {path} has {found_bytes} bytes, kvcache.pool_bytes is {size_bytes};"
+            " give the pool the size of the file, or remove the file"
+        )
+    return _allocated(descriptor, size_bytes, str(path), is_new=not found_bytes)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Locks the file for whoever holds this descriptor: us, and the messenger that gets it.
+
+    Those of a supervisor that was killed end a moment after it.
+    """
+    deadline_s = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
+def _lock_owner(inode: int) -> str:
+    """The process that has locked a file, as the kernel tells it."""
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if "FLOCK" in fields and fields[-3].endswith(f":{inode}"):
+            return fields[-4]
+    return "(unknown)"
+
+
+def _allocated(descriptor: int, size_bytes: int, what: str, *, is_new: bool) -> int:
+    try:
+        if is_new:
+            allocate(descriptor, size_bytes)
+        else:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"kvcache.pool_bytes: no {size_bytes} bytes for {what}: {error.strerror}") from None
+    return descriptor

@@ -1,0 +1,366 @@
+"""The supervisor: starts this node's processes, reports on them, restarts them, ends them all.
+
+It holds the descriptors of the pool segments, so sealed KVCache outlives the processes that map it.
+
+Owns: child processes and the run directory (sockets). Does not know: what the children do.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+
+from mooncake.config.settings import Config
+from mooncake.node.console import Console
+from mooncake.node.lives import Life, ProcessEnd, end_of, num_oom_kills
+from mooncake.node.plan import ChildSpec, plan_node
+from mooncake.node.process import (
+    BEAT_S,
+    FATAL_EXIT_CODE,
+    LOG_LEVEL_VARIABLE,
+    STATUS_FD_VARIABLE,
+    Alive,
+    Fatal,
+    Progress,
+    Ready,
+    Status,
+)
+from mooncake.node.rundir import RunDirectory
+
+STOP_GRACE_S = 4.0
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+KILL_GRACE_S = 2.0
+NUM_LAST_LINES = 20
+LONGEST_LINE_BYTES = 1 << 14
+
+_status_decoder = msgspec.json.Decoder(Status)
+
+
+async def supervise(config: Config) -> int:
+    """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
+    started_at_s = time.monotonic()
+    stopping = Stopping()  # before there is anything that a signal could leave behind
+    with RunDirectory() as run_dir:
+        if config.runs_instances:
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                size = config.kvcache.pool_bytes.human_readable()
+                print(f"taking memory for the KVCache pool, {size} an instance", file=sys.stderr, flush=True)
+        specs = await _planned(config, run_dir, stopping)
+        if specs is None:
+            run_dir.remove()
+            os._exit(0)  # the interpreter would wait for the thread that takes memory
+        children = [Child(spec, config.log_level) for spec in specs]
+        # Without a conductor nothing that runs can end.
+        drain_s = config.worker.drain_timeout_s if config.role in ("prefill", "decode") else 0.0
+        hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
+        supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s, started_at_s)
+        code = await supervisor.run()
+    if supervisor.is_stuck:
+        os._exit(code)  # the interpreter would wait for the console's writer
+    return code
+
+
+async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") -> list[ChildSpec] | None:
+    """None if all is to end before the pools have their memory, which takes seconds where they are large."""
+    planning = asyncio.create_task(asyncio.to_thread(plan_node, config, run_dir))
+    ending = asyncio.create_task(stopping.is_wanted.wait())
+    await asyncio.wait((planning, ending), return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    return await planning if planning.done() else None
+
+
+class Stopping:
+    """SIGINT and SIGTERM, from now on: the first ends everything, a second does not wait for what runs."""
+
+    def __init__(self) -> None:
+        self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.is_wanted.is_set():
+            self.is_urgent.set()
+        self.is_wanted.set()
+
+
+class Child:
+    """One supervised process, over all its lives."""
+
+    def __init__(self, spec: ChildSpec, log_level: str) -> None:
+        self.spec = spec
+        self.process: asyncio.subprocess.Process | None = None
+        self.is_ready = False
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self.num_missed_beats: int | None = None
+        """since it last gave a sign of life; None before its first one"""
+        self.end: ProcessEnd | None = None
+        """of the latest life that has ended"""
+        self.num_failed_starts = 0
+        """in a row: lives that ended by their own fault before they were ready"""
+        self._log_level = log_level
+        self._incarnation = 0
+        self._hung = False
+        self._signal: signal.Signals | None = None
+
+    async def start(self) -> AsyncIterator[Status | str]:
+        """Start one life; yields its status messages and its output lines until it has ended."""
+        self.is_ready, self.num_missed_beats, self._hung = False, None, False
+        self.last_lines.clear()
+        num_oom_kills_before = num_oom_kills()
+        status_read, status_write = os.pipe()
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self.spec.module,
+            self.spec.name,  # for people who look at processes
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=(status_write, *self.spec.pass_fds),
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which ends them all
+            env={**os.environ, STATUS_FD_VARIABLE: str(status_write), LOG_LEVEL_VARIABLE: self._log_level},
+        )
+        os.close(status_write)
+        if self._signal is not None:
+            self._send(self._signal)  # it came while the process was being started
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        # stdin stays open: its end tells the child that the supervisor is gone.
+        # Grows even when the clock is set back.
+        self._incarnation = max(self._incarnation + 1, time.time_ns())
+        life = Life(self._incarnation, self.end)
+        self.process.stdin.write(self.spec.config(life).encode() + b"\n")
+        queue: asyncio.Queue[Status | str | None] = asyncio.Queue()
+        status_reader = await _pipe_reader(status_read)
+        async with asyncio.TaskGroup() as readers:
+            readers.create_task(_forward(self.process.stdout, queue, _text))
+            readers.create_task(_forward(status_reader, queue, _status))
+            for _ in range(2):
+                while (item := await queue.get()) is not None:
+                    if isinstance(item, Alive):
+                        self.num_missed_beats = 0
+                        continue
+                    if isinstance(item, Ready):
+                        self.is_ready = True
+                    elif isinstance(item, str):
+                        self.last_lines.append(item)
+                    yield item
+        returncode = await self.process.wait()
+        num_killed = num_oom_kills() - num_oom_kills_before
+        self.end = end_of(returncode, hung=self._hung, num_oom_kills=num_killed)
+        if self.is_ready:
+            self.num_failed_starts = 0
+        elif self.end is ProcessEnd.FAILED:
+            self.num_failed_starts += 1
+        self.is_ready, self.num_missed_beats = False, None
+
+    @property
+    def backoff_s(self) -> float:
+        """The pause before the next life: it grows with every start that fails, and with nothing else."""
+        return min(FIRST_BACKOFF_S * 2.0 ** max(0, self.num_failed_starts - 1), LONGEST_BACKOFF_S)
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the current life, and to one that is just being started."""
+        self._signal = signum
+        self._send(signum)
+
+    def end_hung(self) -> str:
+        """End the current life, which hangs. Returns what the process does, in the kernel's words."""
+        assert self.process is not None
+        self._hung = True
+        doing = _state(self.process.pid)
+        self._send(signal.SIGKILL)
+        return doing
+
+    def _send(self, signum: int) -> None:
+        """Send a signal past the process object, which would look for the exit code first, and take that from
+        the thread that waits for the process.
+        """
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+
+class Supervisor:
+    """Keeps a set of children running. Instances have `drain_s` to finish what they run, unless it is 0.
+
+    A child that gives no sign of life for `hang_timeout_s` is ended, and started again as any that dies.
+    """
+
+    def __init__(
+        self,
+        children: list[Child],
+        stopping: Stopping,
+        drain_s: float = 0.0,
+        hang_timeout_s: float | None = None,
+        started_at_s: float | None = None,
+    ) -> None:
+        self._children, self._drain_s = children, drain_s
+        self._stop, self._hurry = stopping.is_wanted, stopping.is_urgent
+        self._hang_timeout_s = hang_timeout_s
+        self._console = Console([child.spec.name for child in children])
+        self._fatal: str | None = None
+        self._hint = ""
+        self._announced = False
+        self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nobody reads the output; once `run` has ended."""
+        return self._console.is_stuck
+
+    async def run(self) -> int:
+        """Start all, wait for the end, stop all. 0 after a signal, 1 after a fatal error."""
+        with self._console:
+            async with asyncio.TaskGroup() as group:
+                keepers = [group.create_task(self._keep(child)) for child in self._children]
+                watching = group.create_task(self._watch())
+                await self._stop.wait()
+                await self._drain(keepers)
+                watching.cancel()
+                await self._stop_children(keepers)
+            if self._fatal is not None:
+                self._console.error(self._fatal)
+        return 1 if self._fatal is not None else 0
+
+    async def _drain(self, keepers: list[asyncio.Task[None]]) -> None:
+        """Instances end before what they need does."""
+        draining = [
+            keeper for child, keeper in zip(self._children, keepers, strict=True) if child.spec.drains
+        ]
+        if not self._drain_s or not draining or self._fatal is not None:
+            return
+        for child in self._children:
+            if child.spec.drains:
+                child.signal(signal.SIGTERM)
+        hurry = asyncio.create_task(self._hurry.wait())
+        ended = asyncio.create_task(asyncio.wait(draining))
+        await asyncio.wait([hurry, ended], timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (hurry, ended):
+            waiting.cancel()
+
+    async def _keep(self, child: Child) -> None:
+        while not self._stop.is_set():
+            async for item in child.start():
+                self._on_output(child, item)
+            if self._stop.is_set():
+                return
+            assert child.process is not None
+            if child.process.returncode == FATAL_EXIT_CODE:
+                self._fatal = self._fatal or f"{child.spec.name} cannot serve"
+                self._stop.set()
+                return
+            backoff_s = child.backoff_s
+            self._console.died(child.spec.name, child.process.returncode, child.last_lines, backoff_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), backoff_s)
+
+    async def _watch(self) -> None:
+        """End children that hang or are stopped, once they serve: before that a large pool or model may well
+        keep one busy for long.
+
+        Silence is counted in turns of our own: while this process itself is held up none passes, and what
+        children have said meanwhile is read before the next one.
+        """
+        while self._hang_timeout_s is not None:
+            await next_beat()
+            for child in self._children:
+                if child.num_missed_beats is None or not child.is_ready:
+                    continue
+                child.num_missed_beats += 1
+                if child.num_missed_beats * BEAT_S > self._hang_timeout_s:
+                    silence = f"no sign of life for {self._hang_timeout_s:g} s"
+                    self._console.line(child.spec.name, f"{silence} ({child.end_hung()}), ending it")
+                    child.num_missed_beats = 0
+
+    def _on_output(self, child: Child, item: Status | str) -> None:
+        name = child.spec.name
+        match item:
+            case str():
+                if not self._stop.is_set():  # what processes say of one another's end is noise
+                    self._console.line(name, item)
+            case Progress():
+                self._console.progress(name, item)
+            case Ready():
+                self._console.ready(name, item.detail)
+                self._hint = item.hint or self._hint
+                self._announce_when_all_are_ready()
+            case Fatal():
+                self._fatal = self._fatal or item.message
+                self._stop.set()
+
+    def _announce_when_all_are_ready(self) -> None:
+        if self._announced or not all(child.is_ready for child in self._children):
+            return
+        self._announced = True
+        self._console.announce(time.monotonic() - self._started_at_s, self._hint)
+
+    async def _stop_children(self, keepers: list[asyncio.Task[None]]) -> None:
+        for child in self._children:
+            child.signal(signal.SIGINT)
+        _, pending = await asyncio.wait(keepers, timeout=STOP_GRACE_S)
+        if pending:
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+            # A grandchild that holds on to a pipe must not hold up the end.
+            _, pending = await asyncio.wait(pending, timeout=KILL_GRACE_S)
+            for keeper in pending:
+                keeper.cancel()
+
+
+async def next_beat() -> None:
+    """Return when a sign of life of every child is due."""
+    await asyncio.sleep(BEAT_S)
+
+
+def _state(pid: int) -> str:
+    """Of a process: `T (stopped)`, `S (sleeping)`, `D (disk sleep)`, `R (running)`."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(line for line in lines if line.startswith("State:")).removeprefix("State:").strip()
+    return "gone"
+
+
+async def _pipe_reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb"))
+    return reader
+
+
+async def _forward(
+    reader: asyncio.StreamReader,
+    queue: asyncio.Queue[Status | str | None],
+    parse: Callable[[bytes], Status | str],
+) -> None:
+    """Put every parsed line into `queue`, then None. A line longer than `LONGEST_LINE_BYTES` is cut."""
+    rest = b""
+    while data := await reader.read(LONGEST_LINE_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > LONGEST_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            queue.put_nowait(parse(line[:LONGEST_LINE_BYTES]))
+    if rest:
+        queue.put_nowait(parse(rest))
+    queue.put_nowait(None)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace")
+
+
+def _status(line: bytes) -> Status | str:
+    try:
+        status: Status = _status_decoder.decode(line)
+    except msgspec.MsgspecError:
+        return _text(line)  # shown as it is, rather than lost
+    return status

@@ -1,0 +1,289 @@
+"""CURVE on ZeroMQ sockets: both sides show that they hold the cluster's key, and everything is encrypted.
+
+`Gate` makes sockets to bind, which admit holders of the key alone; `use_key` is for sockets that connect to
+them. All nodes have the same key pair: it is the server's on one side and the client's on the other.
+
+Owns: CURVE, the ZAP handler (ZeroMQ RFC 27), the size of frames, the log of who was refused. Does not know:
+messages.
+"""
+
+import asyncio
+import hmac
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from mooncake import freed_memory
+from mooncake.doubling import Doubling
+from mooncake.security.handshakes import HANDSHAKE_S, MOST_UNAUTHENTICATED, Handshakes, Unauthenticated
+from mooncake.security.keys import ClusterKey
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"mooncake"
+LARGEST_FRAME_BYTES = 32 << 10
+"""that a bound socket takes: libzmq makes room for a frame when it has its header, whoever sends it"""
+CURVE_OVERHEAD_BYTES = 33
+"""of an encrypted message: name, nonce, authenticator and flags (ZeroMQ RFC 26)"""
+FAILURES_BEFORE_WARNING = 3
+"""a server that is just being stopped may close a connection or two"""
+CROWD_LEN = 64
+"""unauthenticated connections whose memory is worth a search for what can go back to the system"""
+QUIET_MS = 1000
+"""without news, after which a crowd has gone"""
+EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+log = logging.getLogger(__name__)
+_monitor_ids = itertools.count()
+
+
+class Gate:
+    """A ZeroMQ context whose sockets, of `kinds` and to be bound, admit only holders of `key`.
+
+    A context of its own, because a context has room for one ZAP handler. That handler, and what bounds the
+    unauthenticated peers, has a thread of its own: a peer gets in while the event loop is busy.
+    """
+
+    def __init__(self, key: ClusterKey, *kinds: int) -> None:
+        public, self._secret = key.curve_pair()
+        self._admitted = z85.decode(public)
+        self._context = zmq.asyncio.Context()
+        self._lock = threading.Lock()
+        self._refusals, self._unfinished = Doubling(1), Doubling(FAILURES_BEFORE_WARNING)
+        self._handshakes: list[Handshakes] = []
+        self._unauthenticated: list[Unauthenticated] = []
+        self._num_ended = 0
+        """unauthenticated connections, when memory last went back to the system"""
+        self._zap = zmq.Context(shadow=self._context).socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(ZAP_ENDPOINT)
+        self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {self._zap: self._decide}
+        self.sockets = [self._socket(kind) for kind in kinds]
+        self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that showed another key, or none; the last ones may be missing."""
+        with self._lock:
+            now_s = time.monotonic()
+            return sum(handshakes.num_refused(now_s) for handshakes in self._handshakes)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Connections that ended in the middle of their handshake, with whatever key."""
+        return sum(handshakes.num_unfinished for handshakes in self._handshakes)
+
+    def close(self) -> None:
+        """Closes all its sockets at once; their endpoints are free afterwards. Idempotent."""
+        for socket in self.sockets:
+            if not socket.closed:
+                socket.disable_monitor()  # first: libzmq's thread would wait for a receiver that is gone
+                socket.close()
+        self._context.term()  # which ends the thread
+        self._thread.join()
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret
+        socket.zap_domain = ZAP_DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody is admitted
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
+        socket.maxmsgsize = LARGEST_FRAME_BYTES + CURVE_OVERHEAD_BYTES
+        handshakes, unauthenticated = Handshakes(), Unauthenticated()
+
+        def on_message(frames: list[bytes]) -> None:
+            event = parse_monitor_message(frames)
+            kind, descriptor = event["event"], int(event["value"])
+            with self._lock:
+                handshakes.on_event(kind, descriptor, time.monotonic())
+            unauthenticated.on_event(kind, descriptor, event["endpoint"].decode())
+            if kind == zmq.EVENT_DISCONNECTED:
+                self._warn()
+
+        self._handlers[_monitor(socket)] = on_message
+        self._handshakes.append(handshakes)
+        self._unauthenticated.append(unauthenticated)
+        return socket
+
+    def _run(self) -> None:
+        """The thread: hear, decide, and tidy up behind a crowd, until the context ends."""
+        poller = zmq.Poller()
+        for receiver in self._handlers:
+            poller.register(receiver, zmq.POLLIN)
+        try:
+            while True:
+                ready = poller.poll(QUIET_MS if self._has_had_a_crowd() else None)
+                if not ready:
+                    self._give_memory_back()
+                for receiver, _ in ready:
+                    self._hear(receiver)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            for receiver in self._handlers:
+                receiver.close(linger=0)
+            for unauthenticated in self._unauthenticated:
+                unauthenticated.close()
+
+    def _hear(self, receiver: zmq.Socket[bytes]) -> None:
+        frames = receiver.recv_multipart()
+        try:
+            self._handlers[receiver](frames)
+        except zmq.ContextTerminated:
+            raise
+        except Exception:  # a bug here must not keep everybody out
+            log.exception("the gate met a bug")
+
+    def _decide(self, request: list[bytes]) -> None:
+        """Answers libzmq, which asks for each client that knows our public key."""
+        version, request_id, *_, mechanism, credentials = request
+        is_ours = mechanism == b"CURVE" and hmac.compare_digest(credentials, self._admitted)
+        status = (b"200", b"OK") if is_ours else (b"400", b"this is not the cluster's key")
+        self._zap.send_multipart([version, request_id, *status, b"", b""])
+
+    def _warn(self) -> None:
+        if self._refusals.has_come(num_refused := self.num_refused):
+            log.warning(
+                "refused %d connections so far: they do not have this cluster's key (security.key_file)",
+                num_refused,
+            )
+        if self._unfinished.has_come(num_unfinished := self.num_unfinished):
+            log.warning(
+                "%d connections so far ended in the middle of their handshake, with whatever key: the other"
+                " side hung up, it took more than %g s (is this machine too busy?), or more than %d had shown"
+                " no key yet",
+                num_unfinished,
+                HANDSHAKE_S,
+                MOST_UNAUTHENTICATED,
+            )
+
+    def _num_unauthenticated_ended(self) -> int:
+        return sum(unauthenticated.num_ended for unauthenticated in self._unauthenticated)
+
+    def _has_had_a_crowd(self) -> bool:
+        return self._num_unauthenticated_ended() - self._num_ended >= CROWD_LEN
+
+    def _give_memory_back(self) -> None:
+        """What a crowd has taken is free again, but still this process's."""
+        self._num_ended = self._num_unauthenticated_ended()
+        freed_memory.give_back()
+
+
+class ConnectionWatch:
+    """Counts a socket's connections. Warns when whoever it connects to closes one after the other during the
+    handshake: that is all that a socket with another key, or without one, gets to see.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: ClusterKey) -> None:
+        self._endpoint, self._key = endpoint, key
+        self._num_connections = 0
+        self._is_in_handshake = False
+        self._num_failures = 0
+        self._warnings = Doubling(FAILURES_BEFORE_WARNING)
+        self._monitor = Monitor(socket, self._on_event)
+
+    @property
+    def num_connections(self) -> int:
+        """That came about, one after the other; that of the latest message is among them."""
+        self._monitor.drain()
+        return self._num_connections
+
+    def close(self) -> None:
+        """To be called before the socket is closed."""
+        self._monitor.close()
+
+    def _on_event(self, event: int, _: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED and self._is_in_handshake:
+            self._num_failures += 1
+            if self._warnings.has_come(self._num_failures):
+                log.warning(
+                    "%s has closed %d connections in their handshake, one after the other: it has another"
+                    " cluster key than this node's (key id %s; give all nodes the same security.key_file), or"
+                    " was too busy to answer; its log says which",
+                    self._endpoint,
+                    self._num_failures,
+                    self._key.key_id,
+                )
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._num_connections += 1
+            self._num_failures, self._warnings = 0, Doubling(FAILURES_BEFORE_WARNING)
+        if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # which is followed by the connection's end
+            self._is_in_handshake = event == zmq.EVENT_CONNECTED
+
+
+def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
+    """Before `connect`: `socket` can then talk to sockets of a `Gate` with the same key, and to no others."""
+    public, secret = key.curve_pair()
+    socket.curve_serverkey = public
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
+
+
+class _Reader:
+    """Calls `on_message` in the event loop with the frames of each message that `socket` receives."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+        self._socket, self._on_message = socket, on_message
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self.drain)
+        self.drain()
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close(linger=0)
+
+    def drain(self) -> None:
+        """All that have come by now."""
+        # The descriptor tells once that there is something, not as long as there is.
+        while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
+
+
+class Monitor:
+    """Calls `on_event(event, value)` in the event loop for what happens to the connections of `socket`."""
+
+    def __init__(self, socket: zmq.Socket[Any], on_event: Callable[[int, int], None]) -> None:
+        self._socket, self._on_event = socket, on_event
+        self._reader = _Reader(_monitor(socket), self._on_message)
+
+    def drain(self) -> None:
+        """Calls it for all that has happened by now."""
+        self._reader.drain()
+
+    def close(self) -> None:
+        """To be called before the socket is closed."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()  # first: libzmq's thread would wait for a receiver that is gone
+        self._reader.close()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)
+        self._on_event(event["event"], int(event["value"]))
+
+
+def _monitor(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
+    """A socket that receives what happens to the connections of `socket`."""
+    address = f"inproc://events-{next(_monitor_ids)}"
+    socket.monitor(address, EVENTS)
+    receiver = zmq.Context(shadow=socket.context).socket(zmq.PAIR)
+    receiver.rcvhwm = 0  # else libzmq's own thread waits for room, and all sockets with it
+    receiver.linger = 0
+    receiver.connect(address)
+    return receiver

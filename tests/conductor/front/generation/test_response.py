@@ -1,0 +1,205 @@
+"""What is received leaves at once, to a client that reads; to another one it leaves when that reads again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from conductor.front.errors import GenerationFailedError
+from conductor.front.generation.generation import Delta
+from conductor.front.generation.reception import Event, Lost, Receive, Received
+from conductor.front.generation.response import GenerationResponse
+from conductor.front.http.connection import BODY
+from conductor.front.metrics import Metrics, Outcome
+from mooncake.messages.requests import FinishReason
+from tests.deadline import DEADLINE_S
+
+
+class FakeGeneration:
+    """One choice."""
+
+    def __init__(self) -> None:
+        self.is_over = self.is_closed = False
+        self.num_gained = 0
+
+    async def begin(self, receive: Receive) -> None:
+        self.receive = receive
+
+    def gain(self, event: Event) -> Delta:
+        self.num_gained += 1
+        if isinstance(event, Lost):
+            raise event.error
+        return Delta(0, str(event.token_ids[0]), event.token_ids, event.finish_reason)
+
+    async def end(self, request_id: str, reason: FinishReason) -> None:
+        self.is_over = True
+
+    def usage(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+class FakeAnswers:
+    def seen(self, delta: Delta) -> Delta:
+        return delta
+
+    def chunks(self, delta: Delta, usage: Callable[[], None]) -> bytes:
+        if delta.text == "-1":
+            raise KeyError("a bug")
+        return delta.text.encode()
+
+    def end(self, usage: None) -> bytes:
+        return b"end"
+
+
+class Client:
+    """And the server between. Reads while `reads` is set."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.is_over = asyncio.Event()
+        self.is_broken = False
+
+    async def send(self, message: Any) -> None:
+        if self.is_broken:
+            raise RuntimeError("a bug of the server")
+        await self.reads.wait()
+        if message["type"] == "http.response.body":
+            assert not self.is_over.is_set(), "nothing may follow the end"
+            self.bodies.append(message["body"])
+            if not message.get("more_body"):
+                self.is_over.set()
+
+    def takes_more(self) -> bool:
+        return self.reads.is_set() and not self.is_broken
+
+    def write(self, part: bytes) -> None:
+        assert not self.is_over.is_set(), "nothing may follow the end"
+        assert part
+        self.bodies.append(part)
+
+    async def receive(self) -> dict[str, str]:
+        await self.is_over.wait()
+        return {"type": "http.disconnect"}
+
+
+class Served:
+    def __init__(self) -> None:
+        self.client, self.generation = Client(), FakeGeneration()
+        self.metrics = Metrics(CollectorRegistry(), "model")
+        response = GenerationResponse(self.generation, FakeAnswers(), True, self.metrics)  # type: ignore[arg-type]
+        scope = {"type": "http", "extensions": {BODY: self.client}}
+        self.task = asyncio.ensure_future(response(scope, self.client.receive, self.client.send))
+
+    def receive(self, token_id: int, finish_reason: FinishReason | None = None) -> None:
+        self.generation.receive(Received("r", [token_id], 0, finish_reason))
+
+    def num(self, outcome: Outcome) -> int:
+        return self.metrics._outcomes[outcome]
+
+
+def run(test: Callable[[Served], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            served = Served()
+            await asyncio.sleep(0)
+            await test(served)
+
+    asyncio.run(main())
+
+
+def test_what_is_received_has_been_sent_when_the_call_returns() -> None:
+    async def test(served: Served) -> None:
+        for token_id in (1, 2):
+            served.receive(token_id)
+            assert served.client.bodies[-1] == b"%d" % token_id
+        served.receive(3, FinishReason.LENGTH)
+        assert served.client.bodies == [b"1", b"2", b"3end"]
+        await served.task
+        assert served.generation.is_closed
+        assert served.num(Outcome.FINISHED) == 1
+
+    run(test)
+
+
+def test_what_a_slow_client_has_no_room_for_waits_as_it_came() -> None:
+    async def test(served: Served) -> None:
+        served.receive(1)
+        served.client.reads.clear()
+        for token_id in range(2, 100):
+            served.receive(token_id, FinishReason.LENGTH if token_id == 99 else None)
+        await asyncio.sleep(0)
+        assert (served.client.bodies, served.generation.num_gained) == ([b"1"], 2)
+        served.client.reads.set()
+        await served.task
+        assert served.client.bodies == [*(b"%d" % token_id for token_id in range(1, 99)), b"99end"]
+
+    run(test)
+
+
+def test_a_slow_client_that_hangs_up_ends_the_sending() -> None:
+    async def test(served: Served) -> None:
+        served.receive(1)
+        served.client.reads.clear()
+        served.receive(2)
+        served.client.is_over.set()
+        await served.task
+        assert served.generation.is_closed
+        assert served.num(Outcome.ABORTED) == 1
+        assert len(asyncio.all_tasks()) == 1
+
+    run(test)
+
+
+def test_nothing_follows_an_error() -> None:
+    async def test(served: Served) -> None:
+        served.receive(1)
+        served.generation.receive(Lost("r", GenerationFailedError("gone")))
+        served.receive(2)
+        await served.task
+        assert len(served.client.bodies) == 2
+        assert b"gone" in served.client.bodies[1]
+        assert served.num(Outcome.FAILED) == 1
+
+    run(test)
+
+
+def test_a_bug_is_raised_where_the_request_is_served() -> None:
+    async def test(served: Served) -> None:
+        served.receive(-1)
+        with pytest.raises(KeyError, match="a bug"):
+            await served.task
+        assert served.generation.is_closed
+        assert served.num(Outcome.FAILED) == 1
+
+    run(test)
+
+
+def test_nothing_is_sent_after_a_bug() -> None:
+    async def test(served: Served) -> None:
+        served.receive(1)
+        served.receive(-1)
+        served.receive(2)
+        with pytest.raises(KeyError):
+            await served.task
+        assert served.client.bodies == [b"1"]
+
+    run(test)
+
+
+def test_whoever_tells_of_an_error_does_not_get_the_bug_that_it_met() -> None:
+    async def test(served: Served) -> None:
+        served.client.is_broken = True
+        served.generation.receive(Lost("r", GenerationFailedError("gone")))
+        with pytest.raises(RuntimeError, match="a bug of the server"):
+            await served.task
+        assert served.generation.is_closed
+        assert served.num(Outcome.FAILED) == 1
+
+    run(test)

@@ -1,0 +1,113 @@
+"""Algorithm 1's loops: compiled ones against numpy's. What both decide is in the golden transcripts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.index.prefix_index import PrefixMatch
+from conductor.scheduling import loops
+from conductor.scheduling.loops import NO_FETCH, ArrayLoops, Fetch, NativeLoops, Prompt, loops_of
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard
+from mooncake.messages.workers import PROTOCOL_VERSION, Register, Role
+from tests.conductor.transcript import replay
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def instance(number: int, role: Role) -> Instance:
+    name = f"i{number}"
+    shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
+    capacity = Capacity(1000, 1000)
+    register = Register(PROTOCOL_VERSION, name, 1, role, "model", LAYOUT, (shard,), capacity, "cpu")
+    return Instance(register, name.encode(), last_seen_s=0.0)
+
+
+def any_view(draw: np.random.Generator) -> ClusterView:
+    """Some columns have few different values, so that there are ties."""
+    view = ClusterView()
+    for number in range(draw.integers(1, 20)):
+        view.add(instance(number, list(Role)[draw.integers(2)]), 0.0)
+    loads, transfers = view.loads, view.transfers
+    for slot in np.flatnonzero(loads.is_prefill).tolist():
+        for request_id in "abc"[: draw.integers(4)]:
+            loads.assign_prefill(slot, request_id, draw.uniform(0, 5), int(draw.integers(3)))
+            if draw.integers(2):
+                loads.order_prefill(slot, request_id, 0.0, draw.uniform(0, 5))
+    costs = [
+        column
+        for estimator in (view.prefill_costs, view.decode_costs)
+        for column in (estimator.constant_s, estimator.first_s, estimator.second_s)
+    ]
+    for column in (*costs, view.next_step_s, transfers.in_flight_bytes, transfers.ordered_bytes):
+        few, many = draw.integers(2, size=len(column)) / 3, draw.uniform(0, 1, len(column))
+        column[:] = few if draw.integers(2) else many
+    for room_blocks in (loads.prefill_room_blocks, loads.decode_room_blocks):
+        room_blocks *= draw.integers(2, size=len(room_blocks))
+    return view
+
+
+def any_match(draw: np.random.Generator, num_slots: int) -> PrefixMatch:
+    depths = sorted({int(depth) for depth in draw.integers(0, 64, draw.integers(1, 5))})
+    depth_of = draw.choice(depths, num_slots)
+    masks = [sum(1 << int(slot) for slot in np.flatnonzero(depth_of == depth)) for depth in depths]
+    held = [(depth, mask) for depth, mask in zip(depths, masks, strict=True) if mask]
+    on_ssd = [(int(draw.integers(1, 9)), int(draw.integers(1 << num_slots))) for _ in range(draw.integers(3))]
+    return PrefixMatch(num_slots, [depth for depth, _ in held], [mask for _, mask in held], on_ssd)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 2**32))
+def test_compiled_and_with_numpy_the_results_are_the_same_to_the_last_bit(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    view = any_view(draw)
+    native, arrays = loops_of(view), ArrayLoops(view)
+    assert isinstance(native, NativeLoops)
+    match = any_match(draw, view.loads.num_slots)
+    if match.num_best_blocks:
+        assert native.find_best_prefix_match(match) == arrays.find_best_prefix_match(match)
+    num_tokens = int(draw.integers(1, 1100))
+    prompt = Prompt(num_tokens, LAYOUT.num_blocks(num_tokens), 16, draw.uniform(0, 1), int(draw.integers(3)))
+    best = match.num_best_blocks
+    for fetch in (Fetch(best, draw.uniform(0, 9), draw.uniform(0, 0.1), best / 1.25), NO_FETCH):
+        found = native.find_candidates(prompt, match, fetch, 3.0)
+        expected = arrays.find_candidates(prompt, match, fetch, 3.0)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    refused = np.flatnonzero(draw.integers(4, size=view.loads.num_slots) == 0).tolist()
+    request = num_tokens, int(draw.integers(1, 1100)), refused
+    assert native.select_decoding_instance(*request) == arrays.select_decoding_instance(*request)
+
+
+@pytest.mark.parametrize("name", ["algorithm_1", "classes", "rivals"])
+def test_without_a_compiler_the_same_is_decided(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "load_or_do_without", lambda *_, **__: None)
+    transcript = GOLDEN / f"{name}.txt"
+    assert replay(transcript) == transcript.read_text()
+
+
+def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_gone() -> None:
+    view = ClusterView()
+    native, first, second = loops_of(view), instance(0, Role.DECODE), instance(1, Role.DECODE)
+    view.add(first, 0.0)
+    assert native.select_decoding_instance(1, 1, []) == (
+        0,
+        view.next_step_s[0] + view.decode_costs.second_s[0],
+    )
+    view.add(second, 0.0)
+    view.loads.assign_decode(0, 100)
+    view.decode_changed(0)
+    decoding = native.select_decoding_instance(1, 1, [])
+    assert decoding is not None
+    assert decoding[0] == 1
+    view.remove(second)
+    decoding = native.select_decoding_instance(1, 1, [])
+    assert decoding is not None
+    assert decoding[0] == 0
+    assert native.select_decoding_instance(1, 1, [0]) is None

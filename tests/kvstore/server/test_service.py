@@ -1,0 +1,44 @@
+"""Where a messenger listens, what it says where it cannot, and whom it lets wait."""
+
+import asyncio
+import socket
+
+import pytest
+
+from kvstore.server.service import _accept, listen_clients, listen_tcp
+from mooncake.errors import ConfigError
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        place, port = listener.getsockname()
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*in use"):
+            listen_tcp(place, port).__enter__()
+        with pytest.raises(ConfigError, match=f"kvcache.listen: cannot listen at 127.0.0.1:{port}"):
+            listen_clients(f"{place}:{port}").__enter__()
+
+
+def test_an_address_that_is_not_here_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:0: .*assign"):
+        listen_tcp("192.0.2.1", 0).__enter__()
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_what_is_no_ipv4_address_is_refused_in_words(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen at {host}: it is, or has, no IPv4 address"):
+        listen_tcp(host, 0).__enter__()
+
+
+def test_a_crowd_at_the_door_does_not_keep_others_waiting() -> None:
+    async def test() -> None:
+        turns: list[int] = []
+        with listen_tcp("127.0.0.1", 0) as listener:
+            crowd = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+            for number in range(3):
+                asyncio.get_running_loop().call_soon(turns.append, number)
+                (await _accept(listener)).close()
+                assert turns == list(range(number + 1))
+            for sock in crowd:
+                sock.close()
+
+    asyncio.run(test())

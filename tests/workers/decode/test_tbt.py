@@ -1,0 +1,66 @@
+"""The line through measured iterations (Mooncake, section 3: the local scheduler's prediction)."""
+
+import random
+
+import pytest
+
+from workers.decode.tbt import MIN_ITERATIONS, TBTPredictor
+
+
+def seconds(batch_size: int, num_kv_tokens: int) -> float:
+    return 0.010 + 0.0005 * batch_size + 0.000_000_3 * num_kv_tokens
+
+
+def observed(points: list[tuple[int, int]], noise: float = 0.0) -> TBTPredictor:
+    rng, predictor = random.Random(1), TBTPredictor()
+    for batch_size, num_kv_tokens in points:
+        measured_s = seconds(batch_size, num_kv_tokens) * (1 + noise * rng.uniform(-1, 1))
+        predictor.observe(batch_size, num_kv_tokens, measured_s)
+    return predictor
+
+
+def varied(num: int) -> list[tuple[int, int]]:
+    rng = random.Random(2)
+    return [
+        (size, sum(rng.randrange(100, 4000) for _ in range(size)))
+        for size in (rng.randrange(1, 33) for _ in range(num))
+    ]
+
+
+def test_says_nothing_before_it_has_seen_enough() -> None:
+    assert observed(varied(MIN_ITERATIONS - 1)).predict_s(1, 100) is None
+    assert observed(varied(MIN_ITERATIONS)).predict_s(1, 100) is not None
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.01), (0.2, 0.1)])
+def test_finds_the_line(noise: float, tolerance: float) -> None:
+    predictor = observed(varied(600), noise)
+    for point in ((1, 500), (16, 30_000), (40, 90_000)):
+        assert predictor.predict_s(*point) == pytest.approx(seconds(*point), rel=tolerance)
+
+
+def test_what_has_not_varied_costs_nothing_more() -> None:
+    predictor = observed([(4, 1000)] * 50)
+    assert predictor.predict_s(8, 5000) == pytest.approx(seconds(4, 1000))
+
+
+def test_a_growing_sequence_does_not_make_other_requests_look_expensive() -> None:
+    predictor = observed([(1, num_tokens) for num_tokens in range(1000, 3000)])
+    assert predictor.predict_s(2, 3000) == pytest.approx(seconds(1, 3000), rel=0.05)
+
+
+def test_nothing_makes_an_iteration_shorter() -> None:
+    predictor = TBTPredictor()
+    for batch_size in range(1, 33):
+        predictor.observe(batch_size, 100 * batch_size, 0.1 / batch_size)
+    many, few = predictor.predict_s(32, 3200), predictor.predict_s(1, 100)
+    assert many is not None
+    assert few is not None
+    assert many >= few
+
+
+def test_follows_a_machine_that_becomes_slower() -> None:
+    predictor = observed(varied(500))
+    for point in varied(2000):
+        predictor.observe(*point, 3 * seconds(*point))
+    assert predictor.predict_s(8, 10_000) == pytest.approx(3 * seconds(8, 10_000), rel=0.02)

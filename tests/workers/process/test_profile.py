@@ -1,0 +1,49 @@
+"""What is measured for a profile, on a tiny model."""
+
+import torch
+
+from tests.tiny_models import tiny_model
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.execution.executor import Executor
+from workers.execution.model_spec import model_spec
+from workers.process.profile import LONGEST_S, Prefill, Profiler, Step, grid
+
+PAGE_SIZE = 8
+
+
+def profiler(num_pages: int = 64) -> Profiler:
+    spec = model_spec(tiny_model("llama2").config.to_dict())
+    model = DecoderModel(spec, range(spec.num_layers), torch.float32)
+    model.init_dummy_weights()
+    kv = DeviceKVCache(spec, model.layers, num_pages, PAGE_SIZE, torch.float32)
+    return Profiler(Executor(model, kv), prefill_chunk=32)
+
+
+def test_the_grid_stays_within_memory_positions_and_batch() -> None:
+    sizes = grid(most_tokens=3000, most_position=2048, max_batch=8)
+    prefills = [size for size in sizes if isinstance(size, Prefill)]
+    steps = [size for size in sizes if isinstance(size, Step)]
+    assert max(sum(prefill) for prefill in prefills) <= 2048
+    assert {prefill.num_cached_tokens for prefill in prefills} == {0, 512}
+    assert max(step.batch_size for step in steps) == 8
+    assert max(step.batch_size * (step.num_context_tokens + 1) for step in steps) <= 3000
+
+
+def test_every_size_is_measured_and_gives_its_pages_back() -> None:
+    measuring = profiler()
+    sizes: list[Prefill | Step] = [Prefill(16, 0), Prefill(64, 40), Prefill(1, 33), Step(1, 8), Step(4, 65)]
+    for size in sizes:
+        seconds = measuring.seconds(size)
+        assert seconds is not None
+        assert 0 < seconds < LONGEST_S
+        assert measuring.num_free_pages == 64
+
+
+def test_what_is_larger_than_something_too_long_is_left_out() -> None:
+    measuring = profiler()
+    measuring.too_long.append(Prefill(16, 8))
+    assert measuring.seconds(Prefill(16, 8)) is None
+    assert measuring.seconds(Prefill(32, 8)) is None
+    assert measuring.seconds(Prefill(32, 0)) is not None
+    assert measuring.seconds(Step(16, 8)) is not None

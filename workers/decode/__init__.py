@@ -1,0 +1,1 @@
+"""Decode: continuous batching, from reserved pages to the last token."""

@@ -1,0 +1,200 @@
+"""Who is decoded next: admission, growth by page, preemption (Mooncake, section 3, step 4).
+
+First come, first served, but a step of the priority number is worth a minute: whoever came first by that is
+admitted first and preempted last, so nobody starves. Among sequences of one priority tenants have equal parts
+of the batch, and so have a tenant's answers (`workers.decode.batch_shares`): who has less is admitted
+first, and if the batch is full, who has more is preempted for it. A sequence that gets no page sits an
+iteration out while others' pages are about to come free.
+
+Owns: the batch and who has which pages of the device. Does not know: tokens, time, how anything is copied
+or computed.
+"""
+
+from bisect import insort
+from operator import attrgetter
+
+from workers.decode.batch_shares import BatchShares
+from workers.decode.sequence import Sequence, SequenceState
+from workers.engine.kvcache import DeviceKVCache, OutOfPages
+
+_by_rank = attrgetter("rank")
+
+
+class DecodeBatch:
+    """Decides, step by step: `enter`, then `join` once it is loaded, `leave`, and `free` in the end.
+
+    Invariant: a page is free, or one sequence has it that is LOADING, RUNNING or LEAVING.
+    """
+
+    def __init__(self, kv: DeviceKVCache, max_batch: int) -> None:
+        self._kv = kv
+        self._max_batch = max_batch
+        self._waiting: list[Sequence] = []
+        self._loading: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._leaving: list[Sequence] = []
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being decoded."""
+        return len(self._running)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Its KVCache is complete, and not on the device: it waits to be admitted."""
+        assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
+        sequence.state = SequenceState.WAITING
+        sequence.admitted.clear()
+        sequence.left.clear()
+        insort(self._waiting, sequence, key=_by_rank)
+
+    def join(self, sequence: Sequence) -> None:
+        """Its KVCache has come to its pages: it is part of the next iteration."""
+        if sequence.state is SequenceState.LOADING:
+            self._loading.remove(sequence)
+            sequence.state = SequenceState.RUNNING
+            insort(self._running, sequence, key=_by_rank)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It is part of no further iteration. It keeps its pages until `free`. Idempotent."""
+        lists = {
+            SequenceState.WAITING: self._waiting,
+            SequenceState.LOADING: self._loading,
+            SequenceState.RUNNING: self._running,
+        }
+        if sequence.state in lists:
+            lists[sequence.state].remove(sequence)
+            sequence.state = SequenceState.LEAVING
+            self._leaving.append(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Nobody reads or writes its pages any more. Idempotent."""
+        if sequence.state is SequenceState.LEAVING:
+            assert not sequence.is_in_flight
+            self._leaving.remove(sequence)
+            sequence.state = SequenceState.OUT
+            self._kv.free(sequence.pages)
+            sequence.pages = []
+
+    def settle(self) -> None:
+        """Tell those that have left the batch that no iteration computes with their pages."""
+        for sequence in self._leaving:
+            if not sequence.is_in_flight:
+                sequence.left.set()
+
+    def plan(self) -> list[Sequence]:
+        """The sequences of the next iteration, each with a page for its next token; preempts and admits."""
+        ready = self._grow()
+        self._admit()
+        return ready
+
+    # -- pages --------------------------------------------------------------------------------------
+
+    def _grow(self) -> list[Sequence]:
+        ready = []
+        num_coming = self._num_coming_pages
+        for sequence in list(self._running):
+            if sequence.state is not SequenceState.RUNNING or sequence.ends_in_flight:
+                continue
+            num_missing = sequence.num_pages_needed(self._kv.page_size) - len(sequence.pages)
+            if num_missing <= self._kv.num_free_pages:
+                sequence.pages += self._kv.allocate(num_missing)
+                ready.append(sequence)
+                continue
+            if num_missing > num_coming:
+                num_coming += self._make_room(sequence)
+            num_coming -= num_missing
+        return ready
+
+    @property
+    def _num_coming_pages(self) -> int:
+        """Pages of sequences that are about to end, or have left."""
+        ending = (sequence for sequence in self._running if sequence.ends_in_flight)
+        return sum(len(sequence.pages) for sequence in (*self._leaving, *ending))
+
+    @property
+    def _newest_first(self) -> list[Sequence]:
+        """Those that can be preempted."""
+        return [sequence for sequence in reversed(self._running) if not sequence.ends_in_flight]
+
+    def _make_room(self, sequence: Sequence) -> int:
+        """Preempt one, so that `sequence` can grow; it may be `sequence` itself. How many pages come free.
+
+        The newest of those that have more; else of all but those that have less.
+        """
+        shares = self._shares()
+        others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
+        if not others:
+            others = [other for other in self._newest_first if not shares.yields(sequence, other, 0, 0)]
+        last = others[0]
+        if last is sequence and self._loading:
+            return 0  # these are about to run
+        if len(self._running) == 1:
+            self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
+            return 0
+        self.leave(last)
+        return len(last.pages)
+
+    def _fail(self, sequence: Sequence, num_pages: int) -> None:
+        sequence.error = OutOfPages(num_pages, self._kv.num_free_pages, self._kv.num_pages)
+        self.leave(sequence)
+        sequence.admitted.set()
+
+    # -- admission ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """In order, while batch and pages allow it. One page is left to grow."""
+        kv = self._kv
+        while self._waiting:
+            sequence = self._first_waiting()
+            is_first = not (self._running or self._loading or self._leaving)
+            num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
+            if is_first and kv.num_free_pages < num_pages:
+                self._fail(sequence, num_pages)
+                continue
+            if self._lacks_slot or kv.num_free_pages < num_pages:
+                for other in self._preempted_for(sequence, num_pages):
+                    self.leave(other)
+            if self._lacks_slot or kv.num_free_pages < num_pages:
+                return
+            self._waiting.remove(sequence)
+            sequence.pages = kv.allocate(num_pages - (not is_first))
+            sequence.state = SequenceState.LOADING
+            self._loading.append(sequence)
+            sequence.admitted.set()
+
+    @property
+    def _lacks_slot(self) -> bool:
+        return len(self._running) + len(self._loading) >= self._max_batch
+
+    def _first_waiting(self) -> Sequence:
+        """Of those with the priority of the first in rank, the first whose tenant, and answer, has least."""
+        if len(self._waiting) == 1:
+            return self._waiting[0]
+        priority, shares = self._waiting[0].request.priority, self._shares()
+        equals = (sequence for sequence in self._waiting if sequence.request.priority == priority)
+        return min(equals, key=shares.parts)
+
+    def _preempted_for(self, claim: Sequence, num_pages: int) -> list[Sequence]:
+        """So many that `claim` gets a slot and so many pages when these have left; none if that cannot be.
+
+        Each time the newest of those that have most.
+        """
+        shares, chosen = self._shares(), list[Sequence]()
+        num_slots = len(self._running) + len(self._loading)
+        num_slots -= sum(sequence.ends_in_flight for sequence in self._running)
+        num_free = self._kv.num_free_pages + self._num_coming_pages
+        left = self._newest_first
+        while num_slots >= self._max_batch or num_free < num_pages:
+            yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]
+            if not yielding:
+                return []
+            other = max(yielding, key=shares.parts)
+            left.remove(other)
+            shares.remove(other)
+            chosen.append(other)
+            num_slots -= 1
+            num_free += len(other.pages)
+        return chosen
+
+    def _shares(self) -> BatchShares:
+        return BatchShares([*self._running, *self._loading], self._max_batch, self._kv.num_pages)

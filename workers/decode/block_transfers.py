@@ -1,0 +1,107 @@
+"""Whole blocks between the device and the pool, beside the batch: joining, sealing, preemption.
+
+Pages that are copied belong to sequences that no iteration computes with, so no copy waits for the device,
+and the device waits for no copy.
+
+Owns: the two threads. Does not know: whose blocks they are.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kernels.kv_copy import gather_pages, scatter_pages
+from workers.engine.kvcache import DeviceKVCache
+from workers.execution.jobs import see_out
+from workers.kvcache.copies import Copies
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPair:
+    """One block, in a device page and in a page of the pool."""
+
+    device_page: int
+    pool_page: int
+
+    def stored_checksum(self, layer: int) -> int | None:
+        """What is loaded has been sealed, or settled."""
+        return None
+
+
+class BlockTransfers:
+    """A cancelled call copies no further layer, and ends when nothing is being copied."""
+
+    def __init__(self, copies: Copies, kv: DeviceKVCache) -> None:
+        self._copies = copies
+        self._kv = kv
+        self._quiet = copies.mark()  # whoever computed with the pages before has been waited for
+        self._loading = ThreadPoolExecutor(1, "kvcache-join")
+        self._storing = ThreadPoolExecutor(1, "kvcache-seal")
+
+    async def load(self, blocks: Sequence[BlockPair]) -> list[int]:
+        """From the pool to the device. Returns the pool pages with wrong bytes."""
+
+        def work(is_given_up: threading.Event) -> list[int]:
+            damaged: set[int] = set()
+            for layer in self._kv.layers:
+                if is_given_up.is_set():
+                    break
+                loaded = self._copies.load(layer, blocks, self._quiet)
+                damaged.update(loaded.damaged)
+                if loaded.mark is not None:
+                    loaded.mark.synchronize()
+            return sorted(damaged)
+
+        return await self._on(self._loading, work) if blocks else []
+
+    async def store(self, blocks: Sequence[BlockPair]) -> list[list[int]]:
+        """From the device to the pool. Returns the checksums of each block's layers."""
+
+        def work(is_given_up: threading.Event) -> list[list[int]]:
+            by_layer = []
+            for layer in self._kv.layers:
+                if is_given_up.is_set():
+                    break
+                by_layer.append(self._copies.store(layer, blocks, self._quiet))
+            return [list(checksums) for checksums in zip(*by_layer, strict=True)]
+
+        return await self._on(self._storing, work) if blocks else []
+
+    async def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
+        """Copies of device pages in host memory, one tensor a layer."""
+
+        def work(is_given_up: threading.Event) -> list[torch.Tensor]:
+            index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
+            layers = self._kv.layers
+            return [gather_pages(self._kv.layer(layer), index).cpu() for layer in layers]
+
+        return await self._on(self._storing, work)
+
+    async def restore(self, pages: Sequence[int], saved: Sequence[torch.Tensor]) -> None:
+        """The inverse of `save`, into other pages."""
+
+        def work(is_given_up: threading.Event) -> None:
+            index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
+            for layer, blocks in zip(self._kv.layers, saved, strict=True):
+                scatter_pages(self._kv.layer(layer), index, blocks.to(self._kv.device))
+            if self._kv.device.type == "cuda":
+                torch.cuda.current_stream(self._kv.device).synchronize()
+
+        await self._on(self._loading, work)
+
+    def close(self) -> None:
+        """After this nothing can be called. What is being copied may end later."""
+        self._loading.shutdown(wait=False)
+        self._storing.shutdown(wait=False)
+
+    async def _on(self, thread: ThreadPoolExecutor, work: Callable[[threading.Event], T]) -> T:
+        given_up = threading.Event()
+        ended = asyncio.get_running_loop().run_in_executor(thread, work, given_up)
+        return await see_out(ended, on_cancel=given_up.set)

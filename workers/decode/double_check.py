@@ -1,0 +1,107 @@
+"""The local scheduler of a decode instance checks what the Conductor has placed here (Mooncake, section 3).
+
+With the TBT that it predicts it may let a request wait, or refuse it, until its first token leaves, and it
+decides which prompts are computed here (section 5).
+
+Owns: what a request would do to the batch, who waits for that to become smaller. Does not know: who is told,
+how anything is measured.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from mooncake.messages.workers import DecodeLoad
+from workers.decode.inlining import is_inlined
+from workers.decode.meter import DecodeMeter
+from workers.decode.sequence import Sequence
+
+
+class TooSlowError(Exception):
+    """With this request the batch would miss the TBT SLO."""
+
+    def __init__(self, batch_size: int, predicted_tbt_s: float, tbt_slo_s: float) -> None:
+        super().__init__(
+            f"a token would take {1000 * predicted_tbt_s:.1f} ms in this batch, at most"
+            f" {1000 * tbt_slo_s:g} ms are allowed (conductor.tbt_slo_s); come back later"
+        )
+        self.batch_size, self.predicted_tbt_s = batch_size, predicted_tbt_s
+
+
+class DoubleCheck:
+    """Predicts with what `meter` has learned. `max_inline_tokens`: of one pass; 0 if nothing is inlined."""
+
+    def __init__(self, meter: DecodeMeter, max_inline_tokens: int) -> None:
+        self._meter = meter
+        self._max_inline_tokens = max_inline_tokens
+        self._turn = asyncio.Lock()
+        """of the one that is looked at, while others stand behind it"""
+        self._changed = asyncio.Event()
+        self._num_waiting = 0
+        """for their turn"""
+
+    async def pass_in_turn(
+        self, sequence: Sequence, others: Callable[[], Iterable[Sequence]], time_left_s: float | None
+    ) -> None:
+        """Returns when it may join the batch: first come, first served.
+
+        Raises TooSlowError if that is not within `time_left_s`, or (None) now.
+        """
+        if time_left_s is not None:
+            with contextlib.suppress(TimeoutError), self._waiting():
+                async with asyncio.timeout(max(0.0, time_left_s)), self._turn:
+                    while self._refusal(sequence, others()) is not None:
+                        self._changed.clear()
+                        await self._changed.wait()
+        refusal = self._refusal(sequence, others())
+        if refusal is not None:
+            raise refusal
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    def look_again(self) -> None:
+        """The batch has made a step, or somebody has left it."""
+        self._changed.set()
+
+    def load(self, sequences: Iterable[Sequence]) -> DecodeLoad:
+        """Of these, whether they are prefilled or not."""
+        batch = [sequence for sequence in sequences if sequence.finish_reason is None]
+        num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
+        tbt_s = self._meter.tbt.predict_s(len(batch), num_kv_tokens)
+        return DecodeLoad(len(batch), self._num_waiting, tbt_s)
+
+    def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
+        """None if nothing else is to be done: the prediction may be outdated."""
+        batch = _decoded(sequence, others)
+        if sequence.tbt_slo_s is None or not batch:
+            return None
+        predicted_s = self._predict_s(sequence, batch)
+        if predicted_s is None or predicted_s <= sequence.tbt_slo_s:
+            return None
+        return TooSlowError(len(batch) + 1, predicted_s, sequence.tbt_slo_s)
+
+    def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether the rest of its prompt, behind `num_cached_tokens`, is computed here."""
+        batch = _decoded(sequence, others)
+        num_tokens = sum(other.num_tokens_left for other in (*batch, sequence))
+        return is_inlined(
+            num_tokens,
+            self._max_inline_tokens,
+            self._predict_s(sequence, batch) if batch else 0.0,
+            self._meter.prompt_cost.predict_s(num_tokens),
+            sequence.tbt_slo_s,
+        )
+
+    def _predict_s(self, sequence: Sequence, batch: list[Sequence]) -> float | None:
+        num_kv_tokens = sum(len(other.tokens) for other in (*batch, sequence))
+        return self._meter.tbt.predict_s(len(batch) + 1, num_kv_tokens)
+
+
+def _decoded(sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
+    return [other for other in others if other is not sequence and other.finish_reason is None]

@@ -1,0 +1,68 @@
+"""How long a batch waits between two iterations, so that prompts are prefilled on its cores meanwhile.
+
+Where prefill and decode share cores, a small batch that is decoded without a pause keeps from many prompts
+what they need to join it. An iteration reads all weights, for however few sequences: so the same tokens are
+drawn with less work if fewer and fuller iterations draw them, and prefill has the time that this saves.
+
+Owns: the rule, and how many prompts are prefilled. Does not know: where their cores are, what is computed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from workers.decode.meter import DecodeMeter
+from workers.decode.sequence import Sequence as DecodedSequence
+
+MAX_PAUSE_S = 0.1
+TBT_SLO_SHARE = 0.8
+"""of it a pause and the iteration after it may take: predictions are not exact"""
+
+
+def pause_s(
+    num_decoded: int, num_prefilled: int, iteration_s: float | None, tbt_slo_s: float | None
+) -> float:
+    """Seconds between two iterations of `num_decoded` sequences, while `num_prefilled` prompts are prefilled.
+
+    0 while the prompts are not more. If they are, the batch computes for `num_decoded / num_prefilled` of
+    the time, as far as a pause of `MAX_PAUSE_S` and the SLO allow. `iteration_s`: as predicted, None if it
+    is not known; `tbt_slo_s`: None if a token may take any time.
+    """
+    if iteration_s is None or num_prefilled <= num_decoded:
+        return 0.0
+    limit_s = MAX_PAUSE_S if tbt_slo_s is None else min(MAX_PAUSE_S, TBT_SLO_SHARE * tbt_slo_s - iteration_s)
+    return max(0.0, min(iteration_s * (num_prefilled / num_decoded - 1), limit_s))
+
+
+class GivingWay:
+    """Of one batch of `max_batch` sequences at most; predicts with what `meter` has learned."""
+
+    def __init__(self, meter: DecodeMeter, max_batch: int) -> None:
+        self._meter, self._max_batch = meter, max_batch
+        self._num_prefilled = 0
+        self._ended_s = -math.inf
+
+    @contextmanager
+    def prefill(self, *, shares_cores: bool) -> Iterator[None]:
+        """A prompt that will join is prefilled; the batch gives way to it if it `shares_cores`."""
+        self._num_prefilled += shares_cores
+        try:
+            yield
+        finally:
+            self._num_prefilled -= shares_cores
+
+    def ended(self, at_s: float) -> None:
+        """An iteration has ended, by the clock of `left_s`."""
+        self._ended_s = at_s
+
+    def left_s(self, ready: Sequence[DecodedSequence], now_s: float, *, is_running: bool) -> float:
+        """How long the next iteration, of those that are `ready`, is still to be put off, from now on or, if
+        one is running, from its end on."""
+        if not self._num_prefilled:
+            return 0.0
+        num_tokens = sum(len(sequence.tokens) for sequence in ready)
+        slos_s = [sequence.tbt_slo_s for sequence in ready if sequence.tbt_slo_s is not None]
+        iteration_s = self._meter.tbt.predict_s(len(ready), num_tokens)
+        num_joining = min(self._num_prefilled, self._max_batch - len(ready))
+        pause = pause_s(len(ready), num_joining, iteration_s, min(slos_s, default=None))
+        return pause if is_running else max(0.0, self._ended_s + pause - now_s)

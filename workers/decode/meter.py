@@ -1,0 +1,99 @@
+"""What decoding on this device takes, and what it has done: totals for heartbeats, the line for predictions.
+
+Owns: counters. Does not know: who reads them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import thread_time
+
+from mooncake.messages.pools import COMPUTED, Tier
+from mooncake.messages.workers import DecodeStats
+from workers.decode.inlining import PromptCost
+from workers.decode.iterations import Iteration
+from workers.decode.sequence import Sequence
+from workers.decode.tbt import TBTPredictor
+
+
+class DecodeMeter:
+    """`num_...` are totals since the session began."""
+
+    def __init__(self) -> None:
+        self.tbt = TBTPredictor()
+        self.prompt_cost = PromptCost()
+        self.num_inlined = self.num_not_inlined = 0
+        self.num_prompt_tokens: Counter[str] = Counter()
+        """of inlined prompts by source (`PREFILL_SOURCES`)"""
+        self.num_preemptions: Counter[str] = Counter()
+        self.num_refusals = 0
+        self.num_sealed_blocks = 0
+        self.num_unsealed = 0
+        self._num_iterations = self._num_tokens = 0
+        self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
+        self._last_ended_s: float | None = None
+        self._gave_way = False
+        """since an iteration has ended"""
+
+    @contextmanager
+    def host_time(self) -> Iterator[None]:
+        """Of the loop: planning, sending. Processor time: waits for the lock are no work."""
+        began_s = thread_time()
+        yield
+        self._host_s += thread_time() - began_s
+
+    def ended(self, iteration: Iteration) -> None:
+        """Take its times."""
+        batch = len(iteration.sequences), iteration.num_kv_tokens
+        seconds = iteration.ended_s - iteration.began_s
+        if iteration.num_prompt_tokens:
+            self.prompt_cost.observe(
+                iteration.num_prompt_tokens, seconds - (self.tbt.predict_s(*batch) or 0.0)
+            )
+        else:
+            self.tbt.observe(*batch, seconds)
+        self._num_iterations += 1
+        self._num_tokens += len(iteration.sequences)
+        self._forward_s += iteration.ended_s - iteration.forward_began_s
+        self._host_s += iteration.forward_began_s - iteration.began_s
+        if self._last_ended_s is not None:
+            gap_s = iteration.began_s - self._last_ended_s
+            self._bubble_s += 0.0 if self._gave_way else gap_s
+            self._pause_s += gap_s if self._gave_way else 0.0
+        self._last_ended_s, self._gave_way = iteration.ended_s, False
+
+    def inlined(self, sequence: Sequence, cached: Iterable[Tier | None], page_size: int) -> None:
+        """Its prompt is computed here, behind the `cached` blocks from these tiers."""
+        self.num_inlined += 1
+        num_left = sequence.num_cached_tokens
+        for tier in cached:
+            assert tier is not None
+            self.num_prompt_tokens[tier.value] += min(page_size, num_left)
+            num_left -= min(page_size, num_left)
+        self.num_prompt_tokens[COMPUTED] += sequence.num_tokens_left
+
+    def gives_way(self) -> None:
+        """The next iteration is put off for prompts that are prefilled."""
+        self._gave_way = True
+
+    def idle(self) -> None:
+        """There is nobody to decode: the device does not wait."""
+        self._last_ended_s = None
+
+    @property
+    def stats(self) -> DecodeStats:
+        """All of it."""
+        return DecodeStats(
+            self._num_iterations,
+            self._num_tokens,
+            self._forward_s,
+            self._host_s,
+            self._bubble_s,
+            self._pause_s,
+            dict(self.num_preemptions),
+            self.num_refusals,
+            self.num_sealed_blocks,
+            self.num_unsealed,
+            self.num_inlined,
+            self.num_not_inlined,
+        )

@@ -1,0 +1,113 @@
+"""How the rows of a pass are drawn: from requests' sampling parameters to what the engine computes with.
+
+Owns: which rows want what. Does not know: the model, batches, how a logit is changed.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mooncake.messages.requests import Request, SamplingParams, TokenLogprobs
+from workers.engine.logit_changes import Follower, LogitChanges, LogitRules
+from workers.engine.sampling import logprobs, sample, uniform
+
+
+class Drawn(NamedTuple):
+    """One token of each row, and of the rows that want them, their logprobs."""
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs]
+
+
+class FirstToken(NamedTuple):
+    """What a prompt's prefill draws; `logprobs` if its request wants them."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Row(NamedTuple):
+    """One draw. `position` is that of the drawn token; `output` what is known so far of the request's."""
+
+    sampling: SamplingParams
+    position: int
+    rules: LogitRules | None = None
+    output: Sequence[int] = ()
+
+
+def rules_of(request: Request, grammar: Follower | None = None) -> LogitRules | None:
+    """What a request wants changed of its logits; None: nothing. `grammar`: that of its sampling, begun."""
+    sampling = request.sampling
+    is_neutral = (
+        (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
+        and not sampling.logit_bias
+        and not sampling.bad_words
+        and not sampling.min_tokens
+        and grammar is None
+    )
+    if is_neutral:
+        return None
+    prompt = request.token_ids[: request.num_prompt_tokens] if sampling.repetition_penalty != 1 else []
+    return LogitRules(
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        prompt_tokens=np.unique(np.asarray(prompt, dtype=np.int64)),
+        bias_tokens=np.fromiter(sampling.logit_bias, np.int64),
+        biases=np.fromiter(sampling.logit_bias.values(), np.float32),
+        bad_words=sampling.bad_words,
+        min_tokens=sampling.min_tokens,
+        stop_tokens=np.asarray(sampling.stop_token_ids, dtype=np.int64),
+        grammar=grammar,
+    )
+
+
+class Draws:
+    """Those of one pass. The limits of `sample`, `[S]` each, are on the CPU."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        sampling = [row.sampling for row in rows]
+        uniforms = [
+            uniform(row.sampling.seed, row.position) if row.sampling.temperature > 0 else 0.0 for row in rows
+        ]
+        self._limits = (
+            torch.tensor([params.temperature for params in sampling]),
+            torch.tensor([params.top_k for params in sampling]),
+            torch.tensor([params.top_p for params in sampling]),
+            torch.tensor([params.min_p for params in sampling]),
+            torch.tensor(uniforms, dtype=torch.float64),
+        )
+        self._changes = LogitChanges()
+        for index, row in enumerate(rows):
+            if row.rules is not None:
+                self._changes.add(index, row.rules, row.output)
+        self._num_logprobs = {
+            index: params.num_logprobs
+            for index, params in enumerate(sampling)
+            if params.num_logprobs is not None
+        }
+
+    def extend(self, row: int, token: int) -> None:
+        """The newest token before the row's draw is known now; its `output` lacked it."""
+        self._changes.extend(row, token)
+
+    def draw(self, logits: torch.Tensor) -> Drawn:
+        """From `logits` float32 `[S, V]`, which are changed. Waits for the device."""
+        if not self._num_logprobs:
+            self._changes.apply(logits)
+            return Drawn(sample(logits, *self._limits).tolist(), {})
+        rows = torch.tensor(list(self._num_logprobs), device=logits.device)
+        as_they_came = logits[rows]
+        self._changes.apply(logits)
+        tokens = sample(logits, *self._limits)
+        return Drawn(tokens.tolist(), self._report(as_they_came, tokens[rows]))
+
+    def _report(self, logits: torch.Tensor, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
+        computed = logprobs(logits, tokens, max(self._num_logprobs.values()))
+        drawn, top_tokens, top = (values.tolist() for values in computed)
+        return {
+            row: TokenLogprobs(drawn[index], top_tokens[index][:num], top[index][:num])
+            for index, (row, num) in enumerate(self._num_logprobs.items())
+        }

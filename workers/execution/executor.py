@@ -1,0 +1,135 @@
+"""The device's one place: everything that computes on it, on one thread.
+
+Owns: the model, the device's paged KVCache, the thread. Does not know: messages, requests, leases.
+`prefill` and `decode` run on the device thread (`Executor.run`, `submit`) and block it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from mooncake.errors import GrammarError
+from mooncake.model.grammar import Grammars, GrammarState
+from workers.engine.batch import Batch, Chunk
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.execution.draws import Drawn, Draws
+from workers.execution.jobs import see_out
+from workers.execution.pass_record import PassRecord
+from workers.kvcache.layerwise import LayerTransfers, PassPart
+
+T = TypeVar("T")
+
+
+class CancelledOnDevice(Exception):
+    """Nobody wants the result any more; nothing of the work is running any more."""
+
+
+class Executor:
+    """Runs a model on its device, one call after the other."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: DeviceKVCache,
+        grammars: Grammars | None = None,
+        record: PassRecord | None = None,
+    ) -> None:
+        """Without `grammars` no request may have one. `record`: where it stands whose pass is computed."""
+        self.model = model
+        self.kv = kv
+        self.record = record or PassRecord()
+        self._grammars = grammars
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._cutting_in: deque[Callable[[], None]] = deque()
+        """calls that wait for the end of a layer; the loop appends, the device thread takes"""
+
+    @property
+    def engine(self) -> str:
+        """What computes, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
+        return f"{self.kv.device} ({self.model.computed_by})"
+
+    async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
+        """Make `call` on the device thread.
+
+        A cancelled caller calls `on_cancel`, which may shorten the call, and waits until it has ended: only
+        then may the pages that it uses be given back.
+        """
+        ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await see_out(ended, on_cancel)
+
+    async def cut_in(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
+        """Make `call` as `run` does, but between two layers of the prefill pass that is under way, if any."""
+        ended: Future[T] = Future()
+
+        def make() -> None:
+            try:
+                ended.set_result(call())
+            except Exception as error:  # noqa: BLE001 - whoever waits for the call gets its error
+                ended.set_exception(error)
+
+        self._cutting_in.append(make)
+        self._thread.submit(self._let_in)  # in case no pass is running, or its last layer has ended
+        return await see_out(asyncio.wrap_future(ended), on_cancel)
+
+    def _let_in(self) -> None:
+        while self._cutting_in:
+            self._cutting_in.popleft()()
+
+    async def follow(self, grammar: str) -> GrammarState | None:
+        """The beginning of an output that must follow `grammar`; None: it may be any. Raises GrammarError."""
+        if not grammar:
+            return None
+        if self._grammars is None:
+            raise GrammarError("this instance has no tokenizer, which grammars need")
+        return (await self._grammars.get(grammar)).begin()
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Make `call` on the device thread, behind all that it has been given before."""
+        return self._thread.submit(call)
+
+    def prefill(
+        self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One pass of layer-wise prefill: the hidden states `[T, hidden_size]` behind this model's layers, of
+        all parts' tokens, one part after the other. `hidden`: those before them, on any device; None in the
+        first stage. Between two layers calls may cut in.
+
+        Loads run one layer ahead, stores behind. Stores may be under way when it returns
+        (`PassPart.storing`), loads are not. Raises `CancelledOnDevice` between two layers once all parts are
+        dropped; all ranks of a tensor-parallel group stop at the same one.
+        """
+        layers = self.model.layers
+        loading = transfers.launch_load(layers.start, parts)
+        batch = Batch.build([part.chunk for part in parts], self.kv)
+        hidden = self.model.embed(batch) if hidden is None else hidden.to(self.kv.device)
+        for layer in layers:
+            transfers.wait_loaded(loading)
+            if all(self.dropped(parts)):
+                raise CancelledOnDevice
+            loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
+            hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
+            transfers.launch_store(layer, parts)
+            self._let_in()
+        return hidden
+
+    def dropped(self, parts: Sequence[PassPart]) -> list[bool]:
+        """Which parts of a pass have been dropped by now, by any rank: a decision that all ranks share."""
+        are_dropped = [part.is_dropped for part in parts]
+        if self.model.shard is not None:
+            are_dropped = self.model.shard.any(are_dropped)
+        for part, is_dropped in zip(parts, are_dropped, strict=True):
+            part.is_dropped |= is_dropped
+        return are_dropped
+
+    def prepare(self, chunks: Sequence[Chunk]) -> Batch:
+        """What the layers of a pass share; on the caller's thread, without the device."""
+        return Batch.build(chunks, self.kv)
+
+    def decode(self, batch: Batch, draws: Draws) -> Drawn:
+        """One iteration: the next token of every sequence."""
+        return draws.draw(self.model.forward(batch, self.kv))

@@ -1,0 +1,108 @@
+"""Whose pass is computed now, in memory that outlives the process.
+
+The next life finds there in whose pass the one before ended. There are two areas, each a length and a list
+of refs: the pass that runs, and one that has failed (or a request that has) while the process goes on to its
+end, in which it may still compute for others.
+
+Owns: this memory. Does not know: how a process ended, who is told.
+"""
+
+import contextlib
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from mooncake.messages.requests import Ref
+from mooncake.node.process_config import PASS_RECORD_BYTES
+
+_LENGTH = struct.Struct("I")
+_AREA_BYTES = PASS_RECORD_BYTES // 2
+_MOST_BYTES = _AREA_BYTES - _LENGTH.size
+_NOBODY = 0
+_UNKNOWN = 0xFFFFFFFF
+_RUNNING, _FAILED = 0, _AREA_BYTES
+Errors = type[Exception] | tuple[type[Exception], ...]
+_decoder = msgspec.msgpack.Decoder(list[Ref])
+
+
+class PassRecord:
+    """The record behind `fd`, which the supervisor keeps; without one it ends with the process."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self._memory = mmap.mmap(-1 if fd is None else fd, PASS_RECORD_BYTES)
+        self._running: list[Ref] | None = []
+        self._written: list[Ref] | None = []
+        self._length = _NOBODY
+        """of what was written last to the area of the pass that runs"""
+
+    def take(self) -> list[Ref] | None:
+        """What the life before has left, which is forgotten by that; None: a pass, and it is not known whose.
+        Call before the first pass."""
+        left = self._read(_FAILED)
+        if left == []:
+            left = self._read(_RUNNING)
+        self.clear()
+        return left
+
+    def clear(self) -> None:
+        """Nothing is computed, and nothing has failed."""
+        for area in (_RUNNING, _FAILED):
+            self._set_length(area, _NOBODY)
+
+    @contextlib.contextmanager
+    def computing(
+        self, refs: list[Ref] | None, expected: type[Exception] | tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Compute a pass of these requests (None: not known), on the device thread.
+
+        An error that is not `expected` is what ends this process. While a pass cuts in, that one stands here.
+        """
+        outer, self._running = self._running, refs
+        self._note_running()
+        try:
+            yield
+        except expected:
+            raise
+        except Exception:
+            self.blame(refs)
+            raise
+        finally:
+            self._running = outer
+            self._note_running()
+
+    def blame(self, refs: list[Ref] | None) -> None:
+        """The work of these requests has failed, and this process is about to end. The first one counts."""
+        if self._read(_FAILED) == []:
+            self._set_length(_FAILED, self._write(_FAILED, refs))
+
+    def _note_running(self) -> None:
+        if self._running == []:
+            self._set_length(_RUNNING, _NOBODY)
+            return
+        if self._running != self._written:
+            self._set_length(_RUNNING, _NOBODY)
+            self._written, self._length = self._running, self._write(_RUNNING, self._running)
+        self._set_length(_RUNNING, self._length)
+
+    def _write(self, area: int, refs: Sequence[Ref] | None) -> int:
+        """What the length is to be."""
+        if refs is None:
+            return _UNKNOWN
+        data = msgspec.msgpack.encode(refs)
+        if len(data) > _MOST_BYTES:
+            return _UNKNOWN
+        start = area + _LENGTH.size
+        self._memory[start : start + len(data)] = data
+        return len(data)
+
+    def _set_length(self, area: int, length: int) -> None:
+        _LENGTH.pack_into(self._memory, area, length)
+
+    def _read(self, area: int) -> list[Ref] | None:
+        [length] = _LENGTH.unpack_from(self._memory, area)
+        if length == _NOBODY:
+            return []
+        start = area + _LENGTH.size
+        return None if length == _UNKNOWN else _decoder.decode(self._memory[start : start + length])

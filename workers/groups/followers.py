@@ -1,0 +1,190 @@
+"""The other ranks of a tensor-parallel group, as the first one sees them.
+
+What is said to them leaves in one order, whoever says it: the order of their passes is that of this rank's
+device thread.
+
+Owns: their links, what they are asked and what all of them together have answered. Does not know: prompts,
+sequences, how ranks compute.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
+from mooncake.messages.pools import Capacity, PoolShard, PoolStats
+from mooncake.node.process_config import WorkerProcess
+from workers.errors import SessionLostError
+from workers.execution.jobs import see_out
+from workers.groups.next_stage import NextStage
+from workers.groups.rank_messages import Answer, Call, Done, Failed, FailureKind, Held, StopCall, Work
+from workers.groups.stage_messages import AboutJob, PromptLeft, StageFailed, Unusable, Usable
+
+Hear = Callable[[AboutJob], Awaitable[None]]
+_ERRORS: dict[FailureKind, type[MooncakeError]] = {
+    FailureKind.POOL_FULL: PoolFullError,
+    FailureKind.POOL: PoolError,
+    FailureKind.TRANSFER: TransferError,
+}
+
+
+def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None":
+    """Those of a first rank, which begins to listen for them; None if it is alone."""
+    rank = process.rank
+    if rank.size == 1:
+        return None
+    links = [
+        NextStage(
+            endpoint,
+            process.cluster_key,
+            stage=number,
+            num_stages=rank.size,
+            fingerprint=fingerprint,
+            timeout_s=process.config.conductor.peer_timeout_s,
+            kind="rank",
+        )
+        for number, endpoint in enumerate(rank.endpoints, start=1)
+    ]
+    return Followers(links)
+
+
+class Followers:
+    """`join` first, then `start`."""
+
+    def __init__(self, links: Sequence[NextStage]) -> None:
+        self._links = links
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
+        self._call_ids = itertools.count(1)
+        self._answers: dict[int, list[asyncio.Future[Held | None]]] = {}
+        """of calls, by rank"""
+        self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
+        """what some have said of a prompt, and not all"""
+        self.lost = asyncio.Event()
+        """one of them is, or the session ends"""
+
+    def close(self) -> None:
+        """They learn it from their next beats, or from silence."""
+        for link in self._links:
+            link.close()
+
+    @property
+    def capacity(self) -> Capacity:
+        """The least of theirs."""
+        return Capacity(
+            min(link.capacity.num_pool_pages for link in self._links),
+            min(link.capacity.num_device_pages for link in self._links),
+        )
+
+    @property
+    def shards(self) -> tuple[PoolShard, ...]:
+        """Their parts of the pool."""
+        return tuple(shard for link in self._links for shard in link.shards)
+
+    @property
+    def engine(self) -> str:
+        """What computes in them, for people."""
+        return " + ".join(link.engine for link in self._links)
+
+    @property
+    def pools(self) -> dict[str, PoolStats]:
+        """As last heard."""
+        return {name: stats for link in self._links for name, stats in link.pools.items()}
+
+    async def join(self) -> None:
+        """Returns when all are there and fit."""
+        await asyncio.gather(*(link.join() for link in self._links))
+
+    def start(self, group: asyncio.TaskGroup, hear: Hear) -> list[asyncio.Task[None]]:
+        """Their loops, as tasks of `group`; one that is gone ends it with `SessionLostError`."""
+        tasks = [group.create_task(self._post())]
+        for rank, link in enumerate(self._links):
+
+            def on_answer(answer: Answer, rank: int = rank) -> None:
+                self._take(rank, answer)
+
+            running = link.run(lambda message: self._hear(message, hear), on_answer)
+            tasks += [group.create_task(running), group.create_task(link.beat())]
+        return tasks
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """To all, behind all that has been sent before."""
+        self._outbox.put_nowait(message)
+
+    def announce(self, message: msgspec.Struct) -> None:
+        """As `send`, on any thread."""
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    async def call(self, work: Work) -> list[Held | None]:
+        """Have it done by all, and return what they answer. Nothing of it goes on when this is left.
+
+        Raises what has failed in one of them, SessionLostError if one is gone.
+        """
+        if self.lost.is_set():
+            raise SessionLostError("another rank is gone")
+        call_id = next(self._call_ids)
+        answers = self._answers[call_id] = [self._loop.create_future() for _ in self._links]
+        self._outbox.put_nowait(Call(call_id, work))
+
+        def stop() -> None:
+            self._outbox.put_nowait(StopCall(call_id))
+
+        async def settled() -> None:
+            _, late = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+            if late:
+                stop()
+                await asyncio.wait(late)
+
+        try:
+            await see_out(asyncio.ensure_future(settled()), on_cancel=stop)
+        finally:
+            del self._answers[call_id]
+            errors = [answer.exception() for answer in answers if not answer.cancelled()]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [answer.result() for answer in answers]
+
+    # -- what they say ------------------------------------------------------------------------------
+
+    async def _post(self) -> None:
+        try:
+            while True:
+                message = await self._outbox.get()
+                for link in self._links:
+                    await link.send(message)
+        finally:
+            self.lost.set()
+            for answer in itertools.chain.from_iterable(self._answers.values()):
+                if not answer.done():
+                    answer.set_exception(SessionLostError("another rank is gone"))
+
+    def _take(self, rank: int, answer: Answer) -> None:
+        waiting = self._answers[answer.call_id][rank]
+        match answer:
+            case Done(held=held):
+                waiting.set_result(held)
+            case Failed(kind=FailureKind.STOPPED):
+                waiting.cancel()
+            case Failed(kind=kind, reason=reason):
+                waiting.set_exception(_ERRORS[kind](reason))
+
+    async def _hear(self, message: AboutJob, hear: Hear) -> None:
+        """Passed on once all have said it; at once if one is enough."""
+        if isinstance(message, Unusable | StageFailed):
+            await hear(message)
+            return
+        round_ = message.round if isinstance(message, Usable) else 0
+        key = type(message), message.job_id, round_
+        said = self._said.setdefault(key, [])
+        said.append(message)
+        if len(said) < len(self._links):
+            return
+        del self._said[key]
+        if isinstance(message, PromptLeft):
+            for key in [key for key in self._said if key[1] == message.job_id]:
+                del self._said[key]
+        usable = [word for word in said if isinstance(word, Usable)]
+        await hear(min(usable, key=lambda word: word.num_blocks) if usable else message)

@@ -1,0 +1,225 @@
+"""The stage behind this one, as this one sees it; or another rank, as the first one does.
+
+Owns: the link to it (this side listens), room for passes that it has not begun. Does not know: prompts.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from mooncake.errors import MismatchError
+from mooncake.messages.bus import PeerGoneError, Router
+from mooncake.messages.pools import Capacity, PoolShard, PoolStats
+from mooncake.messages.workers import PROTOCOL_VERSION
+from mooncake.node.process import Progress, report
+from mooncake.node.process_config import WorkerProcess
+from mooncake.security.keys import ClusterKey
+from workers.errors import SessionLostError
+from workers.groups.rank_messages import Answer, Done, Failed, FromFollower
+from workers.groups.stage_messages import (
+    AboutJob,
+    HiddenStates,
+    Pass,
+    PassShare,
+    PassTaken,
+    StageAlive,
+    StageBeat,
+    StageHello,
+    StageRefused,
+    StageWelcome,
+)
+from workers.groups.stage_pulse import Pulse
+
+_PASSES_AHEAD = 2
+"""that it has not begun: one that comes while it computes another, and one so that it never waits"""
+_MOST_BYTES = 4 << 20
+"""of hidden states in one message"""
+
+
+def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
+    """The stage behind a worker, which begins to listen for it; None if it is the last one."""
+    stage = process.stage
+    if stage.number + 1 == stage.num_stages:
+        return None
+    return NextStage(
+        stage.endpoints[stage.number],
+        process.cluster_key,
+        stage=stage.number + 1,
+        num_stages=stage.num_stages,
+        fingerprint=fingerprint,
+        timeout_s=process.config.conductor.peer_timeout_s,
+    )
+
+
+class NextStage:
+    """`join` first, then `run` and `beat` beside the rest."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        key: ClusterKey,
+        *,
+        stage: int,
+        num_stages: int,
+        fingerprint: str,
+        timeout_s: float,
+        kind: str = "stage",
+    ) -> None:
+        """`stage` is the number of the one behind. Without a word for `timeout_s` it counts as gone.
+
+        `kind`: what is numbered, for people.
+        """
+        self._router: Router[FromFollower] = Router(endpoint, FromFollower, key)
+        self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
+        self._kind, self._name = kind, f"{kind} {stage}"
+        self._pulse = Pulse(self._name, timeout_s)
+        self._peer: bytes | None = None
+        self._num_ahead = 0
+        self._taken = asyncio.Event()
+        self.capacity: Capacity
+        """of this and all stages behind it"""
+        self.engine: str
+        """of this and all stages behind it, for people"""
+        self.shards: tuple[PoolShard, ...]
+        """of this and all stages behind it"""
+        self.pools: dict[str, PoolStats] = {}
+        """of this and all stages behind it, as last heard"""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it connects to."""
+        return self._router.endpoint
+
+    def close(self) -> None:
+        """The stage behind learns it from its next beat, or from silence."""
+        self._router.close()
+
+    async def join(self) -> None:
+        """Returns when it is there and fits. Whoever does not is told so and keeps this instance waiting."""
+        report(Progress(f"waiting for {self._name} at {self.endpoint}", 0, 0))
+        while self._peer is None:
+            sender, message = await self._router.recv()
+            if not isinstance(message, StageHello):
+                await self._answer(sender, StageAlive(known=False))
+                continue
+            if await self._refuses(sender, message):
+                continue
+            await self._answer(sender, StageWelcome())
+            self._peer = sender
+            self.capacity, self.engine, self.shards = message.capacity, message.engine, message.shards
+
+    async def run(
+        self, hear: Callable[[AboutJob], Awaitable[None]], on_answer: Callable[[Answer], None] | None = None
+    ) -> None:
+        """The loop: receive, act. `on_answer`: of a rank.
+
+        Raises `SessionLostError` when it is gone or has begun anew.
+        """
+        while True:
+            sender, message = await self._router.recv()
+            if sender != self._peer:
+                if not isinstance(message, StageHello):
+                    await self._answer(sender, StageAlive(known=False))
+                elif not await self._refuses(sender, message):
+                    raise SessionLostError(f"{self._name} has begun anew")
+                continue
+            self._pulse.heard()
+            match message:
+                case StageHello():
+                    await self.send(StageWelcome())  # it had not heard it yet
+                case StageBeat(pools=pools):
+                    self.pools = pools
+                case PassTaken():
+                    self._num_ahead -= 1
+                    self._taken.set()
+                case Done() | Failed():
+                    if on_answer is None:
+                        raise SessionLostError(f"{self._name} answers what nobody has asked")
+                    on_answer(message)
+                case _:
+                    await hear(message)
+
+    async def beat(self) -> None:
+        """Beside `run`. Raises `SessionLostError` when it is gone, or has been silent for too long."""
+        await self._pulse.beat(lambda: self.send(StageAlive(known=True)))
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Raises `SessionLostError` when it is gone."""
+        assert self._peer is not None
+        try:
+            await self._router.send(self._peer, message)
+        except PeerGoneError as error:
+            raise SessionLostError(f"{self._name} is gone: {error}") from None
+
+    async def compute(self, shares: Sequence[PassShare], hidden: torch.Tensor) -> None:
+        """Hand a pass on, `hidden` [T, hidden_size] on the CPU. Returns when there is room for another."""
+        data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        await self.send(Pass(list(shares), len(data), bytes(data[:_MOST_BYTES])))
+        for start in range(_MOST_BYTES, len(data), _MOST_BYTES):
+            await self.send(HiddenStates(bytes(data[start : start + _MOST_BYTES])))
+        self._num_ahead += 1
+        while self._num_ahead >= _PASSES_AHEAD:
+            self._taken.clear()
+            await self._taken.wait()
+
+    async def _refuses(self, sender: bytes, hello: StageHello) -> bool:
+        """Whether it does not fit, of which it is told."""
+        try:
+            self._check(hello)
+        except MismatchError as error:
+            await self._answer(sender, StageRefused(str(error)))
+            return True
+        return False
+
+    def _check(self, hello: StageHello) -> None:
+        for what, ours, theirs in (
+            ("protocol version", PROTOCOL_VERSION, hello.protocol_version),
+            (f"number of {self._kind}s", self._num_stages, hello.num_stages),
+            (self._kind, self.stage, hello.stage),
+            ("model fingerprint", self._fingerprint, hello.fingerprint),
+        ):
+            if ours != theirs:
+                raise MismatchError(
+                    what, ours, theirs, f"start all {self._kind}s with the same configuration"
+                )
+
+    async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:
+        """To whom may have gone."""
+        try:
+            await self._router.send(sender, message)
+        except PeerGoneError:
+            return
+
+
+class Behind(Protocol):
+    """The next stage, with those behind it, or the other ranks."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def shards(self) -> tuple[PoolShard, ...]: ...
+
+
+def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
+    """What all stages from one on can hold, or all ranks: a prompt has as many pages in each."""
+    if behind is None:
+        return capacity
+    return Capacity(
+        min(capacity.num_pool_pages, behind.capacity.num_pool_pages),
+        min(capacity.num_device_pages, behind.capacity.num_device_pages),
+    )
+
+
+def shards_of(shard: PoolShard, behind: Behind | None) -> tuple[PoolShard, ...]:
+    """The parts of the pool of all stages from one on."""
+    return (shard,) if behind is None else (shard, *behind.shards)
+
+
+def engines_of(engine: str, behind: Behind | None) -> str:
+    """What computes in all stages from one on."""
+    return engine if behind is None else f"{engine} + {behind.engine}"

@@ -1,0 +1,170 @@
+"""The stage before this one, as this one sees it; or the first rank, as another one does.
+
+Owns: the link to it (this side connects), the passes that it sends. Does not know: prompts.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from mooncake.errors import ConfigError, TransferError
+from mooncake.messages.bus import Dealer, PeerGoneError
+from mooncake.messages.pools import PoolStats
+from mooncake.messages.workers import BlockOrder, DropCopies, Pin, Replicate, Unpin
+from mooncake.security.keys import ClusterKey
+from workers.errors import SessionLostError
+from workers.groups.rank_messages import FromLeader, ToFollower
+from workers.groups.stage_messages import (
+    Begin,
+    End,
+    HiddenStates,
+    Pass,
+    PassShare,
+    PassTaken,
+    Recount,
+    StageAlive,
+    StageBeat,
+    StageHello,
+    StageRefused,
+    StageWelcome,
+)
+from workers.groups.stage_pulse import Pulse
+
+
+class IncomingPass:
+    """A pass, and the hidden states that have come of it."""
+
+    def __init__(self, announced: Pass) -> None:
+        self.shares: list[PassShare] = announced.shares
+        self.hidden = bytearray(announced.num_bytes)
+        self._num_bytes = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is there."""
+        return self._num_bytes == len(self.hidden)
+
+    def take(self, data: bytes) -> None:
+        """Raises TransferError for more than was announced."""
+        end = self._num_bytes + len(data)
+        if end > len(self.hidden):
+            raise TransferError(f"a pass of {len(self.hidden)} bytes came with {end}")
+        self.hidden[self._num_bytes : end] = data
+        self._num_bytes = end
+
+
+class PreviousStage:
+    """`join` first, then `run` beside the rest; both with `beat` beside them."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        identity: bytes,
+        key: ClusterKey,
+        hello: StageHello,
+        pools: Callable[[], Awaitable[dict[str, PoolStats]]],
+        timeout_s: float,
+        name: str = "the stage before",
+    ) -> None:
+        """Without a word for `timeout_s` it counts as gone. It is told of `pools` with every beat.
+
+        `name`: who it is, for people.
+        """
+        self._dealer: Dealer[FromLeader] = Dealer(endpoint, identity, FromLeader, key)
+        self._hello, self._pools = hello, pools
+        self._name = name
+        self._pulse = Pulse(name, timeout_s)
+        self._has_joined = False
+        self._num_connections = 0
+        """when it had joined: before, the stage before may have begun anew"""
+        self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
+        """whole ones that have not begun; as many as `NextStage` lets come"""
+        self._coming: IncomingPass | None = None
+
+    def close(self, linger_s: float) -> None:
+        """What was not sent may still leave within `linger_s`."""
+        self._dealer.close(linger_s)
+
+    async def beat(self) -> None:
+        """Say hello until it is answered, then that this stage is alive. Raises `SessionLostError`."""
+        await self._pulse.beat(self._say_that_it_is_here)
+
+    async def _say_that_it_is_here(self) -> None:
+        if self._has_joined:
+            await self.send(StageBeat(await self._pools()))
+        else:
+            self._pulse.heard()  # it may not have begun yet
+            await self.send(self._hello)
+
+    async def join(self) -> None:
+        """Returns when it has taken this stage on. Raises `ConfigError` if it never will."""
+        while not self._has_joined:
+            message = await self._dealer.recv()
+            match message:
+                case StageWelcome():
+                    self._has_joined = True
+                    self._num_connections = self._dealer.num_connections
+                    self._pulse.heard()
+                case StageRefused(message=reason):
+                    raise ConfigError(f"{self._name} refused this one: {reason}")
+
+    async def run(
+        self,
+        obey: Callable[[Begin | Recount | End], None],
+        keep: Callable[[BlockOrder], None],
+        follow: Callable[[ToFollower], None] | None = None,
+    ) -> None:
+        """The loop: receive, act. A rank follows.
+
+        Raises `SessionLostError` when it has begun anew, or the connection broke and is there again.
+        """
+        while True:
+            message = await self._dealer.recv()
+            self._pulse.heard()
+            match message:
+                case StageAlive(known=False):
+                    raise SessionLostError(f"{self._name} has begun anew")
+                case _ if self._dealer.num_connections > self._num_connections:
+                    raise SessionLostError(
+                        f"the connection to {self._name} broke, which may have swallowed passes"
+                    )
+                case StageAlive():
+                    pass
+                case Pass(data=data):
+                    self._coming = IncomingPass(message)
+                    self._take(data)
+                case HiddenStates(data=data):
+                    self._take(data)
+                case Begin() | Recount() | End():
+                    obey(message)
+                case Pin() | Unpin() | Replicate() | DropCopies():
+                    keep(message)
+                case StageWelcome() | StageRefused():
+                    pass  # said again, in answer to a hello that was late
+                case _:
+                    if follow is None:
+                        raise SessionLostError(f"{self._name} sent {type(message).__name__} to no rank")
+                    follow(message)
+
+    async def taken(self) -> None:
+        """The oldest of `passes` is being computed."""
+        await self.send(PassTaken())
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Raises `SessionLostError` when it does not read."""
+        try:
+            await self._dealer.send(message)
+        except PeerGoneError as error:
+            raise SessionLostError(str(error)) from None
+
+    def _take(self, data: bytes) -> None:
+        if self._coming is None:
+            raise SessionLostError("hidden states came without a pass")
+        try:
+            self._coming.take(data)
+        except TransferError as error:
+            raise SessionLostError(str(error)) from None
+        if self._coming.is_whole:
+            self.passes.put_nowait(self._coming)
+            self._coming = None

@@ -1,0 +1,188 @@
+"""One layer of some blocks, between the device's pages and the pool's, checked on the way.
+
+A layer of a device page is byte for byte one layer of a block, or of the shard of it that a stage has. Layers
+are the model's. Loads compare checksums with those that the pool keeps, stores return new ones.
+
+Owns: how bytes get there, on the CPU and on CUDA. Does not know: when, which blocks, threads.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from kernels.kv_copy import gather_pages, scatter_pages
+from kvstore.pool.segment import Segment
+from messenger.wire.checksums import Addresses, Digests, copy_scattered
+from workers.engine.kvcache import DeviceKVCache
+
+Pages = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class BlockCopy(Protocol):
+    """One block, in a device page and in a page of the pool."""
+
+    @property
+    def device_page(self) -> int: ...
+    @property
+    def pool_page(self) -> int: ...
+
+    def stored_checksum(self, layer: int) -> int | None:
+        """The xxh3-64 of a layer that was stored here, which the pool may not have heard of yet. None: the
+        pool keeps it."""
+
+
+Mark = torch.cuda.Event | None
+"""a moment in a stream's work; None where calls return when their work is done"""
+
+
+class Loaded(NamedTuple):
+    """The layer is on the device when `mark` has passed. `damaged` are pool pages with wrong bytes."""
+
+    mark: Mark
+    damaged: list[int]
+
+
+class Copies(Protocol):
+    """Loads are called by one thread, stores by one, the other two by the device thread."""
+
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+        """Copies one layer from the pool to device pages that nobody uses any more once `free` has passed."""
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+        """Copies one layer to the pool once `computed` has passed. Returns the xxh3-64 of each block's."""
+
+    def mark(self) -> Mark:
+        """What has been given to the device so far."""
+
+    def wait(self, mark: Mark) -> None:
+        """What the device is given from now on comes after `mark`. Does not block."""
+
+
+class _PoolPages:
+    """Where the pool's pages are, and what is in them. The segment stays mapped as long as this is there."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.layer_bytes = segment.layout.layer_bytes
+        self._header, self._layers = segment.header, segment.layout.layers
+        self._table = segment.page_table()
+        self._bytes = np.frombuffer(segment.buffer, np.uint8)
+
+    def addresses(self, layer: int, blocks: Sequence[BlockCopy]) -> Addresses:
+        """Of one layer of each block."""
+        position = self._layers.index(layer)
+        start = self._bytes.ctypes.data + self._header.pages_offset + position * self.layer_bytes
+        return _addresses(start, self._header.page_stride, _pool_pages(blocks), self._header.num_pages)
+
+    def damaged(self, layer: int, blocks: Sequence[BlockCopy], digests: Digests) -> list[int]:
+        """The pages of those blocks whose checksums are not these."""
+        pages = _pool_pages(blocks)
+        expected = self._table.layer_checksums(pages, self._layers.index(layer))
+        for index, block in enumerate(blocks):
+            stored = block.stored_checksum(layer)
+            if stored is not None:
+                expected[index] = stored
+        damaged: list[int] = pages[expected != digests].tolist()
+        return damaged
+
+
+class HostCopies:
+    """Between a device that is the CPU and the pool's segment."""
+
+    def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
+        self._kv = kv
+        self._pool = _PoolPages(segment)
+
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+        sources, targets = self._pool.addresses(layer, blocks), self._device_addresses(layer, blocks)
+        digests = copy_scattered(sources, targets, self._pool.layer_bytes)
+        return Loaded(None, self._pool.damaged(layer, blocks, digests))
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+        sources, targets = self._device_addresses(layer, blocks), self._pool.addresses(layer, blocks)
+        checksums: list[int] = copy_scattered(sources, targets, self._pool.layer_bytes).tolist()
+        return checksums
+
+    def mark(self) -> Mark:
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
+    def _device_addresses(self, layer: int, blocks: Sequence[BlockCopy]) -> Addresses:
+        start = self._kv.layer(layer).data_ptr()
+        return _addresses(start, self._pool.layer_bytes, _device_pages(blocks), self._kv.num_pages)
+
+
+class CudaCopies:
+    """Between a GPU and the pool's segment: by way of pinned memory, on a stream for each direction.
+
+    No call waits for more than its own copies: streams wait for each other by events.
+    """
+
+    def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
+        self._kv = kv
+        self._pool = _PoolPages(segment)
+        self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+        self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+        staged, places = self._staging(len(blocks))
+        digests = copy_scattered(self._pool.addresses(layer, blocks), places, self._pool.layer_bytes)
+        pages = torch.from_numpy(_device_pages(blocks)).pin_memory()
+        assert free is not None
+        with torch.cuda.stream(self._load_stream):
+            self._load_stream.wait_event(free)
+            on_device = staged.to(self._kv.device, non_blocking=True)
+            index = pages.to(self._kv.device, non_blocking=True)
+            scatter_pages(self._kv.layer(layer), index, on_device)
+            mark = self._load_stream.record_event()
+        return Loaded(mark, self._pool.damaged(layer, blocks, digests))
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+        assert computed is not None
+        staged, places = self._staging(len(blocks))
+        pages = torch.from_numpy(_device_pages(blocks)).pin_memory()
+        with torch.cuda.stream(self._store_stream):
+            self._store_stream.wait_event(computed)
+            index = pages.to(self._kv.device, non_blocking=True)
+            staged.copy_(gather_pages(self._kv.layer(layer), index), non_blocking=True)
+            copied = self._store_stream.record_event()
+        copied.synchronize()  # this thread only
+        digests = copy_scattered(places, self._pool.addresses(layer, blocks), self._pool.layer_bytes)
+        checksums: list[int] = digests.tolist()
+        return checksums
+
+    def mark(self) -> Mark:
+        mark: torch.cuda.Event = torch.cuda.current_stream(self._kv.device).record_event()
+        return mark
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self._kv.device).wait_event(mark)
+
+    def _staging(self, num_blocks: int) -> tuple[torch.Tensor, Addresses]:
+        """Pinned memory for one layer of so many blocks, as a tensor and as the address of each."""
+        shape = (num_blocks, *self._kv.layer_shape[1:])
+        staged = torch.empty(shape, dtype=self._kv.dtype, pin_memory=True)
+        return staged, staged.data_ptr() + np.arange(num_blocks, dtype=np.int64) * self._pool.layer_bytes
+
+
+def _device_pages(blocks: Sequence[BlockCopy]) -> Pages:
+    return np.array([block.device_page for block in blocks], np.int64)
+
+
+def _pool_pages(blocks: Sequence[BlockCopy]) -> Pages:
+    return np.array([block.pool_page for block in blocks], np.int64)
+
+
+def _addresses(start: int, stride: int, pages: Pages, num_pages: int) -> Addresses:
+    """Of `pages` that are `stride` bytes apart, page 0 at `start`."""
+    assert ((pages >= 0) & (pages < num_pages)).all(), "copies know no other bounds"
+    return start + pages * stride
+
+
+def copies_for(kv: DeviceKVCache, segment: Segment) -> Copies:
+    """Those for the device of `kv`."""
+    return CudaCopies(kv, segment) if kv.device.type == "cuda" else HostCopies(kv, segment)

@@ -1,0 +1,155 @@
+"""Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
+
+Before a layer's attention its load is waited for and that of the next layer launched; after it its store is
+launched. Nobody waits for a store before the prompt is through, unless the device has memory for a window of
+layers only: then a layer waits for the store of the one whose memory it takes.
+
+Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from workers.engine.batch import Chunk
+from workers.kvcache.copies import Copies, Mark
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class PromptBlock:
+    """One block of a prompt, in a device page and in a page of the pool.
+
+    Its layers come to the pool in order: those before `next_layer` are there, or on their way from here.
+    """
+
+    device_page: int
+    pool_page: int
+    next_layer: int
+    first_stored: int = 0
+    stored: "array[int] | None" = None
+    """checksums of what a window of layers has stored and will load again, one layer after the other from
+    `first_stored` on: 8 bytes each, for thousands of blocks"""
+
+    def keep_checksum(self, layer: int, checksum: int) -> None:
+        """Of a layer that has been stored here, as the one before it."""
+        if self.stored is None:
+            self.first_stored, self.stored = layer, array("Q")
+        assert layer == self.first_stored + len(self.stored), "layers are stored in order, each once"
+        self.stored.append(checksum)
+
+    def stored_checksum(self, layer: int) -> int | None:
+        """None: the pool knows it."""
+        position = layer - self.first_stored
+        if self.stored is None or not 0 <= position < len(self.stored):
+            return None
+        return self.stored[position]
+
+
+@dataclass(slots=True, eq=False)
+class PassPart:
+    """One prompt's part of a forward pass; shared by the device thread, the transfer threads and the loop.
+
+    `await_pool(layer)`: on the load thread, blocks until that layer of `loads` is in the pool; False if it
+    will not be. `on_stored(layer, blocks, checksums)`: on the store thread. A part that is dropped is
+    computed on if others are in its pass, but what comes of it is of no use.
+    """
+
+    chunk: Chunk
+    loads: Sequence[PromptBlock]
+    stores: Sequence[PromptBlock]
+    await_pool: Callable[[int], bool]
+    on_stored: Callable[[int, Sequence[PromptBlock], list[int]], None]
+    damaged_pages: list[int] = field(default_factory=list)
+    """of the pool, found by loads"""
+    storing: deque[Future[None]] = field(default_factory=deque)
+    is_dropped: bool = False
+
+
+class LayerTransfers:
+    """Loads and stores of all passes, each kind in order. Without `overlap` they are done when launched.
+
+    `window`: that of the device's KVCache (`DeviceKVCache.window`), 2 or more.
+    """
+
+    def __init__(self, copies: Copies, *, overlap: bool, window: int | None = None) -> None:
+        assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
+        self._copies, self._window = copies, window
+        self._last_stores: dict[int, Future[None]] = {}
+        """from the memory that every `window`-th layer takes: when the last one ends, so have those before"""
+        self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
+        self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
+
+    def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
+        """On the device thread. None if there is nothing to load, and no store to wait for."""
+        loading = [part for part in parts if part.loads and not part.is_dropped]
+        last_store = self._last_stores.get(layer % self._window) if self._window is not None else None
+        if not loading and last_store is None:
+            return None
+        return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
+
+    def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
+        """On the device thread: what it computes from now on finds the layer, and memory for it, or its part
+        was dropped."""
+        if loading is not None:
+            for mark in loading.result():
+                self._copies.wait(mark)
+
+    def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
+        """On the device thread: `layer` has been computed."""
+        computed = self._copies.mark() if any(part.stores for part in parts) else None
+        for part in parts:
+            blocks = [block for block in part.stores if block.next_layer == layer]
+            if blocks and not part.is_dropped:
+                for block in blocks:
+                    block.next_layer = layer + 1
+                storing = self._storing.submit(self._store, layer, part, blocks, computed)
+                part.storing.append(storing)
+                if self._window is not None:
+                    self._last_stores[layer % self._window] = storing
+
+    def close(self) -> None:
+        """After the last pass. Waits for what has been launched."""
+        self._loading.shutdown()
+        self._storing.shutdown()
+
+    def _load(
+        self, layer: int, parts: Sequence[PassPart], free: Mark, last_store: Future[None] | None
+    ) -> list[Mark]:
+        if last_store is not None:
+            wait([last_store])  # whether it has failed is for its own prompt to say
+        marks = []
+        for part in parts:
+            if not part.await_pool(layer):
+                part.is_dropped = True
+                continue
+            loaded = self._copies.load(layer, part.loads, free)
+            marks.append(loaded.mark)
+            if loaded.damaged:
+                part.damaged_pages += loaded.damaged
+                part.is_dropped = True
+        return marks
+
+    def _store(self, layer: int, part: PassPart, blocks: Sequence[PromptBlock], computed: Mark) -> None:
+        checksums = self._copies.store(layer, blocks, computed)
+        if self._window is not None:
+            for block, checksum in zip(blocks, checksums, strict=True):
+                block.keep_checksum(layer, checksum)
+        part.on_stored(layer, blocks, checksums)
+
+
+class _AtOnce(Executor):
+    """Does what is submitted before it returns."""
+
+    def submit(self, call: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        done: Future[T] = Future()
+        try:
+            done.set_result(call(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it, as from a thread
+            done.set_exception(error)
+        return done

@@ -1,0 +1,33 @@
+"""A prompt's pages in the pool: the one way in which both prefill and decode get them.
+
+Owns: the wait for room. Does not know: what is computed.
+"""
+
+from kvstore.client.worker_client import WorkerClient
+from kvstore.protocol.answers import Reservation
+from mooncake.errors import PoolFullError
+from mooncake.messages.requests import Request
+
+
+async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
+    """Leases what the pool holds of the prompt and reserves the rest, waiting for room if need be.
+
+    Cancelled, or left by an error, it leaves nothing reserved.
+    """
+    num_private = 1 if len(request.token_ids) % block_size else 0
+    reservation = await _reserve(pool, request, num_private)
+    if pool.wants_token_ids and not request.is_salted:
+        try:
+            await pool.describe_tokens(reservation.reservation_id, request.token_ids)
+        except BaseException:
+            await pool.release(reservation.reservation_id)
+            raise
+    return reservation
+
+
+async def _reserve(pool: WorkerClient, request: Request, num_private: int) -> Reservation:
+    while True:
+        try:
+            return await pool.reserve(request.block_keys, num_private)
+        except PoolFullError:
+            await pool.wait_for_space()

@@ -1,0 +1,63 @@
+"""A stage of a follower: it computes the passes that the first rank of its tensor-parallel group announces.
+
+Owns: what of a pass this rank takes part in with its own pool. Does not know: which pages are free (the
+leader does), what is drawn.
+"""
+
+from collections.abc import Sequence
+
+from workers.engine.batch import Chunk
+from workers.execution.executor import CancelledOnDevice
+from workers.groups.rank_messages import PrefillPass
+from workers.kvcache.layerwise import PassPart
+from workers.prefill.job import PrefillJob
+from workers.prefill.stage import Stage
+
+
+class FollowerStage(Stage):
+    """The device pages of its prompts come with them (`Begin`)."""
+
+    async def follow(self, announced: PrefillPass, jobs: Sequence[PrefillJob | None]) -> list[bool]:
+        """Compute a pass, with all ranks. Returns which shares have been computed.
+
+        A share without a job is not wanted here: it is computed as far as the others compute it, and counts
+        as dropped in all ranks.
+        """
+        chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
+        parts = [
+            _dropped(chunk) if job is None else job.join_pass(len(chunk.token_ids), self.page_size)
+            for chunk, job in zip(chunks, jobs, strict=True)
+        ]
+        are_computed = [False] * len(parts)
+
+        def follow_recorded() -> list[bool]:
+            with self.recorded(jobs):
+                return self._follow_on_device(parts, announced.are_last)
+
+        try:
+            are_computed = await self._executor.run(follow_recorded)
+        except CancelledOnDevice:
+            pass
+        finally:
+            for job, is_computed in zip(jobs, are_computed, strict=True):
+                if job is not None:
+                    job.leave_pass(is_computed=is_computed)
+                    if is_computed and not job.progress.num_left:
+                        job.stored_behind.set()
+        return are_computed
+
+    def _follow_on_device(self, parts: Sequence[PassPart], are_last: Sequence[bool]) -> list[bool]:
+        hidden = self._executor.prefill(parts, self._transfers)
+        are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
+        ends = self._ends(parts, are_computed, are_last)
+        if ends:  # the leader draws, from logits of which this rank has a part
+            self._executor.model.logits(hidden[list(ends.values())])
+        return are_computed
+
+    def _free_device_pages(self, job: PrefillJob) -> None:
+        job.device_pages = []
+
+
+def _dropped(chunk: Chunk) -> PassPart:
+    """Tokens that are only computed because others' are, in the same pass."""
+    return PassPart(chunk, [], [], lambda _: False, lambda *_: None, is_dropped=True)

@@ -1,0 +1,264 @@
+"""Which prompts are computed next: those whose TTFT deadline is earliest, a minute added for each step of
+their priority number; then the first that came.
+
+Prompts pass through three states; only READY ones are computed:
+
+    WAITING ──> ADMITTED ──> READY
+                    ^──────────┘     reuse failed: what to compute is being found out again
+
+A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a rank of its own that does
+not move, and sooner or later all prompts that arrive have later ones, of whatever priority: none starves.
+
+Where it is the turn of a prompt without a deadline, one of the same priority without one may have the turn
+instead: these share them fairly between tenants and answers (`workers.prefill.fair_order`).
+
+A tenant with little to compute has passes of its own, and does not wait for the end of another one's pass.
+
+Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
+"""
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from mooncake.messages.aging import due_s, standing_s
+from mooncake.messages.requests import Flow
+from workers.prefill.fair_order import FairOrder
+
+_UNNAMED = Flow("", "")
+_PASSES_AHEAD = 2
+"""so many passes' worth of prompts are admitted: one that is computed, one that is being prepared"""
+
+
+class PromptState(Enum):
+    """Where a queued prompt is. WAITING ones hold no memory."""
+
+    WAITING = auto()
+    ADMITTED = auto()
+    READY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far a prompt is. Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
+
+    num_tokens: int
+    num_done: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be computed, as far as known."""
+        return self.num_tokens - self.num_done
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueuedPrompt(Progress):
+    """A prompt whose turn has not come, or is not over. No pass goes beyond the next of `chunk_ends`."""
+
+    priority: int = 0
+    deadline_s: float
+    arrival: int
+    flow: Flow = _UNNAMED
+    shares_turns: bool = False
+    """it has no deadline of its own"""
+    num_reusable: int = 0
+    """tokens that are expected to need no computation, while it is not known"""
+    start: float = 0.0
+    """in virtual time"""
+    is_alone: bool = False
+    state: PromptState = PromptState.WAITING
+    chunk_ends: Sequence[int] = field(default=())
+    """in tokens of the prompt; the last one is its end"""
+
+    @property
+    def num_left_of_chunk(self) -> int:
+        """Tokens up to the next of `chunk_ends`."""
+        return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that are still to be computed, as far as known."""
+        return self.num_left if self.state is PromptState.READY else self.num_tokens - self.num_reusable
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower ones go first."""
+        return standing_s(self.priority, self.deadline_s), self.arrival
+
+
+class Share(NamedTuple):
+    """The next `num_tokens` of a prompt are part of a pass."""
+
+    prompt: QueuedPrompt
+    num_tokens: int
+
+
+Cut = Callable[[int, int], Sequence[range]]
+"""the chunks of tokens `[start, end)` of a prompt"""
+
+
+def uncut(start: int, end: int) -> Sequence[range]:
+    """Only the limit of a pass cuts a prompt."""
+    return [range(start, end)]
+
+
+class PrefillQueue:
+    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens, rounded down to a
+    multiple of `multiple`.
+
+    Further prompts come to a pass up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger
+    one is no faster, prompts that share it only wait for one another.
+
+    A share that begins at a multiple of `multiple` tokens, and does not end its prompt, ends at one.
+    """
+
+    def __init__(
+        self,
+        prefill_chunk: int,
+        cut: Cut = uncut,
+        saturating_tokens: int | None = None,
+        multiple: int = 1,
+    ) -> None:
+        assert multiple <= prefill_chunk, "the first prompt always has a share"
+        self._prefill_chunk = prefill_chunk - prefill_chunk % multiple
+        self._cut, self._multiple = cut, multiple
+        self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
+        self._prompts: list[QueuedPrompt] = []
+        self._fair_order = FairOrder(self._saturating_tokens)
+        self._num_arrived = 0
+
+    def add(
+        self,
+        num_tokens: int,
+        time_left_s: float | None,
+        now_s: float,
+        priority: int = 0,
+        flow: Flow = _UNNAMED,
+        num_reusable: int = 0,
+        *,
+        is_alone: bool = False,
+    ) -> QueuedPrompt:
+        """A prompt whose first token is due in `time_left_s`; what is overdue is due now. One that `is_alone`
+        shares no pass."""
+        self._num_arrived += 1
+        prompt = QueuedPrompt(
+            num_tokens,
+            priority=priority,
+            deadline_s=due_s(time_left_s, now_s),
+            arrival=self._num_arrived,
+            flow=flow,
+            shares_turns=time_left_s is None,
+            num_reusable=num_reusable,
+            is_alone=is_alone,
+        )
+        self._insert(prompt)
+        return prompt
+
+    def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
+        """It can be computed, from token `num_done` on; also one that had been removed."""
+        if prompt not in self._prompts:
+            self._insert(prompt)
+        prompt.num_done, prompt.state = num_done, PromptState.READY
+        prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
+
+    def remove(self, prompt: QueuedPrompt) -> None:
+        """Idempotent."""
+        if prompt in self._prompts:
+            self._prompts.remove(prompt)
+            self._fair_order.leave(prompt)
+
+    def _insert(self, prompt: QueuedPrompt) -> None:
+        bisect.insort(self._prompts, prompt, key=lambda queued: queued.rank)
+        self._fair_order.enter(prompt)
+
+    def _in_order(self) -> list[QueuedPrompt]:
+        sharing: defaultdict[int, list[QueuedPrompt]] = defaultdict(list)
+        for prompt in self._prompts:
+            if prompt.shares_turns:
+                sharing[prompt.priority].append(prompt)
+        turns = {priority: iter(self._fair_order.ordered(prompts)) for priority, prompts in sharing.items()}
+        return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
+
+    def next_to_admit(self) -> QueuedPrompt | None:
+        """The first prompt that waits, unless those before it are work enough for the next passes."""
+        num_ahead = 0
+        for prompt in self._in_order():
+            if num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
+                return None
+            if prompt.state is PromptState.WAITING:
+                return prompt
+            num_ahead += prompt.num_left
+        return None
+
+    def plan(self) -> list[Share]:
+        """The next pass, which is to be computed: as many tokens of each prompt in turn as there is room for.
+
+        If prompts of tenants with little to compute are first in order, it holds only these. May be empty.
+        """
+        return self._charged(self._plan_light([]) or self._plan_full())
+
+    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[Share]:
+        """A pass that goes before the rest of the one of `running`, which may take long. May be empty.
+
+        It holds prompts of tenants with little to compute that come before all of `running`; a pass of such
+        tenants is over soon, and nothing cuts into it.
+        """
+        num_expected = self._num_expected()
+        is_short = all(num_expected[prompt.flow.tenant] <= self._saturating_tokens for prompt in running)
+        if is_short or any(prompt.is_alone for prompt in running):
+            return []
+        return self._charged(self._plan_light(running))
+
+    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[Share]:
+        """Whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
+
+        Tokens of a tenant with more to compute would make the pass longer, and end no sooner themselves.
+        """
+        num_expected = self._num_expected()
+        shares, room = list[Share](), self._saturating_tokens
+        for prompt in self._in_order():
+            if prompt in running:
+                break
+            if prompt.state is not PromptState.READY:
+                continue
+            is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
+            fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
+            if not is_light or not fits_whole or prompt.is_alone:
+                break
+            shares.append(Share(prompt, prompt.num_left))
+            room -= prompt.num_left
+        return shares
+
+    def _num_expected(self) -> Counter[str]:
+        """Tokens that are still to be computed, by tenant."""
+        num_expected: Counter[str] = Counter()
+        for prompt in self._prompts:
+            num_expected[prompt.flow.tenant] += prompt.num_expected
+        return num_expected
+
+    def _plan_full(self) -> list[Share]:
+        shares, num_taken = list[Share](), 0
+        for prompt in self._in_order():
+            if shares and (prompt.is_alone or shares[0].prompt.is_alone):
+                continue
+            if prompt.state is PromptState.READY and num_taken < self._saturating_tokens:
+                most = self._saturating_tokens if shares else self._prefill_chunk
+                num_tokens = self._num_next(prompt, most - num_taken)
+                if num_tokens:
+                    shares.append(Share(prompt, num_tokens))
+                    num_taken += num_tokens
+        return shares
+
+    def _charged(self, shares: list[Share]) -> list[Share]:
+        """The shares, charged to their tenants."""
+        for share in shares:
+            self._fair_order.computed(*share)
+        return shares
+
+    def _num_next(self, prompt: QueuedPrompt, room: int) -> int:
+        num_tokens = min(prompt.num_left_of_chunk, room)
+        end = prompt.num_done + num_tokens
+        return num_tokens if end == prompt.num_tokens else max(0, num_tokens - end % self._multiple)

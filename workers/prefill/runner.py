@@ -1,0 +1,202 @@
+"""Prefill: compute what no pool holds, store it layer by layer, stream it to the decode side.
+
+Each prompt has a task that gets its memory, waits for its passes and sees its KVCache off; one loop plans
+the passes, which prompts may share (Mooncake, section 3, steps 1 to 3). In a pipeline this is the first
+stage, which leads the others.
+
+Owns: which prompt is where. Does not know: who decides, how bytes travel, which prompt goes first.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from mooncake.errors import GrammarError, MooncakeError, TransferError
+from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
+from workers.engine.kvcache import OutOfPages
+from workers.errors import SessionLostError
+from workers.execution.draws import FirstToken
+from workers.execution.jobs import Jobs
+from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
+from workers.prefill.job import PrefillJob
+from workers.prefill.queue import PrefillQueue, PromptState, QueuedPrompt, Share
+from workers.prefill.stage import Stage
+
+log = logging.getLogger(__name__)
+Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
+
+
+class PrefillRunner:
+    """Takes `Prefill` orders and answers each with `Prefilled` or `WorkFailed`. `stage` ends with `run`."""
+
+    def __init__(self, stage: Stage, queue: PrefillQueue, send: Send, jobs: Jobs) -> None:
+        self._stage, self._queue = stage, queue
+        self._send = send
+        self._jobs = jobs
+        self._job_of: dict[QueuedPrompt, PrefillJob] = {}
+        self._job_ids = itertools.count(1)
+        self._admitted: PrefillJob | None = None
+        """gets its memory just now; one at a time"""
+        self._ready = asyncio.Event()
+        self.num_waiting = 0
+        """prompts that have not left yet, the running ones included"""
+        self.num_tokens: Counter[str] = Counter()
+        """prompt tokens of finished prefills by source (`PREFILL_SOURCES`)"""
+
+    def start(self, order: Prefill) -> None:
+        """Queue a prompt. `Jobs.cancel` stops it and gives everything back."""
+        self._jobs.start(order.ref, lambda: self._serve(order))
+
+    async def hear(self, message: AboutJob) -> None:
+        """What the stages behind say. Words of earlier rounds, or of prompts that have left, are dropped."""
+        self._stage.hear(message)
+        job = self._stage.jobs.get(message.job_id)
+        match message:
+            case FirstDrawn(round=round_, token=token, logprobs=logprobs):
+                if job is not None and job.round == round_:
+                    job.end_round(FirstToken(token, logprobs))
+            case Unusable(round=round_):
+                if job is not None and job.round == round_:
+                    job.end_round(None)
+            case StageFailed(reason=reason):
+                if job is not None:
+                    job.scope.fail(TransferError(reason))
+
+    async def run(self) -> None:
+        """The loop: plan, compute."""
+        try:
+            while True:
+                shares = self._queue.plan()
+                if shares and self._stage.lets_in:
+                    await self._compute_and_let_in(shares)
+                elif shares:
+                    await self._compute(shares)
+                else:
+                    self._ready.clear()
+                    await self._ready.wait()
+        finally:
+            self._stage.close()
+
+    # -- one prompt ---------------------------------------------------------------------------------
+
+    async def _serve(self, order: Prefill) -> None:
+        self.num_waiting += 1
+        try:
+            await self._prefill(order)
+        except SessionLostError:
+            raise  # a stage is gone: this worker leaves, and what it had is placed again
+        except (MooncakeError, OutOfPages) as error:
+            if self._stage.pool.closed.is_set():
+                return  # the session ends, and with it all that the Conductor has placed here
+            log.warning("prefill of %s failed: %s", order.ref.request_id, error)
+            retryable = not isinstance(error, GrammarError)
+            await self._send(WorkFailed(order.ref, str(error), retryable))
+        finally:
+            self.num_waiting -= 1
+
+    async def _prefill(self, order: Prefill) -> None:
+        now_s = asyncio.get_running_loop().time()
+        request = order.request
+        stage, num_tokens = self._stage, len(request.token_ids)
+        num_reusable = min(order.num_reusable_blocks * stage.page_size, num_tokens - 1)
+        queued = self._queue.add(
+            num_tokens,
+            order.time_left_s,
+            now_s,
+            request.priority,
+            request.flow,
+            num_reusable,
+            is_alone=order.alone,
+        )
+        job = stage.job(next(self._job_ids), order, queued)
+        self._job_of[queued] = job
+        try:
+            async with stage.serving(job):
+                try:
+                    await self._admit(job)
+                    first = await self._first_token(queued, job)
+                    await stage.store(job)
+                    self.num_tokens += job.num_tokens_by_source(stage.page_size)
+                    await self._send(Prefilled(order.ref, first.token, job.num_cached_tokens, first.logprobs))
+                    await stage.sent(job)
+                finally:
+                    self._queue.remove(queued)
+        finally:
+            del self._job_of[queued]
+            self._leave_admission(job)
+
+    async def _admit(self, job: PrefillJob) -> None:
+        """Wait for its turn, then for its memory."""
+        self._admit_next()
+        if not job.turn.is_set():  # time enough to bring from SSD what it has
+            await self._stage.pool.prefetch(job.order.request.block_keys)
+        await job.turn.wait()
+        await self._stage.admit(job)
+        self._leave_admission(job)
+        await self._stage.fetch(job)
+
+    async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
+        """Let it be computed, again from the last good block on if something to be reused fails to come."""
+        while True:
+            num_blocks = await self._stage.num_usable_blocks(job)
+            if await self._stage.reuse(job, num_blocks):
+                self._queue.ready(queued, job.num_cached_tokens)
+                self._ready.set()
+                first = await job.outcome
+                if first is not None:
+                    return first
+                queued.state = PromptState.ADMITTED
+            await self._stage.recount(job, job.round + 1)
+
+    # -- admission ----------------------------------------------------------------------------------
+
+    def _admit_next(self) -> None:
+        if self._admitted is None:
+            prompt = self._queue.next_to_admit()
+            if prompt is not None:
+                prompt.state = PromptState.ADMITTED
+                self._admitted = self._job_of[prompt]
+                self._admitted.turn.set()
+
+    def _leave_admission(self, job: PrefillJob) -> None:
+        """It has its memory, or has gone: there may be room for others."""
+        if self._admitted is job:
+            self._admitted = None
+        self._admit_next()
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    async def _compute_and_let_in(self, shares: Sequence[Share]) -> None:
+        """One pass; meanwhile those of prompts that need not wait for its end cut in."""
+        async with asyncio.TaskGroup() as passes:
+            running = passes.create_task(self._compute(shares))
+            running.add_done_callback(lambda _: self._ready.set())
+            while not running.done():
+                urgent = self._queue.plan_cut_in([share.prompt for share in shares])
+                if urgent:
+                    await self._compute(urgent, cuts_in=True)
+                else:
+                    self._ready.clear()
+                    await self._ready.wait()
+
+    async def _compute(self, shares: Sequence[Share], *, cuts_in: bool = False) -> None:
+        in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in shares]
+        rounds = [job.round for job, _ in in_pass]
+        computed = await self._stage.compute(in_pass, cuts_in=cuts_in)
+        for (prompt, _), (job, _), outcome, round_ in zip(
+            shares, in_pass, computed.outcomes, rounds, strict=True
+        ):
+            if not prompt.num_left:
+                self._queue.remove(prompt)
+            if not outcome.is_computed:
+                prompt.state = PromptState.ADMITTED
+            if job.round != round_:
+                continue  # a stage behind lacks what was to be reused
+            if outcome.first_token is not None:
+                job.end_round(outcome.first_token)
+            elif not outcome.is_computed and job.lacks_reuse:
+                job.end_round(None)
+        self._admit_next()
+        await self._stage.hand_on(computed)

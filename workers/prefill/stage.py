@@ -1,0 +1,393 @@
+"""One stage of a prefill instance: what it does for a prompt, whichever its layers (Mooncake, sections 3, 5).
+
+An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
+the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`). In a tensor-parallel
+group each rank does so with its own KV heads, and computes each pass with the others (`followers`).
+
+Owns: the prompts that are in it, their pages. Does not know: which prompt goes first, who leads.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.config.sections import WorkerConfig
+from mooncake.errors import MooncakeError, PoolError
+from mooncake.messages.workers import Prefill
+from workers.engine.tensor_parallel import RankLost
+from workers.errors import SessionLostError
+from workers.execution.draws import Draws, FirstToken, Row, rules_of
+from workers.execution.executor import CancelledOnDevice, Executor
+from workers.groups.followers import Followers
+from workers.groups.next_stage import NextStage
+from workers.groups.rank_messages import PassChunk, PrefillPass
+from workers.groups.stage_messages import (
+    AboutJob,
+    Begin,
+    End,
+    PassShare,
+    PromptLeft,
+    Recount,
+    Sent,
+    Stored,
+    Usable,
+)
+from workers.kvcache.copies import copies_for
+from workers.kvcache.layerwise import LayerTransfers, PassPart
+from workers.kvcache.prefix_fetch import PrefixFetch
+from workers.kvcache.reserving import reserve_prompt
+from workers.prefill.job import PrefillJob
+from workers.prefill.queue import Progress
+
+
+class Outcome(NamedTuple):
+    """Of one prompt's share of a pass. `first_token`: of a prompt that ended with it, in the last stage.
+
+    A share that was not computed was aborted, or lacks what was to be reused (`PrefillJob.lacks_reuse`).
+    """
+
+    is_computed: bool
+    first_token: FirstToken | None = None
+
+
+class Computed(NamedTuple):
+    """A pass. `hidden`: the states `[T, hidden_size]` of what `shares` name, on the CPU, for the next stage.
+
+    Without a next stage there are none of both.
+    """
+
+    outcomes: list[Outcome]
+    shares: list[PassShare]
+    hidden: torch.Tensor | None
+
+
+def stage_of(
+    executor: Executor,
+    pool: WorkerClient,
+    config: WorkerConfig,
+    next_stage: NextStage | None = None,
+    followers: Followers | None = None,
+) -> "Stage":
+    """A stage as it is configured."""
+    copies = copies_for(executor.kv, pool.segment)
+    transfers = LayerTransfers(copies, overlap=config.layerwise_overlap, window=executor.kv.window)
+    return Stage(executor, pool, transfers, next_stage, followers)
+
+
+class Stage:
+    """`transfers` are its own; they end with `close`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: WorkerClient,
+        transfers: LayerTransfers,
+        next_stage: NextStage | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        """`followers`: of a first rank; it has no next stage then."""
+        self.pool = pool
+        self.jobs: dict[int, PrefillJob] = {}
+        self._executor, self._transfers, self._next = executor, transfers, next_stage
+        self._followers = followers
+        self._behind = next_stage or followers
+        """who is told of each prompt, and has its part of it"""
+        self._pages_freed = asyncio.Event()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a block."""
+        return self._executor.kv.page_size
+
+    @property
+    def layers(self) -> range:
+        """Of the model."""
+        return self._executor.model.layers
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether a pass can cut into another one: not if other ranks or stages would have to do the same."""
+        return self._behind is None
+
+    def job(self, job_id: int, order: Prefill, progress: Progress) -> PrefillJob:
+        """A prompt's part here; its time here is to be spent in `serving`."""
+        is_windowed = self._executor.kv.window is not None
+        return PrefillJob(job_id, order, progress, self.pool, self.layers, is_windowed=is_windowed)
+
+    def close(self) -> None:
+        """After the last pass."""
+        self._transfers.close()
+
+    # -- a prompt's time here -----------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def serving(self, job: PrefillJob) -> AsyncIterator[None]:
+        """Everything that it has goes back at the end, in the stages behind too if it fails."""
+        self.jobs[job.job_id] = job
+        try:
+            async with job.scope:
+                yield
+        except BaseException:
+            job.drop()
+            await self._tell_behind(End(job.job_id))
+            raise
+        finally:
+            job.usable_behind.cancel()  # who counts anew for this prompt need not go on
+            await job.untouched()
+            if self._followers is not None and job.device_pages:
+                await self._left_by(self._followers, job)
+            self._free_device_pages(job)
+            del self.jobs[job.job_id]
+            if job.reservation is not None:
+                await self.pool.release(job.reservation.reservation_id)
+            if job.fetch is not None:
+                await job.fetch.ended(patience_s=None)  # its messenger has just ended it
+
+    async def admit(self, job: PrefillJob) -> None:
+        """Get its memory, in all stages at the same time; what is committed from now on is sent.
+
+        Prompts are admitted one after the other, in all stages in the same order: so none waits for another
+        that waits for it.
+        """
+        order = job.order
+        if self._next is None:  # the first token is drawn here
+            job.grammar = await self._executor.follow(order.request.sampling.grammar)
+        if self._followers is not None:  # their pages are those that this rank has
+            job.device_pages = await self._allocate(-(-len(order.request.token_ids) // self.page_size))
+        if self._behind is not None:
+            await self._behind.send(Begin(job.job_id, order, job.device_pages or None))
+        reservation = job.reservation = await reserve_prompt(self.pool, order.request, self.page_size)
+        await self.pool.send(reservation.reservation_id, order.grant, order.ref.request_id)
+        job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
+
+    async def fetch(self, job: PrefillJob) -> None:
+        """Begin to fetch what the order's `prefix_source` is believed to have and the own pool lacks."""
+        source, reservation = job.order.prefix_source, job.reservation
+        assert reservation is not None
+        if source is not None and all(shard.messenger != self.pool.address for shard in source.shards):
+            missing = job.missing_blocks(source.num_blocks)
+            if missing:
+                job.fetch = PrefixFetch(self.pool, reservation.reservation_id, source.shards, missing)
+                await job.fetch.begun()
+
+    async def num_usable_blocks(self, job: PrefillJob) -> int:
+        """How many blocks need not be computed in this round, neither here nor behind."""
+        num_blocks = job.num_usable_blocks()
+        return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
+
+    async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
+        """Begin to compute behind so many blocks, unless they have turned out not to be usable here."""
+        if job.fetch is not None and job.fetches_beyond(num_blocks):
+            await job.fetch.ended()  # nobody writes the others while they are computed
+        if job.num_usable_blocks() < num_blocks:
+            return False
+        job.reuse(num_blocks, self.page_size)
+        return True
+
+    async def recount(self, job: PrefillJob, round_: int) -> None:
+        """Begin another round: reuse has failed, here or elsewhere."""
+        job.begin_round(round_)
+        if self._behind is not None:
+            await self._behind.send(Recount(job.job_id, round_))
+        await job.left_pass()
+        await self._drop_damaged(job)
+        if job.fetch is not None:
+            await job.fetch.ended()
+
+    async def store(self, job: PrefillJob) -> None:
+        """Returns when its KVCache is in the pool, here and behind."""
+        await job.stored_behind.wait()
+        await job.stored()
+        self._free_device_pages(job)
+
+    async def sent(self, job: PrefillJob) -> None:
+        """Returns when the decode side has all of it, from here and from behind. Raises TransferError.
+
+        Until then the stages before can be told that it has failed here.
+        """
+        assert job.reservation is not None
+        await self.pool.wait_sent(job.reservation.reservation_id)
+        if self._behind is not None:
+            await job.sent_behind.wait()
+
+    def hear(self, message: AboutJob) -> None:
+        """What the stages behind say, as far as it concerns this stage. Late words are dropped."""
+        job = self.jobs.get(message.job_id)
+        match message:
+            case Usable(round=round_, num_blocks=num_blocks):
+                if job is not None and job.round == round_ and not job.usable_behind.done():
+                    job.usable_behind.set_result(num_blocks)
+            case Stored():
+                if job is not None:
+                    job.stored_behind.set()
+            case Sent():
+                if job is not None:
+                    job.sent_behind.set()
+            case PromptLeft():
+                if job is not None:
+                    job.left_behind.set()
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    async def _drop_damaged(self, job: PrefillJob) -> None:
+        """Blocks of the own pool that are not what they were: the next attempt must not find them."""
+        if job.damaged_pages:
+            assert job.reservation is not None
+            keyed = zip(job.order.request.block_keys, job.reservation.blocks, strict=False)
+            await self.pool.verify([key for key, block in keyed if block.page in job.damaged_pages])
+            raise PoolError(f"{len(job.damaged_pages)} cached blocks were damaged and have been dropped")
+
+    async def _allocate(self, num_pages: int) -> list[int]:
+        """Device pages, waiting for those of other prefills. Raises OutOfPages if these are not enough."""
+        kv = self._executor.kv
+        while kv.num_free_pages < num_pages and any(job.device_pages for job in self.jobs.values()):
+            self._pages_freed.clear()
+            await self._pages_freed.wait()
+        return kv.allocate(num_pages)
+
+    def _free_device_pages(self, job: PrefillJob) -> None:
+        pages, job.device_pages = job.device_pages, []
+        self._executor.kv.free(pages)
+        self._pages_freed.set()
+
+    async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
+        """Returns when they do not use its device pages any more, however often it is cancelled."""
+        ends = [asyncio.ensure_future(event.wait()) for event in (job.left_behind, followers.lost)]
+        while not any(end.done() for end in ends):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    async def compute(
+        self,
+        shares: Sequence[tuple[PrefillJob, int]],
+        hidden: torch.Tensor | None = None,
+        *,
+        cuts_in: bool = False,
+    ) -> Computed:
+        """One pass: the next tokens of each prompt. Aborted ones are computed on while others need the pass.
+
+        `hidden`: the states `[T, hidden_size]` that the stage before has handed on, None in the first one.
+        `cuts_in`: between two layers of another pass, which shares no prompt with this one.
+        """
+        assert not cuts_in or self.lets_in
+        run = self._executor.cut_in if cuts_in else self._executor.run
+        jobs = [job for job, _ in shares]
+        told = [job.share(num_tokens) for job, num_tokens in shares]
+        are_last = [job.progress.num_left == num_tokens for job, num_tokens in shares]
+        parts = [job.join_pass(num_tokens, self.page_size) for job, num_tokens in shares]
+        done = Computed([Outcome(is_computed=False)] * len(jobs), [], None)
+        announced = self._announced(told, parts, are_last)
+
+        def drop_all() -> None:
+            for job in jobs:
+                job.drop()
+
+        def compute_recorded() -> Computed:
+            with self.recorded(jobs):
+                return self._pass_on_device(jobs, parts, told, are_last, hidden, announced)
+
+        try:
+            done = await run(compute_recorded, on_cancel=drop_all)
+        except CancelledOnDevice:
+            pass
+        finally:
+            for job, outcome in zip(jobs, done.outcomes, strict=True):
+                job.leave_pass(is_computed=outcome.is_computed)
+                if outcome.first_token is not None and self._behind is None:
+                    job.stored_behind.set()
+        return done
+
+    def recorded(self, jobs: Sequence[PrefillJob | None]) -> contextlib.AbstractContextManager[None]:
+        """The time of a pass of `jobs`, on the device thread."""
+        refs = [job.order.ref for job in jobs if job is not None]
+        return self._executor.record.computing(refs, expected=(CancelledOnDevice, RankLost, MooncakeError))
+
+    def hidden_of(self, data: bytearray) -> torch.Tensor:
+        """The states `[T, hidden_size]` that the stage before has sent."""
+        model = self._executor.model
+        return torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
+
+    async def hand_on(self, computed: Computed) -> None:
+        """To the next stage, if there is one. Returns when that has room for another pass."""
+        if self._next is not None and computed.hidden is not None:
+            await self._next.compute(computed.shares, computed.hidden)
+
+    def _pass_on_device(
+        self,
+        jobs: Sequence[PrefillJob],
+        parts: Sequence[PassPart],
+        told: Sequence[PassShare],
+        are_last: Sequence[bool],
+        hidden: torch.Tensor | None,
+        announced: PrefillPass | None,
+    ) -> Computed:
+        if self._followers is not None:
+            assert announced is not None
+            self._followers.announce(announced)
+        hidden = self._executor.prefill(parts, self._transfers, hidden)
+        are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
+        if self._next is None:
+            tokens = self._first_tokens(jobs, self._ends(parts, are_computed, are_last), hidden)
+            return Computed([Outcome(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
+        rows = torch.split(hidden, [share.num_tokens for share in told])
+        wanted = [of_share for of_share, is_computed in zip(rows, are_computed, strict=True) if is_computed]
+        shares = [share for share, is_computed in zip(told, are_computed, strict=True) if is_computed]
+        outcomes = [Outcome(is_computed) for is_computed in are_computed]
+        return Computed(outcomes, shares, torch.cat(wanted).cpu() if wanted else None)
+
+    def _ends(
+        self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
+    ) -> dict[int, int]:
+        """The rows of hidden states from which first tokens are drawn, by part."""
+        ends, row = {}, -1
+        for index, part in enumerate(parts):
+            row += len(part.chunk.token_ids)
+            if are_computed[index] and are_last[index]:
+                ends[index] = row
+        return ends
+
+    def _first_tokens(
+        self, jobs: Sequence[PrefillJob], ends: dict[int, int], hidden: torch.Tensor
+    ) -> list[FirstToken | None]:
+        """Of each prompt that ends with this pass."""
+        tokens: list[FirstToken | None] = [None] * len(jobs)
+        if ends:
+            requests = [jobs[index].order.request for index in ends]
+            logits = self._executor.model.logits(hidden[list(ends.values())])
+            grammars = [jobs[index].grammar for index in ends]
+            rows = [
+                Row(request.sampling, len(request.token_ids), rules_of(request, grammar), request.output)
+                for request, grammar in zip(requests, grammars, strict=True)
+            ]
+            drawn = Draws(rows).draw(logits)
+            for of_drawn, (index, token) in enumerate(zip(ends, drawn.tokens, strict=True)):
+                tokens[index] = FirstToken(token, drawn.logprobs.get(of_drawn))
+        return tokens
+
+    # -- passes of a group --------------------------------------------------------------------------
+
+    def _announced(
+        self, told: Sequence[PassShare], parts: Sequence[PassPart], are_last: Sequence[bool]
+    ) -> PrefillPass | None:
+        """A pass as the followers are told of it, if there are any."""
+        if self._followers is None:
+            return None
+        chunks = []
+        for part in parts:
+            token_ids, start, pages = part.chunk.token_ids, part.chunk.start, part.chunk.pages
+            num_pages = -(-(start + len(token_ids)) // self.page_size)
+            chunks.append(PassChunk(list(token_ids), start, list(pages[:num_pages])))
+        return PrefillPass(list(told), chunks, list(are_last))
+
+    async def _tell_behind(self, message: End) -> None:
+        if self._behind is not None:
+            with contextlib.suppress(SessionLostError):  # then all of it has ended there
+                await self._behind.send(message)

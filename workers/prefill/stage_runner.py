@@ -1,0 +1,163 @@
+"""A stage behind the first one of a prefill pipeline: does as it is told (Mooncake, section 5.1).
+
+Owns: the loop of its passes, its answers. Does not know: the queue of prompts, the Conductor.
+"""
+
+import asyncio
+import logging
+
+import torch
+
+from mooncake.errors import MooncakeError, PoolError
+from workers.engine.kvcache import OutOfPages
+from workers.errors import SessionLostError
+from workers.groups.previous_stage import IncomingPass, PreviousStage
+from workers.groups.stage_messages import (
+    AboutJob,
+    Begin,
+    End,
+    FirstDrawn,
+    PassShare,
+    Recount,
+    Sent,
+    StageFailed,
+    Stored,
+    Unusable,
+    Usable,
+)
+from workers.prefill.job import PrefillJob
+from workers.prefill.queue import Progress
+from workers.prefill.stage import Stage
+
+log = logging.getLogger(__name__)
+
+
+class StageRunner:
+    """Takes what the stage before says, and answers it. `stage` ends with `run`, its tasks are `group`'s."""
+
+    def __init__(self, stage: Stage, before: PreviousStage, group: asyncio.TaskGroup) -> None:
+        self._stage, self._before, self._group = stage, before, group
+        self._admitting = asyncio.Lock()  # first come, first served
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def obey(self, message: Begin | Recount | End) -> None:
+        """Words about a prompt that has failed here are of no interest any more."""
+        match message:
+            case Begin():
+                self._tasks[message.job_id] = task = self._group.create_task(self._serve(message))
+                task.add_done_callback(lambda _: self._tasks.pop(message.job_id, None))
+            case Recount():
+                job = self._stage.jobs.get(message.job_id)
+                if job is not None and not job.is_dropped:
+                    self._group.create_task(self._recount(job, message.round))
+            case End():
+                running = self._tasks.get(message.job_id)
+                if running is not None and not running.cancelling():
+                    running.cancel()
+
+    async def hear(self, message: AboutJob) -> None:
+        """What the stages behind say. What this stage has no part in is passed on."""
+        self._stage.hear(message)
+        if isinstance(message, Unusable | FirstDrawn | StageFailed):
+            await self._before.send(message)
+
+    async def run(self) -> None:
+        """The loop: receive, compute, hand on."""
+        try:
+            while True:
+                incoming = await self._before.passes.get()
+                await self._before.taken()
+                await self._compute(incoming)
+        finally:
+            self._stage.close()
+
+    # -- one prompt ---------------------------------------------------------------------------------
+
+    async def _serve(self, begin: Begin) -> None:
+        try:
+            await self._follow(begin)
+        except SessionLostError:
+            raise
+        except (MooncakeError, OutOfPages) as error:
+            if self._stage.pool.closed.is_set():
+                return  # the session ends, and with it all that is here
+            log.warning("prefill of %s failed: %s", begin.order.ref.request_id, error)
+            await self._before.send(StageFailed(begin.job_id, str(error)))
+
+    async def _follow(self, begin: Begin) -> None:
+        stage, order = self._stage, begin.order
+        progress = Progress(len(order.request.token_ids))
+        job = stage.job(begin.job_id, order, progress)
+        job.device_pages = begin.device_pages or []
+        async with stage.serving(job):
+            async with self._admitting:
+                await stage.admit(job)
+            await stage.fetch(job)
+            await self._say_usable(job)
+            await stage.store(job)
+            await self._before.send(Stored(job.job_id))
+            await stage.sent(job)
+            await self._before.send(Sent(job.job_id))
+
+    async def _say_usable(self, job: PrefillJob) -> None:
+        round_ = job.round
+        num_blocks = await self._stage.num_usable_blocks(job)
+        await self._before.send(Usable(job.job_id, round_, num_blocks))
+
+    async def _recount(self, job: PrefillJob, round_: int) -> None:
+        try:
+            await self._stage.recount(job, round_)
+            await self._say_usable(job)
+        except MooncakeError as error:
+            job.scope.fail(error)
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    async def _compute(self, incoming: IncomingPass) -> None:
+        """One pass, without the shares of prompts that have gone or have begun another round."""
+        rows = self._stage.hidden_of(incoming.hidden)
+        of_shares = torch.split(rows, [share.num_tokens for share in incoming.shares])
+        begun = []
+        for share, of_share in zip(incoming.shares, of_shares, strict=True):
+            job = self._stage.jobs.get(share.job_id)
+            if job is not None and job.round == share.round and await self._begins(job, share):
+                begun.append((job, share, of_share))
+        # One may have gone while another was waited for.
+        begun = [(job, share, of_share) for job, share, of_share in begun if self._wants(job, share)]
+        if not begun:
+            return
+        in_pass = [(job, share.num_tokens) for job, share, _ in begun]
+        shares, hidden = [share for _, share, _ in begun], [of_share for _, _, of_share in begun]
+        computed = await self._stage.compute(in_pass, torch.cat(hidden))
+        for (job, _), share, outcome in zip(in_pass, shares, computed.outcomes, strict=True):
+            if job.round != share.round:
+                continue  # another stage lacks what was to be reused
+            if outcome.first_token is not None:
+                await self._before.send(FirstDrawn(job.job_id, job.round, *outcome.first_token))
+            elif not outcome.is_computed and job.lacks_reuse:
+                await self._say_unusable(job)
+        await self._stage.hand_on(computed)
+
+    async def _begins(self, job: PrefillJob, share: PassShare) -> bool:
+        """Whether this share can be computed here."""
+        if not self._wants(job, share):
+            return False  # nor could those behind it in this round
+        try:
+            if not job.is_settled and not await self._stage.reuse(job, share.num_cached_blocks):
+                await self._say_unusable(job)
+                return False
+        except PoolError as error:
+            job.scope.fail(error)
+            return False
+        if job.progress.num_done != share.start:
+            raise SessionLostError(
+                f"the stage before computes a prompt from token {share.start} on, not {job.progress.num_done}"
+            )
+        return True
+
+    def _wants(self, job: PrefillJob, share: PassShare) -> bool:
+        return not (job.is_dropped or job.outcome.done() or job.round != share.round)
+
+    async def _say_unusable(self, job: PrefillJob) -> None:
+        job.end_round(None)
+        await self._before.send(Unusable(job.job_id, job.round))

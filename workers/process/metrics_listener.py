@@ -1,0 +1,132 @@
+"""An instance's own `/metrics` and `/ready`, for those who scrape instances and not the Conductor.
+
+Owns: the HTTP listener, in a thread of its own. Does not know: what is measured.
+"""
+
+import errno
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+from mooncake.config.settings import host_and_port
+from mooncake.errors import ConfigError
+from mooncake.messages.instance_metrics import InstanceReport, instance_text
+from mooncake.security.crowd import Crowd
+
+MOST_CONNECTIONS = 8
+_CLIENT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class InstanceStatus:
+    """What the listener tells: replaced by whoever serves, read by the listener's threads."""
+
+    report: InstanceReport | None = None
+    """None before the first heartbeat"""
+    is_registered: bool = False
+
+
+@contextmanager
+def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator[int]:
+    """Answers at `address` (host:port) until the block ends; the port. Raises ConfigError if it cannot."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    try:
+        server = _Server(
+            host_and_port(address), partial(_Handler, registry, model_name, status), bind_and_activate=True
+        )
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ConfigError(f"worker.metrics_listen: {address} {reason}; choose another") from None
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Has few connections, and a thread for each; one more ends the oldest."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._lock = threading.Lock()
+        self._crowd = Crowd[socket.socket](MOST_CONNECTIONS, _end)
+        super().__init__(*arguments, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._crowd.enter(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._crowd.leave(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that hang up, or are put out: they can do that as often as they like."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has gone already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CLIENT_TIMEOUT_S
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        status: InstanceStatus,
+        *connection: object,
+    ) -> None:
+        self._registry, self._model_name, self._status = registry, model_name, status
+        super().__init__(*connection)  # type: ignore[arg-type]  # it serves the connection
+
+    def do_GET(self) -> None:
+        status = self._status
+        if self.path == "/metrics":
+            reports = [] if status.report is None else [status.report]
+            text = generate_latest(self._registry) + instance_text(reports, self._model_name).encode()
+            self._answer(200, text, CONTENT_TYPE_LATEST)
+        elif self.path == "/ready":
+            if status.is_registered:
+                self._answer(200, b"ready\n")
+            else:
+                self._answer(503, b"the conductor has not registered this instance\n")
+        else:
+            self._answer(404, b"there are /metrics and /ready\n")
+
+    def _answer(self, status: int, body: bytes, content_type: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """A scrape is no news."""

@@ -1,0 +1,143 @@
+"""Measures what prefill and decode cost on this device: `python -m workers.process.profile`, started by
+`mooncake-serve profile`.
+
+The model and the device alone, as a worker would use them: prompts in passes of `worker.prefill_chunk`
+tokens behind KVCache that is there, and steps of batches up to `worker.max_batch`. Reports each duration.
+
+Owns: what is measured. Does not know: what becomes of it.
+"""
+
+import asyncio
+import functools
+import time
+from typing import NamedTuple
+
+from mooncake.model.checkpoint import kv_layout, open_checkpoint
+from mooncake.node.process import Measured, Progress, child_main, report
+from mooncake.node.process_config import WorkerProcess
+from workers.engine.batch import Batch, Chunk
+from workers.execution.executor import Executor
+from workers.execution.loading import load_executor, pick_prefill_chunk
+
+NEW_TOKENS = (16, 64, 256, 1024, 4096, 16384)
+CACHED_TOKENS = (0, 512, 2048, 8192, 32768)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT_TOKENS = (64, 512, 2048, 8192)
+NUM_RUNS = 5
+LONGEST_S = 2.0
+"""what takes longer is measured once, and nothing larger is"""
+TOKEN_ID = 1
+
+
+class Prefill(NamedTuple):
+    """New tokens behind cached ones."""
+
+    num_new_tokens: int
+    num_cached_tokens: int
+
+
+class Step(NamedTuple):
+    """One step of requests that have so much context each."""
+
+    batch_size: int
+    num_context_tokens: int
+
+
+def grid(most_tokens: int, most_position: int, max_batch: int) -> list[Prefill | Step]:
+    """What is measured on a device whose KVCache has room for `most_tokens`, in the order of growing cost."""
+    longest = min(most_tokens, most_position)
+    prefills = [
+        Prefill(num_new, num_cached)
+        for num_cached in CACHED_TOKENS
+        for num_new in NEW_TOKENS
+        if num_new + num_cached <= longest
+    ]
+    steps = [
+        Step(batch_size, context)
+        for context in CONTEXT_TOKENS
+        for batch_size in BATCH_SIZES
+        if batch_size <= max_batch and context < most_position and batch_size * (context + 1) <= most_tokens
+    ]
+    return [*prefills, *steps]
+
+
+class Profiler:
+    """Measures on the device thread, one size after the other."""
+
+    def __init__(self, executor: Executor, prefill_chunk: int) -> None:
+        self._model, self._kv = executor.model, executor.kv
+        self._prefill_chunk = prefill_chunk
+        self.too_long: list[Prefill | Step] = []
+        """nothing that is larger is measured"""
+
+    @property
+    def num_free_pages(self) -> int:
+        """Of the device."""
+        return self._kv.num_free_pages
+
+    def seconds(self, size: Prefill | Step) -> float | None:
+        """Of the shortest run, for others only ever add to it; None if a smaller size took too long."""
+        for other in self.too_long:
+            if type(size) is type(other) and size[0] >= other[0] and size[1] >= other[1]:
+                return None
+        passes = self._prefill(size) if isinstance(size, Prefill) else [self._step(size)]
+        try:
+            first_s = self._run(passes)
+            if first_s > LONGEST_S:
+                self.too_long.append(size)
+                return first_s
+            return min(self._run(passes) for _ in range(NUM_RUNS))
+        finally:
+            self._kv.free({page for chunks in passes for chunk in chunks for page in chunk.pages})
+
+    def _prefill(self, prefill: Prefill) -> list[list[Chunk]]:
+        start, end = prefill.num_cached_tokens, sum(prefill)
+        pages = self._kv.allocate(-(-end // self._kv.page_size))
+        begins = range(start, end, self._prefill_chunk)
+        return [
+            [Chunk([TOKEN_ID] * (min(begin + self._prefill_chunk, end) - begin), begin, pages)]
+            for begin in begins
+        ]
+
+    def _step(self, step: Step) -> list[Chunk]:
+        context = step.num_context_tokens
+        num_pages = -(-(context + 1) // self._kv.page_size)
+        return [Chunk([TOKEN_ID], context, self._kv.allocate(num_pages)) for _ in range(step.batch_size)]
+
+    def _run(self, passes: list[list[Chunk]]) -> float:
+        began_s = time.perf_counter()
+        for chunks in passes:
+            logits = self._model.forward(Batch.build(chunks, self._kv), self._kv)
+            logits.argmax(-1).tolist()  # waits for the device
+        return time.perf_counter() - began_s
+
+
+async def serve(process: WorkerProcess) -> None:
+    """Load the model, measure, report."""
+    config = process.config
+    checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
+    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
+    executor = await asyncio.to_thread(load_executor, checkpoint, layout, process)
+    kv = executor.kv
+    profiler = Profiler(executor, pick_prefill_chunk(config.worker.prefill_chunk, kv.device))
+    # A sequence does not share its last page: each may waste one.
+    num_tokens = (kv.num_pages - config.worker.max_batch) * kv.page_size
+    sizes = grid(num_tokens, kv.spec.max_position, config.worker.max_batch)
+    for number, size in enumerate(sizes):
+        report(Progress("measuring", number, len(sizes)))
+        seconds = await executor.run(functools.partial(profiler.seconds, size))
+        if seconds is not None:
+            report(_measured(size, seconds, executor.engine))
+
+
+def _measured(size: Prefill | Step, seconds: float, engine: str) -> Measured:
+    match size:
+        case Prefill(num_new_tokens, num_cached_tokens):
+            return Measured("prefill", num_new_tokens, num_cached_tokens, seconds, engine)
+        case Step(batch_size, context):
+            return Measured("decode", batch_size, batch_size * (context + 1), seconds, engine)
+
+
+if __name__ == "__main__":
+    child_main(WorkerProcess, serve)

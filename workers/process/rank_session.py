@@ -1,0 +1,82 @@
+"""A session of a rank behind the first: its messenger, the first rank, and the group that they compute in.
+
+Owns: the rank's connections. Does not know: how work is done, the Conductor.
+"""
+
+import asyncio
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.pools import Capacity, PoolShard, PoolStats
+from mooncake.messages.workers import PROTOCOL_VERSION
+from mooncake.node.process import Progress, Ready, report
+from workers.decode.block_transfers import BlockTransfers
+from workers.decode.held_sequences import HeldSequences
+from workers.groups.meeting import meeting
+from workers.groups.next_stage import NextStage
+from workers.groups.previous_stage import PreviousStage
+from workers.groups.stage_messages import StageHello
+from workers.kvcache.copies import copies_for
+from workers.kvcache.latest_stats import LatestStats
+from workers.kvcache.layerwise import LayerTransfers
+from workers.prefill.follower_stage import FollowerStage
+from workers.process.block_orders import BlockOrders
+from workers.process.rank_runner import RankRunner
+from workers.process.stage_session import LINGER_S, STATS_PATIENCE_S, StageSession
+
+
+class RankSession(StageSession):
+    """Runs until messenger, leader or group are lost."""
+
+    async def _serve(self, group: asyncio.TaskGroup, pool: WorkerClient, behind: NextStage | None) -> None:
+        process, rank = self._process, self._process.rank
+        endpoint = rank.endpoints[rank.number - 1]
+        identity = peer_identity(self._part, self._incarnation)
+        stats = await LatestStats.of(pool)
+
+        async def pools() -> dict[str, PoolStats]:
+            return {self._part: await stats.get(STATS_PATIENCE_S)}
+
+        timeout_s = process.config.conductor.peer_timeout_s
+        leader = PreviousStage(
+            endpoint,
+            identity,
+            process.cluster_key,
+            self._hello(pool, behind),
+            pools,
+            timeout_s,
+            "the first rank",
+        )
+        try:
+            runner = self._runner(group, pool, leader)
+            group.create_task(runner.run())
+            group.create_task(leader.beat())
+            report(Progress(f"waiting for rank 0 at {endpoint}", 0, 0))
+            await leader.join()
+            self.is_registered = True
+            report(Ready(f"rank {rank.number} on {self._executor.engine}"))
+            await leader.run(runner.obey, BlockOrders(pool, None, group).obey, runner.follow)
+        finally:
+            leader.close(LINGER_S)
+
+    def _runner(self, group: asyncio.TaskGroup, pool: WorkerClient, leader: PreviousStage) -> RankRunner:
+        executor, kv = self._executor, self._executor.kv
+        overlap = self._process.config.worker.layerwise_overlap
+        copies = copies_for(kv, pool.segment)
+        stage = FollowerStage(executor, pool, LayerTransfers(copies, overlap=overlap, window=kv.window))
+        transfers = BlockTransfers(copies_for(kv, pool.segment), kv)
+        held = HeldSequences(pool, transfers, leader.send, group)
+        return RankRunner(
+            executor, stage, held, leader, group, lambda path: meeting(path, self._process, kv.device)
+        )
+
+    def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:
+        return StageHello(
+            PROTOCOL_VERSION,
+            self._process.rank.number,
+            self._process.rank.size,
+            self._fingerprint,
+            Capacity(pool.num_pages, self._executor.kv.num_pages),
+            self._executor.engine,
+            (PoolShard(pool.address, pool.segment.layout),),
+        )

@@ -1,0 +1,87 @@
+"""A worker process: `python -m workers.process.service`, started by the supervisor.
+
+It loads the model once, then lives in *sessions*. A session is the time with one messenger, with one
+Conductor or the stage before, and with the stage behind or the other ranks if there are any: when one of them
+is lost, all work of the session ends and the next one registers anew.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+
+from mooncake.errors import PoolError
+from mooncake.messages.blocks import KVLayout
+from mooncake.model.checkpoint import kv_layout, open_checkpoint
+from mooncake.node.process import child_main
+from mooncake.node.process_config import WorkerProcess
+from workers.errors import SessionLostError
+from workers.execution.executor import Executor
+from workers.execution.loading import load_executor
+from workers.execution.pass_record import PassRecord
+from workers.process.metrics_listener import InstanceStatus, listening
+from workers.process.rank_session import RankSession
+from workers.process.retirement import Retirement, end
+from workers.process.returning import say_returning
+from workers.process.session import Session
+from workers.process.stage_session import StageSession
+
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
+log = logging.getLogger(__name__)
+
+
+async def serve(process: WorkerProcess) -> None:
+    """Load the model, then serve sessions until cancelled. Each session is an incarnation of its own."""
+    config, record = process.config, PassRecord(process.pass_record_fd)
+    checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
+    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(say_returning(process, record.take()))
+        executor = await asyncio.to_thread(load_executor, checkpoint, layout, process, record)
+    fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
+    status, retirement = InstanceStatus(), Retirement()
+    with contextlib.ExitStack() as stack:
+        leads = process.stage.number == 0 and process.rank.number == 0
+        if leads:
+            retirement.begin_on_sigterm(config.worker.drain_timeout_s)
+        if config.worker.metrics_listen is not None and leads:
+            name = config.served_model_name or checkpoint.name
+            stack.enter_context(listening(config.worker.metrics_listen, name, status))
+        await _serve_sessions(process, executor, layout, fingerprint, status, retirement)
+
+
+async def _serve_sessions(
+    process: WorkerProcess,
+    executor: Executor,
+    layout: KVLayout,
+    fingerprint: str,
+    status: InstanceStatus,
+    retirement: Retirement,
+) -> None:
+    retry_s = FIRST_RETRY_S
+    for incarnation in itertools.count(process.incarnation):
+        session: Session | StageSession
+        executor.record.clear()
+        if process.rank.number:
+            session = RankSession(process, incarnation, executor, layout, fingerprint)
+        elif process.stage.number:
+            session = StageSession(process, incarnation, executor, layout, fingerprint)
+        else:
+            session = Session(process, incarnation, executor, layout, fingerprint, status, retirement)
+        try:
+            await session.run()
+        except (SessionLostError, PoolError) as error:
+            this_task = asyncio.current_task()
+            if this_task is not None and this_task.cancelling():
+                raise asyncio.CancelledError from None  # the messenger was only quicker to stop than we are
+            if retirement.wanted.is_set():
+                end()
+            log.warning("%s; all its work has ended, registering again", error)
+            retry_s = FIRST_RETRY_S if session.is_registered else min(2 * retry_s, LONGEST_RETRY_S)
+            await asyncio.sleep(retry_s)
+
+
+if __name__ == "__main__":
+    child_main(WorkerProcess, serve)

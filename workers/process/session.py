@@ -1,0 +1,340 @@
+"""A session: one worker, one messenger, one Conductor, for as long as all three are there.
+
+Owns: the worker's connections and the loop that reads orders. Does not know: how work is done.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.errors import ConfigError
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
+from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
+from mooncake.messages.instance_metrics import InstanceReport
+from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    Abort,
+    Decode,
+    DropCopies,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    Leave,
+    Pin,
+    Prefill,
+    Register,
+    Registered,
+    RegisterRefused,
+    Replicate,
+    Reserve,
+    Retire,
+    Retired,
+    ToWorker,
+    Unpin,
+    WorkFailed,
+)
+from mooncake.node.process import Progress, Ready, report
+from mooncake.node.process_config import WorkerProcess
+from workers.decode.block_transfers import BlockTransfers
+from workers.decode.runner import DecodeRunner
+from workers.errors import SessionLostError
+from workers.execution.executor import Executor
+from workers.execution.jobs import Jobs
+from workers.execution.loading import pick_prefill_chunk, pick_saturating_tokens
+from workers.groups.followers import Followers, followers_of
+from workers.groups.meeting import meeting
+from workers.groups.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
+from workers.groups.rank_messages import Meet
+from workers.kvcache.copies import copies_for
+from workers.kvcache.latest_stats import LatestStats
+from workers.prefill.chunks import ChunkPlan, Costs
+from workers.prefill.queue import PrefillQueue
+from workers.prefill.runner import PrefillRunner
+from workers.prefill.stage import stage_of
+from workers.process.block_orders import BlockOrders
+from workers.process.metrics_listener import InstanceStatus
+from workers.process.retirement import Retirement, end, is_sending
+from workers.process.session_tasks import session_tasks
+
+HEARTBEATS_PER_TIMEOUT = 5
+TIMEOUTS_OF_THE_CONDUCTOR = 2
+"""a worker gives up its Conductor later than the Conductor gives up a worker"""
+HEARTBEATS_MISSED = 2.5
+"""then a worker that wants to end waits no longer for the Conductor's word"""
+POLL_S = 0.05
+LEAVE_S = 0.5
+"""how long the last messages may take to leave"""
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Runs until messenger, Conductor, a stage or a rank are lost. `layout` is the whole model's."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        incarnation: int,
+        executor: Executor,
+        layout: KVLayout,
+        fingerprint: str,
+        status: InstanceStatus,
+        retirement: Retirement,
+    ) -> None:
+        self._process = process
+        self._incarnation = incarnation
+        self._executor = executor
+        self._layout, self._fingerprint = layout, fingerprint
+        self._status, self._retirement = status, retirement
+        self._identity = peer_identity(process.instance, incarnation)
+        self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._fronts: dict[str, Dealer[ToFront]] = {}
+        self.is_registered = False
+        self._heard_at_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Serve; raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        pool = await WorkerClient.connect(
+            self._process.messenger_socket,
+            instance=self._process.part,
+            incarnation=self._incarnation,
+            fingerprint=self._fingerprint,
+            layout=self._layout.of_layers(self._executor.model.layers).of_heads(
+                self._executor.model.kv_heads
+            ),
+        )
+        try:
+            await self._run_with(pool)
+        finally:
+            self._status.is_registered = False
+            await pool.close()
+
+    async def _run_with(self, pool: WorkerClient) -> None:
+        self._stats = await LatestStats.of(pool)
+        self._next = next_stage_of(self._process, self._fingerprint)
+        self._followers = followers_of(self._process, self._fingerprint)
+        self._conductor: Dealer[ToWorker] = Dealer(
+            self._process.config.conductor.endpoint, self._identity, ToWorker, self._process.cluster_key
+        )
+        leaving = asyncio.create_task(self._leave_when_a_rank_is_lost())
+        try:
+            async with contextlib.AsyncExitStack() as stack, session_tasks(pool) as group:
+                if self._next is not None:
+                    await self._next.join()
+                if self._followers is not None:
+                    await self._followers.join()
+                self._start_runners(group, pool)
+                if self._followers is not None:
+                    self._followers.start(group, self._prefill.hear)
+                    await stack.enter_async_context(self._meet(self._followers))
+                group.create_task(self._beat(pool))
+                group.create_task(self._retire())
+                group.create_task(self._prefill.run())
+                group.create_task(self._decode.run())
+                if self._next is not None:
+                    group.create_task(self._next.run(self._prefill.hear))
+                    group.create_task(self._next.beat())
+                report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
+                await self._obey()
+        finally:
+            leaving.cancel()
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(Leave())
+            self._conductor.close(linger_s=LEAVE_S)
+            for front in self._fronts.values():
+                front.close(linger_s=LEAVE_S)
+            for link in (self._next, self._followers):
+                if link is not None:
+                    link.close()
+
+    @contextlib.asynccontextmanager
+    async def _meet(self, followers: Followers) -> AsyncIterator[None]:
+        """All ranks are in one process group."""
+        path = f"{self._process.rank.meeting}-{self._incarnation}"
+        await followers.send(Meet(path))
+        async with meeting(path, self._process, self._executor.kv.device):
+            yield
+
+    async def _leave_when_a_rank_is_lost(self) -> None:
+        """At once: the end of this session may have to wait for a pass in which that rank is missed."""
+        if self._followers is not None:
+            await self._followers.lost.wait()
+            with contextlib.suppress(PeerGoneError):
+                await self._conductor.send(Leave())
+
+    def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
+        config = self._process.config
+        prefill_chunk = pick_prefill_chunk(config.worker.prefill_chunk, self._executor.kv.device)
+        record = self._executor.record
+        self._prefill_jobs, self._decode_jobs = Jobs(group, record), Jobs(group, record)
+        self._block_orders = BlockOrders(pool, self._behind, group)
+        self._prefill = PrefillRunner(
+            stage_of(self._executor, pool, config.worker, self._next, self._followers),
+            self._prefill_queue(prefill_chunk),
+            self._tell,
+            self._prefill_jobs,
+        )
+        self._decode = DecodeRunner(
+            self._executor,
+            pool,
+            BlockTransfers(copies_for(self._executor.kv, pool.segment), self._executor.kv),
+            config.worker.max_batch,
+            min(config.worker.inline_prefill_tokens, prefill_chunk),
+            config.messenger.arrival_timeout_s,
+            self._tell,
+            self._emit,
+            self._decode_jobs,
+            self._followers,
+        )
+
+    def _prefill_queue(self, chunk: int) -> PrefillQueue:
+        """In a pipeline passes may have as many more tokens as a stage has fewer layers.
+
+        Where layers are loaded again, here or in another stage, passes end with whole blocks.
+        """
+        config, page_size = self._process.config, self._executor.kv.page_size
+        pipeline = config.pipeline
+        multiple = 1 if config.worker.prefill_layer_window == "all" else page_size
+        if self._next is None:
+            saturating = pick_saturating_tokens(self._executor.kv.device)
+            return PrefillQueue(chunk, saturating_tokens=saturating, multiple=multiple)
+        if pipeline.chunks == "fixed":
+            return PrefillQueue(chunk, multiple=multiple)
+        most_tokens = pipeline.stages * (chunk - chunk % multiple)
+        plan = ChunkPlan(Costs.of(self._executor.model.spec), pipeline.stages, most_tokens, page_size)
+        return PrefillQueue(most_tokens, plan, multiple=multiple)
+
+    async def _obey(self) -> None:
+        """The loop: receive, act."""
+        while True:
+            message = await self._conductor.recv()
+            self._heard_at_s = time.monotonic()
+            match message:
+                case Prefill():
+                    self._prefill.start(message)
+                case Reserve(ref=ref) if self._next is not None or self._executor.kv.window is not None:
+                    reason = "an instance that has not all layers on its device does not decode"
+                    await self._tell(WorkFailed(ref, reason, retryable=True))
+                case Reserve():
+                    self._decode.reserve(message)
+                case Decode():
+                    self._decode.decode(message)
+                case Abort(ref=ref):
+                    self._prefill_jobs.cancel(ref)
+                    self._decode_jobs.cancel(ref)
+                case Pin() | Unpin() | Replicate() | DropCopies():
+                    self._block_orders.obey(message)
+                case HeartbeatAck(known=known):
+                    if not known and self.is_registered:
+                        raise SessionLostError("the conductor has restarted, or had given this worker up")
+                case Registered():
+                    if not self.is_registered:
+                        self.is_registered = self._status.is_registered = True
+                        report(Ready(f"{self._process.role.value} on {self._engines}"))
+                case Retired():
+                    self._retirement.granted.set()
+                case RegisterRefused(message=reason, retryable=retryable):
+                    error = SessionLostError if retryable else ConfigError
+                    raise error(f"the conductor refused {self._process.instance}: {reason}")
+
+    async def _tell(self, message: FromWorker) -> None:
+        """Send to the Conductor; one that does not read is as good as gone."""
+        try:
+            await self._conductor.send(message)
+        except PeerGoneError as error:
+            raise SessionLostError(str(error)) from None
+
+    async def _beat(self, pool: WorkerClient) -> None:
+        """Register, then heartbeats; both double as the test whether the Conductor answers."""
+        deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
+        while True:
+            await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
+            await asyncio.sleep(self._heartbeat_s)
+            if self.is_registered and self._conductor.has_reconnected:
+                raise SessionLostError(
+                    "the connection to the conductor broke, which may have swallowed orders"
+                )
+            if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
+                raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
+
+    async def _retire(self) -> None:
+        """Once that is wanted: until nothing is left here, or nobody can say so."""
+        await self._retirement.wanted.wait()
+        if self.is_registered:
+            await self._tell(Retire())
+            report(Progress("draining", 0, 0))
+            while not self._retirement.granted.is_set() and self._hears_the_conductor:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._retirement.granted.wait(), self._heartbeat_s)
+            await self._see_kvcache_off()
+        end()
+
+    async def _see_kvcache_off(self) -> None:
+        while True:
+            if not is_sending(await self._stats.get(self._heartbeat_s)):
+                return
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _hears_the_conductor(self) -> bool:
+        return time.monotonic() - self._heard_at_s < HEARTBEATS_MISSED * self._heartbeat_s
+
+    def _registration(self, pool: WorkerClient) -> Register:
+        return Register(
+            PROTOCOL_VERSION,
+            self._process.instance,
+            self._incarnation,
+            self._process.role,
+            self._fingerprint,
+            self._layout,
+            shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
+            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._behind),
+            self._engines,
+            self._executor.model.idle_cores,
+        )
+
+    @property
+    def _behind(self) -> NextStage | Followers | None:
+        return self._next or self._followers
+
+    @property
+    def _engines(self) -> str:
+        return engines_of(self._executor.engine, self._behind)
+
+    async def _heartbeat(self) -> Heartbeat:
+        pools = {self._process.part: await self._stats.get(self._heartbeat_s)}
+        heartbeat = Heartbeat(
+            num_running=self._decode.num_running,
+            num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
+            num_free_device_pages=self._executor.kv.num_free_pages,
+            pools=pools | (self._behind.pools if self._behind else {}),
+            num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
+            decode=self._decode.meter.stats,
+            decode_load=self._decode.load,
+            joining=self._decode.take_joining(),
+        )
+        self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
+        return heartbeat
+
+    async def _emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
+        """One message for each front."""
+        by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
+        for endpoint, output in outputs:
+            by_front[endpoint].append(output)
+        for endpoint, of_front in by_front.items():
+            try:
+                if endpoint not in self._fronts:
+                    self._fronts[endpoint] = Dealer(
+                        endpoint, self._identity, ToFront, self._process.cluster_key
+                    )
+                await self._fronts[endpoint].send(Tokens(of_front))
+            except (ConfigError, PeerGoneError) as error:
+                # The front learns from the Conductor that they were sent, and misses them.
+                log.warning("tokens for the front at %s are lost: %s", endpoint, error)
+                if (front := self._fronts.pop(endpoint, None)) is not None:
+                    front.close()

@@ -1,0 +1,45 @@
+"""The tasks of a session, which end together: whichever of them finds out that somebody is gone.
+
+Owns: how a session ends. Does not know: what its tasks do.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.errors import ConfigError, PoolError
+from workers.engine.tensor_parallel import RankLost
+from workers.errors import SessionLostError
+
+
+@contextlib.asynccontextmanager
+async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks, one of which watches the messenger of `pool`.
+
+    Raises one error, whatever ends in how many of them: `SessionLostError`, or `ConfigError` for what another
+    session would not mend.
+    """
+    ended_by: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_watch(pool))
+            yield group
+    except* (SessionLostError, PoolError, RankLost) as errors:
+        ended_by = SessionLostError(str(_first_of(errors)))
+    except* ConfigError as errors:
+        ended_by = _first_of(errors)
+    # Not raised above: before Python 3.11.4 it would be wrapped in a group again, which nobody expects.
+    if ended_by is not None:
+        raise ended_by
+
+
+def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
+    """Out of all groups around it."""
+    first = errors.exceptions[0]
+    return _first_of(first) if isinstance(first, ExceptionGroup) else first
+
+
+async def _watch(pool: WorkerClient) -> None:
+    await pool.closed.wait()
+    raise SessionLostError("the messenger is gone")

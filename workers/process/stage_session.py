@@ -1,0 +1,109 @@
+"""A session of a stage behind the first: its messenger, the stage before and the one behind, while all are
+there.
+
+Owns: the stage's connections. Does not know: how work is done, the Conductor.
+"""
+
+import asyncio
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.pools import Capacity, PoolShard, PoolStats
+from mooncake.messages.workers import PROTOCOL_VERSION
+from mooncake.node.process import Progress, Ready, report
+from mooncake.node.process_config import WorkerProcess
+from workers.execution.executor import Executor
+from workers.groups.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
+from workers.groups.previous_stage import PreviousStage
+from workers.groups.stage_messages import StageHello
+from workers.kvcache.latest_stats import LatestStats
+from workers.prefill.stage import stage_of
+from workers.prefill.stage_runner import StageRunner
+from workers.process.block_orders import BlockOrders
+from workers.process.session_tasks import session_tasks
+
+STATS_PATIENCE_S = 0.5
+"""of a beat, for the counters of the pool"""
+LINGER_S = 0.5
+"""how long the last messages may take to leave"""
+
+
+class StageSession:
+    """Runs until messenger or a neighbour are lost. `layout` is the whole model's."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        incarnation: int,
+        executor: Executor,
+        layout: KVLayout,
+        fingerprint: str,
+    ) -> None:
+        self._process, self._stage = process, process.stage
+        self._part = process.part
+        self._incarnation = incarnation
+        self._executor = executor
+        self._layout, self._fingerprint = layout, fingerprint
+        self.is_registered = False
+
+    async def run(self) -> None:
+        """Serve; raises `SessionLostError`, or `ConfigError` when the stage before refuses this one."""
+        pool = await WorkerClient.connect(
+            self._process.messenger_socket,
+            instance=self._part,
+            incarnation=self._incarnation,
+            fingerprint=self._fingerprint,
+            layout=self._layout.of_layers(self._executor.model.layers).of_heads(
+                self._executor.model.kv_heads
+            ),
+        )
+        behind = next_stage_of(self._process, self._fingerprint)
+        try:
+            async with session_tasks(pool) as group:
+                if behind is not None:
+                    await behind.join()
+                await self._serve(group, pool, behind)
+        finally:
+            if behind is not None:
+                behind.close()
+            await pool.close()
+
+    async def _serve(self, group: asyncio.TaskGroup, pool: WorkerClient, behind: NextStage | None) -> None:
+        endpoint = self._stage.endpoints[self._stage.number - 1]
+        identity = peer_identity(self._part, self._incarnation)
+        timeout_s = self._process.config.conductor.peer_timeout_s
+        stats = await LatestStats.of(pool)
+
+        async def pools() -> dict[str, PoolStats]:
+            own = {self._part: await stats.get(STATS_PATIENCE_S)}
+            return own | (behind.pools if behind else {})
+
+        hello = self._hello(pool, behind)
+        before = PreviousStage(endpoint, identity, self._process.cluster_key, hello, pools, timeout_s)
+        try:
+            stage = stage_of(self._executor, pool, self._process.config.worker, behind)
+            runner = StageRunner(stage, before, group)
+            group.create_task(runner.run())
+            group.create_task(before.beat())
+            if behind is not None:
+                group.create_task(behind.run(runner.hear))
+                group.create_task(behind.beat())
+            report(Progress(f"waiting for stage {self._stage.number - 1} at {endpoint}", 0, 0))
+            await before.join()
+            self.is_registered = True
+            report(Ready(f"stage {self._stage.number} on {self._executor.engine}"))
+            await before.run(runner.obey, BlockOrders(pool, behind, group).obey)
+        finally:
+            before.close(LINGER_S)
+
+    def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:
+        return StageHello(
+            PROTOCOL_VERSION,
+            self._stage.number,
+            self._stage.num_stages,
+            self._fingerprint,
+            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), behind),
+            engines_of(self._executor.engine, behind),
+            shards_of(PoolShard(pool.address, pool.segment.layout), behind),
+        )
