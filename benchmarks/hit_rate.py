@@ -42,7 +42,9 @@ class HitRate(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hit_rate", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("trace", type=Path)
     prompts = read_trace(parser.parse_args().trace)
     num_blocks = sum(len(prompt.keys) for prompt in prompts)

@@ -108,7 +108,9 @@ def _asked_s(client: httpx.Client, path: str, headers: dict[str, str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.monitoring", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--instances", type=int, default=100, metavar="N", help="default: 100")
     parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="of streams; default: 15")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="clients; default: 2")

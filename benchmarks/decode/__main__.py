@@ -173,7 +173,10 @@ def host_totals(url: str) -> tuple[float, float]:
 def main() -> None:
     """Exit code 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+        prog="python -m benchmarks.decode",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--only", choices=["throughput", "interference", "goodput"], default="throughput")
     parser.add_argument("--rounds", type=int, default=5)

@@ -147,7 +147,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.front", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--connections", type=_numbers, default="64,192,384", metavar="N,N",
         help="of wrk, for processor time; default: 64,192,384; '': none",

@@ -24,7 +24,9 @@ _SECTIONS = ("check", "kernels", "steps", "serving")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="see the module's docstring")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="see the module's docstring"
+    )
     parser.add_argument("--only", choices=_SECTIONS)
     only = parser.parse_args().only
     sections = (only,) if only else _SECTIONS

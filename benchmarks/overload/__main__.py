@@ -189,7 +189,10 @@ def draw(runs: dict[Overload, Overloaded], seconds: float, path: Path) -> None:
 def main() -> None:
     """Exit code 1 if a bar is not met."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+        prog="python -m benchmarks.overload",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--only", choices=["excess", "swing"])
     parser.add_argument("--rates", default="4,5,6,7,8", help="excess: requests a second that are offered")

@@ -115,7 +115,7 @@ def _machine() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.reproduction", description="Published results beside ours."
+        prog="python -m benchmarks.reproduction", description="Published results beside ours."
     )
     parser.add_argument("trace", type=Path, help="Mooncake's conversation_trace.jsonl, or .gz")
     only_help = "run these experiments, with commas, and print what they find; no page is written"

@@ -254,7 +254,10 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="against_real", description="The simulator beside the real server.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tools.simulator.against_real",
+        description="The simulator beside the real server.",
+    )
     parser.add_argument("trace", type=Path, help="Mooncake's conversation_trace.jsonl, or .gz")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="profile and replay")
     parser.add_argument("--duration", type=float, default=600.0, help="seconds that are replayed")
