@@ -7,7 +7,7 @@ certificates of the API that cannot be read. Does not know: what the processes d
 import ssl
 from pathlib import Path
 
-from mooncake.cli.template_trial import check_templates
+from mooncake.cli.model_trial import try_programs
 from mooncake.config.sections import HttpConfig
 from mooncake.config.settings import Config
 from mooncake.errors import ModelError
@@ -49,8 +49,8 @@ def _check_api(http: HttpConfig) -> None:
 
 
 def _check_tokenizer(checkpoint: Checkpoint) -> None:
-    """That there is one, not that it can be loaded, which takes seconds; and that its template ends."""
-    path: Path = checkpoint.path
+    """That there is one, not that it can be loaded, which takes seconds; and that what it computes ends."""
+    path, tokenizer = checkpoint.path, None
     if path.is_file():
         header = read_gguf_header(path)
         pre_tokenizer_of(header)
@@ -58,11 +58,11 @@ def _check_tokenizer(checkpoint: Checkpoint) -> None:
     else:
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelError(f"{path} has no tokenizer; put tokenizer.json beside config.json")
-        template = _template_in(path)
+        template, tokenizer = _template_in(path), path / "tokenizer.json"
     named = template if isinstance(template, list) else [{"template": template}]
     texts = [each.get("template") for each in named if isinstance(each, dict)]
     try:
-        check_templates([text for text in texts if isinstance(text, str)])
+        try_programs([text for text in texts if isinstance(text, str)], tokenizer)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 

@@ -102,6 +102,25 @@ def test_a_chat_template_without_end_is_refused(model: Path, template: str) -> N
 
 
 @pytest.mark.parametrize(
+    "replaced",
+    [{"Regex": "."}, {"String": ""}],
+)
+def test_a_tokenizer_that_makes_gigabytes_of_a_text_is_refused(model: Path, replaced: dict[str, str]) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tenfold = {"type": "Replace", "pattern": replaced, "content": "x" * 10}
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 9}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=f"{model}: its tokenizer takes more than 10 s"):
+        check(model)
+
+
+def test_what_a_tokenizer_refuses_is_told_when_it_is_used(model: Path) -> None:
+    for damaged in ("{", '{"normalizer": {"type": "Unheard"}}', "[" * 100_000):
+        (model / "tokenizer.json").write_text(damaged)
+        check(model)
+
+
+@pytest.mark.parametrize(
     "template", ["{{ raise_exception('no') }}", "{{ nothing.at.all }}", "{% if", "{{ 1/0 }}"]
 )
 def test_what_a_chat_template_refuses_is_told_when_it_is_used(model: Path, template: str) -> None:

@@ -1,0 +1,125 @@
+"""A trial of what a model brings as programs, in a process of its own, which ends when they take too much.
+
+A chat template is one: compiling it, which computes its constants, or rendering a greeting can take memory
+and time without end, and Jinja's sandbox bounds neither. So is what a tokenizer does with a text before it
+looks for tokens: a few replacements in a row make gigabytes of a word.
+
+Owns: this process and its limits. Does not know: where templates come from; what else they refuse, which is
+told when they are used.
+"""
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mooncake.errors import ModelError, is_panic
+
+_MAX_CPU_S = 10
+_MAX_BYTES = 1 << 30
+_DEADLINE_S = 300.0
+"""for a process that takes no processor time, far beyond what a busy machine needs"""
+_GREETING = [{"role": "user", "content": "Hello"}]
+_TEXT = "Hello, you! " * 100
+_TEMPLATE = "its chat template takes more than {} for one greeting"
+_TOKENIZER = f"its tokenizer takes more than {{}} for a text of {len(_TEXT):,} characters"
+
+
+def try_programs(templates: Sequence[str], tokenizer: Path | None) -> None:
+    """Render a greeting with each template, and split a text as `tokenizer` does.
+
+    `tokenizer`: a tokenizer.json; one that is missing or damaged is not this function's to tell.
+    Raises ModelError if they take too much.
+    """
+    if not templates and tokenizer is None:
+        return
+    command = [sys.executable, "-m", "mooncake.cli.model_trial"]
+    told = json.dumps([list(templates), None if tokenizer is None else str(tokenizer)]).encode()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            begun, _ = process.communicate(told, _DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            begun, _ = process.communicate()
+    if process.returncode != 0:
+        error = begun.decode().splitlines()[-1]
+        raise ModelError(error.format(f"{_MAX_CPU_S} s of computing, or {_MAX_BYTES >> 30} GiB of memory,"))
+
+
+def main() -> int:
+    """In the process: 0 if all keep within the limits, whatever else they do.
+
+    Says at each step what it would mean if that did not end.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
+    templates, tokenizer = json.load(sys.stdin)
+    try:
+        if templates:
+            print(_TEMPLATE, flush=True)
+            _render(templates)
+        if tokenizer is not None:
+            print(_TOKENIZER, flush=True)
+            _split(Path(tokenizer))
+    except MemoryError:
+        return 1
+    return 0
+
+
+def _render(templates: Sequence[str]) -> None:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # As transformers', but for what no template needs to take much.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _raise, "strftime_now": str}
+    for template in templates:
+        with contextlib.suppress(TemplateError, *_REFUSALS):
+            environment.from_string(template).render(messages=_GREETING, add_generation_prompt=True)
+
+
+class _Steps(msgspec.Struct):
+    """What a tokenizer.json does with a text before it looks for tokens."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+
+
+def _split(file: Path) -> None:
+    """Normalise and split a text as the tokenizer does; not its vocabulary, which the file's size bounds."""
+    from tokenizers import Tokenizer
+
+    try:
+        fields = msgspec.json.decode(file.read_bytes(), type=_Steps)
+        without_tokens = {
+            "model": {"type": "BPE", "vocab": {}, "merges": []},
+            "normalizer": fields.normalizer,
+            "pre_tokenizer": fields.pre_tokenizer,
+        }
+        Tokenizer.from_str(json.dumps(without_tokens)).encode(_TEXT)
+    except MemoryError:
+        raise
+    except BaseException as error:  # `tokenizers` raises bare Exception for a damaged file, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)
+
+
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+if __name__ == "__main__":
+    sys.exit(main())
