@@ -16,6 +16,12 @@ from mooncake.errors import GrammarError, OverloadedError, RequestError
 from tests.deadline import DEADLINE_S
 
 
+def autogroup() -> str | None:
+    """The nice of this process's session, where Linux shares the processor between sessions."""
+    file = Path("/proc/self/autogroup")
+    return file.read_text().split()[-1] if file.exists() else None
+
+
 def work(task: Any, body: bytes) -> Answer:
     """What the tests ask for."""
     match task:
@@ -32,6 +38,8 @@ def work(task: Any, body: bytes) -> Answer:
             os.abort()
         case "a bug":
             raise KeyError("a bug")
+        case "say who gives way":
+            return Answer((os.nice(0), os.getsid(0) == os.getpid(), autogroup()))
         case ("wait for", str(path)):
             Path(f"{path}.begun").touch()
             while not Path(path).exists():
@@ -71,6 +79,16 @@ def no_process_left() -> Iterator[None]:
     before = children()
     yield
     assert children() == before
+
+
+def test_what_is_read_beside_the_server_gives_way_to_who_computes() -> None:
+    async def test(offload: Offload) -> None:
+        nice, has_session, of_session = (await offload.do(Lane.SHORT, "say who gives way")).value
+        assert nice > os.nice(0)
+        assert has_session
+        assert of_session in (None, str(nice))
+
+    running(test)
 
 
 def test_tasks_are_done_in_one_other_process_a_lane() -> None:
