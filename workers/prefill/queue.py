@@ -182,14 +182,20 @@ class PrefillQueue:
         turns = {priority: iter(self._fair_order.ordered(prompts)) for priority, prompts in sharing.items()}
         return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
 
-    def next_to_admit(self) -> QueuedPrompt | None:
-        """The first prompt that waits, unless those before it are work enough for the next passes."""
-        num_ahead = 0
+    def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
+        """The first prompt that waits, unless those before it are work enough for the next passes.
+
+        `admitted` is one that waits for its memory, which may take long: the next one must come before it, be
+        of a tenant with little to compute, and take little memory itself.
+        """
+        num_ahead, num_expected = 0, self._num_expected()
         for prompt in self._in_order():
-            if num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
+            if prompt is admitted or num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
                 return None
             if prompt.state is PromptState.WAITING:
-                return prompt
+                is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
+                is_small = prompt.num_tokens <= self._prefill_chunk
+                return prompt if admitted is None or (is_light and is_small) else None
             num_ahead += prompt.num_left
         return None
 

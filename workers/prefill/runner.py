@@ -37,8 +37,8 @@ class PrefillRunner:
         self._jobs = jobs
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
-        self._admitted: PrefillJob | None = None
-        """gets its memory just now; one at a time"""
+        self._admitting: list[QueuedPrompt] = []
+        """get their memory just now: one, and a small one beside it unless a stage behind keeps the order"""
         self._ready = asyncio.Event()
         self.num_waiting = 0
         """prompts that have not left yet, the running ones included"""
@@ -115,7 +115,7 @@ class PrefillRunner:
         try:
             async with stage.serving(job):
                 try:
-                    await self._admit(job)
+                    await self._admit(queued, job)
                     first = await self._first_token(queued, job)
                     await stage.store(job)
                     self.num_tokens += job.num_tokens_by_source(stage.page_size)
@@ -125,16 +125,16 @@ class PrefillRunner:
                     self._queue.remove(queued)
         finally:
             del self._job_of[queued]
-            self._leave_admission(job)
+            self._leave_admission(queued)
 
-    async def _admit(self, job: PrefillJob) -> None:
+    async def _admit(self, queued: QueuedPrompt, job: PrefillJob) -> None:
         """Wait for its turn, then for its memory."""
         self._admit_next()
         if not job.turn.is_set():  # time enough to bring from SSD what it has
             await self._stage.pool.prefetch(job.order.request.block_keys)
         await job.turn.wait()
         await self._stage.admit(job)
-        self._leave_admission(job)
+        self._leave_admission(queued)
         await self._stage.fetch(job)
 
     async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
@@ -153,17 +153,17 @@ class PrefillRunner:
     # -- admission ----------------------------------------------------------------------------------
 
     def _admit_next(self) -> None:
-        if self._admitted is None:
-            prompt = self._queue.next_to_admit()
+        if len(self._admitting) < (2 if self._stage.lets_in else 1):
+            prompt = self._queue.next_to_admit(self._admitting[0] if self._admitting else None)
             if prompt is not None:
                 prompt.state = PromptState.ADMITTED
-                self._admitted = self._job_of[prompt]
-                self._admitted.turn.set()
+                self._admitting.append(prompt)
+                self._job_of[prompt].turn.set()
 
-    def _leave_admission(self, job: PrefillJob) -> None:
+    def _leave_admission(self, queued: QueuedPrompt) -> None:
         """It has its memory, or has gone: there may be room for others."""
-        if self._admitted is job:
-            self._admitted = None
+        if queued in self._admitting:
+            self._admitting.remove(queued)
         self._admit_next()
 
     # -- passes -------------------------------------------------------------------------------------

@@ -150,8 +150,9 @@ class Stage:
     async def admit(self, job: PrefillJob) -> None:
         """Get its memory, in all stages at the same time; what is committed from now on is sent.
 
-        Prompts are admitted one after the other, in all stages in the same order: so none waits for another
-        that waits for it.
+        Where there are several stages, prompts are admitted one after the other, in all stages in the same
+        order: so none waits for another that waits for it. In one stage all get pages of the pool first, and
+        then those of the device.
         """
         order = job.order
         if self._next is None:  # the first token is drawn here

@@ -126,6 +126,27 @@ def test_prompts_are_admitted_in_order_while_the_next_passes_have_room() -> None
     assert queue.next_to_admit() is third
 
 
+def test_a_small_prompt_goes_past_one_that_waits_for_its_memory() -> None:
+    queue = PrefillQueue(100)
+    large = queue.add(5000, None, 0.0, flow=Flow("a", ""))
+    large.state = PromptState.ADMITTED
+    queue.add(10, None, 0.0, flow=Flow("a", ""))
+    assert queue.next_to_admit(large) is None
+    small = queue.add(10, None, 0.0, flow=Flow("b", ""))
+    assert queue.next_to_admit(large) is small
+    small.state = PromptState.ADMITTED
+    assert queue.next_to_admit(large) is None
+
+
+@pytest.mark.parametrize(("num_tokens", "num_reusable"), [(101, 0), (101, 96)])
+def test_a_prompt_that_takes_much_memory_goes_past_none(num_tokens: int, num_reusable: int) -> None:
+    queue = PrefillQueue(100)
+    large = queue.add(5000, None, 0.0, flow=Flow("a", ""))
+    large.state = PromptState.ADMITTED
+    queue.add(num_tokens, None, 0.0, flow=Flow("b", ""), num_reusable=num_reusable)
+    assert queue.next_to_admit(large) is None
+
+
 def test_removed_prompt_is_neither_admitted_nor_computed() -> None:
     queue = PrefillQueue(100)
     prompt = ready(queue, 10)
