@@ -1,1 +1,1 @@
-"""What the front costs, beside bare FastAPI and behind instances that answer at once."""
+"""A benchmark of the front: its costs beside bare FastAPI's, with instances that answer at once."""

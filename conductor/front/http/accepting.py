@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Accepting:
-    """What uvicorn has as a server: accepts from when it is made until it is closed. Needs a running loop."""
+    """A server as uvicorn knows one, which accepts connections until it is closed. Needs a running loop."""
 
     def __init__(
         self, listener: Listener, protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None

@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 Pieces = Sequence[bytes | bytearray]
 """Each is brief enough to be copied in one turn of the event loop."""
 Work = Callable[[Any, bytes], Answer]
-"""What `Offload.do` is called with. Raises RequestError, or another MooncakeError that the caller expects."""
+"""A lane's function of a task and its body. Raises a MooncakeError that the caller expects."""
 
 
 class Offload:
@@ -88,7 +88,7 @@ class Offload:
             os.waitpid(self._pid, 0)
 
     async def do(self, lane: Lane, task: Any, tenant: str = "", body: Pieces = ()) -> Answer:
-        """What the lane's work makes of `task`, which is small, and `body`, which may be large.
+        """Return what the lane's work makes of `task`, which is small, and `body`, which may be large.
 
         Raises what the work raises; RequestError if it took too much; OverloadedError if too many wait.
         Cancelled, a task that has not begun is not begun.

@@ -47,7 +47,7 @@ class Listener(socket.socket):
         self._crowd = Crowd[Waits](_bound(MOST_WAITING_TLS), _put_out)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As a socket's. When descriptors run out one that waits makes room, and a later call succeeds."""
+        """Accept a connection. When descriptors run out, one that waits makes room; a later call succeeds."""
         try:
             connection, address = super().accept()
         except OSError as error:
@@ -82,7 +82,7 @@ class Listener(socket.socket):
         self._enter(waits)
 
     def waits(self, waits: Waits) -> None:
-        """Its answer is complete; it waits for the next request."""
+        """Note that a connection's answer is complete, and that the connection waits for its next request."""
         self._enter(waits)
 
     def leaves(self, waits: Waits) -> None:

@@ -58,7 +58,7 @@ def monitoring(
 
 
 class _Kept:
-    """What `make` makes, and that is told again for `kept_s`."""
+    """A text that is made by `make` and kept for `kept_s` seconds."""
 
     def __init__(self, make: Callable[[], bytes], kept_s: float) -> None:
         self._make, self._kept_s = make, kept_s
