@@ -176,28 +176,25 @@ async def traffic_between(hosts: tuple[Host, Host], folder: Path) -> AsyncIterat
 
 
 @pytest.mark.parametrize("cut", [known_to_sender, known_to_receiver, silent, answers_lost])
-def test_transfers_go_on_over_the_other_link_and_over_both_when_it_is_back(
+async def test_transfers_go_on_over_the_other_link_and_over_both_when_it_is_back(
     hosts: tuple[Host, Host], tmp_path: Path, cut: Cut
 ) -> None:
-    async def test() -> None:
-        async with traffic_between(hosts, tmp_path) as traffic:
-            make(cut, hosts)
-            cut_s = traffic.clock.now_s()
-            await over_one_link(traffic, hosts, cut_s, is_two_way=cut is not answers_lost)
-            assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
-            assert traffic.slowest_s < INTERRUPTION_S
-            # A failure is an error that says what happened, soon; and what comes after it succeeds.
-            assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures), traffic.failures
-            slowest_s = traffic.slowest_s
-            cut(*hosts, False)
-            return_s = await both_used(hosts, traffic.clock)
-            assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
-            print(
-                f"{cut.__name__}: {len(traffic.succeeded_s)} transfers, {len(traffic.failures)} failed,"
-                f" slowest {slowest_s:.2f} s, both links again after {return_s:.1f} s"
-            )
-
-    asyncio.run(test())
+    async with traffic_between(hosts, tmp_path) as traffic:
+        make(cut, hosts)
+        cut_s = traffic.clock.now_s()
+        await over_one_link(traffic, hosts, cut_s, is_two_way=cut is not answers_lost)
+        assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
+        assert traffic.slowest_s < INTERRUPTION_S
+        # A failure is an error that says what happened, soon; and what comes after it succeeds.
+        assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures), traffic.failures
+        slowest_s = traffic.slowest_s
+        cut(*hosts, False)
+        return_s = await both_used(hosts, traffic.clock)
+        assert traffic.longest_pause_s(cut_s) < INTERRUPTION_S
+        print(
+            f"{cut.__name__}: {len(traffic.succeeded_s)} transfers, {len(traffic.failures)} failed,"
+            f" slowest {slowest_s:.2f} s, both links again after {return_s:.1f} s"
+        )
 
 
 def both_silent(prefill: Host, decode: Host, is_cut: bool) -> None:
@@ -212,46 +209,40 @@ def num_connections(node: HostNode) -> int:
     return sum(line.split()[3] == "01" for line in lines)
 
 
-def test_connections_of_a_host_that_is_gone_end_at_both_sides_though_nothing_is_sent(
+async def test_connections_of_a_host_that_is_gone_end_at_both_sides_though_nothing_is_sent(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        with nodes_on(hosts, tmp_path) as nodes:
-            traffic = Traffic(*[await node.connect() for node in nodes], clock_of(nodes))
-            await traffic._transfer(1)
-            num_lanes = len(LINKS) * MessengerConfig().streams
-            while [num_connections(node) for node in nodes] != [num_lanes, num_lanes]:
-                await asyncio.sleep(0.1)
-            make(both_silent, hosts)
-            await within(
-                traffic.clock, GONE_S, lambda: not any(map(num_connections, nodes)), "connections have ended"
-            )
-            for client in (traffic.prefill, traffic.decode):
-                await until(client, unused)
-                await client.close()
-
-    asyncio.run(test())
+    with nodes_on(hosts, tmp_path) as nodes:
+        traffic = Traffic(*[await node.connect() for node in nodes], clock_of(nodes))
+        await traffic._transfer(1)
+        num_lanes = len(LINKS) * MessengerConfig().streams
+        while [num_connections(node) for node in nodes] != [num_lanes, num_lanes]:
+            await asyncio.sleep(0.1)
+        make(both_silent, hosts)
+        await within(
+            traffic.clock, GONE_S, lambda: not any(map(num_connections, nodes)), "connections have ended"
+        )
+        for client in (traffic.prefill, traffic.decode):
+            await until(client, unused)
+            await client.close()
 
 
-def test_cut_of_both_links_fails_transfers_soon_and_the_next_succeed_when_they_are_back(
+async def test_cut_of_both_links_fails_transfers_soon_and_the_next_succeed_when_they_are_back(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with traffic_between(hosts, tmp_path) as traffic:
-            make(both_silent, hosts)
-            cut_s = traffic.clock.now_s()
-            while len(traffic.failures) < NUM_AT_ONCE:
-                await asyncio.sleep(0.1)
-            assert all("connection to decode" in reason for _, reason in traffic.failures)
-            assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures)
-            both_silent(*hosts, False)
-            num_before = len(traffic.succeeded_s)
-            await within(
-                traffic.clock, RETURN_S, lambda: len(traffic.succeeded_s) >= num_before + 10, "transfers"
-            )
-            await both_used(hosts, traffic.clock)
-
-    asyncio.run(test())
+    async with traffic_between(hosts, tmp_path) as traffic:
+        make(both_silent, hosts)
+        cut_s = traffic.clock.now_s()
+        while len(traffic.failures) < NUM_AT_ONCE:
+            await asyncio.sleep(0.1)
+        assert all("connection to decode" in reason for _, reason in traffic.failures)
+        assert all(at - cut_s < INTERRUPTION_S for at, _ in traffic.failures)
+        both_silent(*hosts, False)
+        num_before = len(traffic.succeeded_s)
+        await within(
+            traffic.clock, RETURN_S, lambda: len(traffic.succeeded_s) >= num_before + 10, "transfers"
+        )
+        await both_used(hosts, traffic.clock)
 
 
 def make(cut: Cut, hosts: tuple[Host, Host]) -> None:

@@ -152,7 +152,7 @@ def test_litellms_errors(litellm: ModuleType, of_litellm: dict[str, Any]) -> Non
         litellm.completion(**of_litellm, messages=[{"role": "user", "content": "x " * 9000}])
 
 
-def test_a_cancelled_call_of_each_client_ends_its_work(
+async def test_a_cancelled_call_of_each_client_ends_its_work(
     litellm: ModuleType, of_litellm: dict[str, Any], langchain: Callable[..., Any], default_server: Server
 ) -> None:
     def num_requests(pattern: str) -> float:
@@ -172,15 +172,12 @@ def test_a_cancelled_call_of_each_client_ends_its_work(
         await asyncio.to_thread(eventually, lambda: num_requests(aborted) == num_aborted + 1, "aborted")
         await asyncio.to_thread(eventually, lambda: num_requests(running) == 0, "nothing runs")
 
-    async def test() -> None:
-        client = openai.AsyncOpenAI(
-            base_url=f"{default_server.url}/v1", api_key="any", max_retries=0, timeout=DEADLINE_S
-        )
-        for call in (
-            client.chat.completions.create(model=MODEL, messages=STORY, extra_body={"ignore_eos": True}),
-            langchain(max_tokens=None, extra_body={"ignore_eos": True}).ainvoke("Tell me a very long story."),
-            litellm.acompletion(**of_litellm, messages=STORY, extra_body={"ignore_eos": True}),
-        ):
-            await asyncio.wait_for(cancelled(call), DEADLINE_S)
-
-    asyncio.run(test())
+    client = openai.AsyncOpenAI(
+        base_url=f"{default_server.url}/v1", api_key="any", max_retries=0, timeout=DEADLINE_S
+    )
+    for call in (
+        client.chat.completions.create(model=MODEL, messages=STORY, extra_body={"ignore_eos": True}),
+        langchain(max_tokens=None, extra_body={"ignore_eos": True}).ainvoke("Tell me a very long story."),
+        litellm.acompletion(**of_litellm, messages=STORY, extra_body={"ignore_eos": True}),
+    ):
+        await asyncio.wait_for(cancelled(call), DEADLINE_S)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -106,16 +106,6 @@ class StartNode(Protocol):
     """The fixture `start_node`."""
 
     def __call__(self, name: str, *, num_pages: int = 16, transport: TransportChoice = "auto") -> Node: ...
-
-
-def run(test: Awaitable[None], deadline_s: float = 2 * DEADLINE_S) -> None:
-    """Runs an async test with a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(deadline_s):
-            await test
-
-    asyncio.run(bounded())
 
 
 def prompt_keys(num_blocks: int, first_token: int = 0) -> list[BlockKey]:

@@ -25,7 +25,7 @@ from messenger.wire.messages import Write, WriteEntry
 from mooncake.config.sections import KVCacheConfig, MessengerConfig, SecurityConfig
 from mooncake.messages.pools import MessengerAddress
 from mooncake.node.process_config import MessengerProcess
-from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT, LAYOUT, block_bytes, prompt_keys, run
+from tests.kvstore.nodes import CLUSTER_KEY, FINGERPRINT, LAYOUT, block_bytes, prompt_keys
 from tests.messenger.fabric import until
 
 ADDRESS = MessengerAddress("decode", 1, "host", "decode.sock", ())
@@ -62,60 +62,54 @@ def copier() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("ending", ["copy", "process"])
-def test_a_revoked_page_is_quarantined_until_the_copy_to_it_has_ended(
+async def test_a_revoked_page_is_quarantined_until_the_copy_to_it_has_ended(
     fd: int, copier: subprocess.Popen[bytes], ending: str
 ) -> None:
-    async def test() -> None:
-        node = Node(fd)
-        pool, (key,) = node.pool, prompt_keys(1)
-        reservation = pool.reserve(OWNER, [key], 0)
-        grant = node.grants.grant(reservation)
-        (page,) = (granted.page for granted in grant.pages)
-        seat = node.landing.take_seat(copier.pid)
-        assert seat is not None
-        words = node.segment.buffer[seat.board_offset :][:2048].cast("Q")
-        words[2 * seat.number] = grant.grant_id + 1  # as it says itself
-        node.grants.revoke(reservation.reservation_id, "released")
-        pool.release(reservation.reservation_id)
-        assert pool.table.state(page) is PageState.QUARANTINED
-        assert pool.check_integrity() is None
+    node = Node(fd)
+    pool, (key,) = node.pool, prompt_keys(1)
+    reservation = pool.reserve(OWNER, [key], 0)
+    grant = node.grants.grant(reservation)
+    (page,) = (granted.page for granted in grant.pages)
+    seat = node.landing.take_seat(copier.pid)
+    assert seat is not None
+    words = node.segment.buffer[seat.board_offset :][:2048].cast("Q")
+    words[2 * seat.number] = grant.grant_id + 1  # as it says itself
+    node.grants.revoke(reservation.reservation_id, "released")
+    pool.release(reservation.reservation_id)
+    assert pool.table.state(page) is PageState.QUARANTINED
+    assert pool.check_integrity() is None
+    if ending == "copy":
+        words[2 * seat.number] = 0
+    else:
+        copier.kill()
+    await until(lambda: pool.table.state(page) is PageState.FREE)
+    assert pool.check_integrity() is None
+
+
+@pytest.mark.parametrize("ending", ["copy", "process"])
+async def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended(
+    fd: int, copier: subprocess.Popen[bytes], tmp_path: Path, ending: str
+) -> None:
+    former, keys = Node(fd), prompt_keys(2)
+    seat = former.landing.take_seat(copier.pid)
+    assert seat is not None
+    grant = former.grants.grant(former.pool.reserve(OWNER, keys[:1], 0))
+    former.pool.reserve(OWNER, keys[1:], 0, Writer(os.getpid(), 0))  # its worker lives on
+    words = former.segment.buffer[seat.board_offset :][:2048].cast("Q")
+    words[2 * seat.number] = grant.grant_id + 1
+
+    async with store_over(fd, tmp_path) as store:
+        table, (granted,) = store.pool.table, grant.pages
+        await asyncio.sleep(0)  # it begins to look after them
+        assert table.state(granted.page) is PageState.QUARANTINED
         if ending == "copy":
             words[2 * seat.number] = 0
         else:
             copier.kill()
-        await until(lambda: pool.table.state(page) is PageState.FREE)
-        assert pool.check_integrity() is None
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("ending", ["copy", "process"])
-def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended(
-    fd: int, copier: subprocess.Popen[bytes], tmp_path: Path, ending: str
-) -> None:
-    async def test() -> None:
-        former, keys = Node(fd), prompt_keys(2)
-        seat = former.landing.take_seat(copier.pid)
-        assert seat is not None
-        grant = former.grants.grant(former.pool.reserve(OWNER, keys[:1], 0))
-        former.pool.reserve(OWNER, keys[1:], 0, Writer(os.getpid(), 0))  # its worker lives on
-        words = former.segment.buffer[seat.board_offset :][:2048].cast("Q")
-        words[2 * seat.number] = grant.grant_id + 1
-
-        async with store_over(fd, tmp_path) as store:
-            table, (granted,) = store.pool.table, grant.pages
-            await asyncio.sleep(0)  # it begins to look after them
-            assert table.state(granted.page) is PageState.QUARANTINED
-            if ending == "copy":
-                words[2 * seat.number] = 0
-            else:
-                copier.kill()
-            await until(lambda: table.state(granted.page) is PageState.FREE)
-            assert store.pool.former_writers == [Writer(os.getpid(), 0)]
-            assert table.count()[PageState.QUARANTINED] == 1
-            assert store.pool.check_integrity() is None
-
-    run(test())
+        await until(lambda: table.state(granted.page) is PageState.FREE)
+        assert store.pool.former_writers == [Writer(os.getpid(), 0)]
+        assert table.count()[PageState.QUARANTINED] == 1
+        assert store.pool.check_integrity() is None
 
 
 @contextlib.asynccontextmanager
@@ -145,31 +139,26 @@ async def store_over(fd: int, folder: Path) -> AsyncIterator[Store]:
             os.close(store.peers._source.read_only_fd)
 
 
-def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> None:
-    async def test() -> None:
-        node = Node(fd)
-        (key,) = prompt_keys(1)
-        reservation = node.pool.reserve(OWNER, [key], 0)
-        grant = node.grants.grant(reservation)
-        (granted,) = grant.pages
-        seat = node.landing.take_seat(os.getpid())
-        assert seat is not None
-        source = memoryview(
-            bytearray(b"".join(block_bytes(key, layer) for layer in range(LAYOUT.num_layers)))
-        )
-        pages = SharedPages(node.segment.buffer, seat, LAYOUT, source)
-        for layer in range(LAYOUT.num_layers):
-            begin = layer * LAYOUT.layer_bytes
-            data = source[begin : begin + LAYOUT.layer_bytes]
-            checksum = layer_checksums(data, LAYOUT.layer_bytes)
-            entry = WriteEntry(granted.page, granted.generation, layer, layer + 1, checksum, begin)
-            write = Write(1, grant.grant_id, [entry])
-            assert pages.place(write, LAYOUT.layer_bytes) == 0
-            assert node.segment.layer_view(granted.page, layer) == data
-            assert node.grants.begin(grant.grant_id, entry, None) is not None
-            is_last = node.grants.complete(grant.grant_id, entry, None)
-            assert is_last == (layer == LAYOUT.num_layers - 1)
-        assert node.pool.find(key) == granted.page
-        assert pages.place(write, LAYOUT.layer_bytes) is None
-
-    asyncio.run(test())
+async def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> None:
+    node = Node(fd)
+    (key,) = prompt_keys(1)
+    reservation = node.pool.reserve(OWNER, [key], 0)
+    grant = node.grants.grant(reservation)
+    (granted,) = grant.pages
+    seat = node.landing.take_seat(os.getpid())
+    assert seat is not None
+    source = memoryview(bytearray(b"".join(block_bytes(key, layer) for layer in range(LAYOUT.num_layers))))
+    pages = SharedPages(node.segment.buffer, seat, LAYOUT, source)
+    for layer in range(LAYOUT.num_layers):
+        begin = layer * LAYOUT.layer_bytes
+        data = source[begin : begin + LAYOUT.layer_bytes]
+        checksum = layer_checksums(data, LAYOUT.layer_bytes)
+        entry = WriteEntry(granted.page, granted.generation, layer, layer + 1, checksum, begin)
+        write = Write(1, grant.grant_id, [entry])
+        assert pages.place(write, LAYOUT.layer_bytes) == 0
+        assert node.segment.layer_view(granted.page, layer) == data
+        assert node.grants.begin(grant.grant_id, entry, None) is not None
+        is_last = node.grants.complete(grant.grant_id, entry, None)
+        assert is_last == (layer == LAYOUT.num_layers - 1)
+    assert node.pool.find(key) == granted.page
+    assert pages.place(write, LAYOUT.layer_bytes) is None

@@ -17,8 +17,9 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import PoolShard
 from tests.kvstore.members import WHOLE, Member, members, split
 from tests.kvstore.nodes import prompt_keys
+from tests.leaks import unseen_exceptions as unseen_exceptions
 from tests.messenger import fake_rdma
-from tests.messenger.fabric import run, until
+from tests.messenger.fabric import until
 from tests.messenger.fake_rdma import FakeNetwork, device
 from tests.messenger.proxy import Plan
 
@@ -108,29 +109,29 @@ async def check_fetched(folder: Path, splits: Splits, transport: Transport, whol
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(splits=groups(WHOLE))
 @settings(max_examples=25)
-def test_any_group_fills_the_grants_of_any_other(transport: Transport, splits: Splits) -> None:
+async def test_any_group_fills_the_grants_of_any_other(transport: Transport, splits: Splits) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run(check_sent(Path(folder), splits, transport))
+        await check_sent(Path(folder), splits, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(splits=groups(WHOLE))
 @settings(max_examples=25)
-def test_any_group_fetches_from_any_other(transport: Transport, splits: Splits) -> None:
+async def test_any_group_fetches_from_any_other(transport: Transport, splits: Splits) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run(check_fetched(Path(folder), splits, transport))
+        await check_fetched(Path(folder), splits, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("check", [check_sent, check_fetched])
-def test_large_parts(tmp_path: Path, transport: Transport, check: object) -> None:
+async def test_large_parts(tmp_path: Path, transport: Transport, check: object) -> None:
     assert callable(check)
     for number, splits in enumerate(
         (Splits(split(WIDE, [], [3]), [WIDE]), Splits([WIDE], split(WIDE, [1], [2])))
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        run(check(folder, splits, transport, WIDE))
+        await check(folder, splits, transport, WIDE)
 
 
 async def send_over_two_paths(folder: Path, plan: Plan) -> tuple[range, range]:
@@ -153,21 +154,18 @@ async def send_over_two_paths(folder: Path, plan: Plan) -> tuple[range, range]:
         return range(up, busiest.num_up), range(down, busiest.num_down)
 
 
-def test_parts_come_again_over_another_path(tmp_path: Path) -> None:
-    async def test() -> None:
-        up, down = await send_over_two_paths(tmp_path, Plan())
-        assert len(up) > WIDE.head_bytes
-        random = Random(7)
-        plans = [Plan(reset_up_at=random.choice(up)) for _ in range(20)]
-        plans += [Plan(reset_down_at=random.choice(down)) for _ in range(10)]
-        for plan in plans:
-            try:
-                await send_over_two_paths(tmp_path, plan)
-            except BaseException as error:
-                error.add_note(f"with {plan}")
-                raise
-
-    run(test(), deadline_s=60.0)
+async def test_parts_come_again_over_another_path(tmp_path: Path) -> None:
+    up, down = await send_over_two_paths(tmp_path, Plan())
+    assert len(up) > WIDE.head_bytes
+    random = Random(7)
+    plans = [Plan(reset_up_at=random.choice(up)) for _ in range(20)]
+    plans += [Plan(reset_down_at=random.choice(down)) for _ in range(10)]
+    for plan in plans:
+        try:
+            await send_over_two_paths(tmp_path, plan)
+        except BaseException as error:
+            error.add_note(f"with {plan}")
+            raise
 
 
 @pytest.fixture
@@ -178,33 +176,27 @@ def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
 @pytest.mark.parametrize(
     "splits", [Splits(RANKS_2, [WHOLE]), Splits([WHOLE], RANKS_2), Splits(RANKS_2, RANKS_3)]
 )
-def test_parts_are_written_by_rdma(tmp_path: Path, network: FakeNetwork, splits: Splits) -> None:
-    async def test() -> None:
-        names = "abcdefgh"[: len(splits.source) + len(splits.target)]
-        cards = [network.cards(device(name)) for name in names]
-        layouts = {"source": splits.source, "target": splits.target}
-        async with members(tmp_path, layouts, Transport.RDMA, cards) as (sources, targets):
-            await send_all(sources, targets, KEYS)
-            for target in targets:
-                target.assert_holds(KEYS)
-
-    run(test())
+async def test_parts_are_written_by_rdma(tmp_path: Path, network: FakeNetwork, splits: Splits) -> None:
+    names = "abcdefgh"[: len(splits.source) + len(splits.target)]
+    cards = [network.cards(device(name)) for name in names]
+    layouts = {"source": splits.source, "target": splits.target}
+    async with members(tmp_path, layouts, Transport.RDMA, cards) as (sources, targets):
+        await send_all(sources, targets, KEYS)
+        for target in targets:
+            target.assert_holds(KEYS)
 
 
 @pytest.mark.parametrize("splits", [Splits(STAGES_2, RANKS_2), Splits(RANKS_2, RANKS_3)])
-def test_parts_are_read_by_rdma(tmp_path: Path, network: FakeNetwork, splits: Splits) -> None:
-    async def test() -> None:
-        names = "abcdefgh"[: len(splits.source) + len(splits.target)]
-        cards = [network.cards(device(name)) for name in names]
-        layouts = {"source": splits.source, "target": splits.target}
-        async with members(tmp_path, layouts, Transport.RDMA, cards) as (sources, targets):
-            for source in sources:
-                source.store(KEYS)
-            for target in targets:
-                await target.fetch(KEYS, shards(sources))
-                target.assert_holds(KEYS)
-
-    run(test())
+async def test_parts_are_read_by_rdma(tmp_path: Path, network: FakeNetwork, splits: Splits) -> None:
+    names = "abcdefgh"[: len(splits.source) + len(splits.target)]
+    cards = [network.cards(device(name)) for name in names]
+    layouts = {"source": splits.source, "target": splits.target}
+    async with members(tmp_path, layouts, Transport.RDMA, cards) as (sources, targets):
+        for source in sources:
+            source.store(KEYS)
+        for target in targets:
+            await target.fetch(KEYS, shards(sources))
+            target.assert_holds(KEYS)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -216,105 +208,91 @@ def test_parts_are_read_by_rdma(tmp_path: Path, network: FakeNetwork, splits: Sp
     ],
     ids=["part-of-it", "all-of-it"],
 )
-def test_damaged_page_is_never_sealed_elsewhere(
+async def test_damaged_page_is_never_sealed_elsewhere(
     tmp_path: Path, transport: Transport, splits: Splits, reason: str
 ) -> None:
-    async def test() -> None:
-        layouts = {"source": splits.source, "target": splits.target}
-        async with members(tmp_path, layouts, transport) as (sources, targets):
-            for source in sources:
-                source.store(KEYS)
-            last = sources[-1]
-            last.damage(KEYS[1], 4, last.layout.layer_bytes - 1)
-            with pytest.raises(TransferError, match=reason):
-                await send_all(sources, targets, KEYS)
-            assert all(target.pool.find(KEYS[1]) is None for target in targets)
-            assert last.pool.find(KEYS[1]) is None  # so that the next prompt recomputes it
-            for target in targets:
-                await target.assert_idle()
-
-    run(test())
+    layouts = {"source": splits.source, "target": splits.target}
+    async with members(tmp_path, layouts, transport) as (sources, targets):
+        for source in sources:
+            source.store(KEYS)
+        last = sources[-1]
+        last.damage(KEYS[1], 4, last.layout.layer_bytes - 1)
+        with pytest.raises(TransferError, match=reason):
+            await send_all(sources, targets, KEYS)
+        assert all(target.pool.find(KEYS[1]) is None for target in targets)
+        assert last.pool.find(KEYS[1]) is None  # so that the next prompt recomputes it
+        for target in targets:
+            await target.assert_idle()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("splits", [Splits([WHOLE], RANKS_2), Splits(RANKS_2, [WHOLE])])
-def test_damaged_page_is_fetched_by_nobody(tmp_path: Path, transport: Transport, splits: Splits) -> None:
-    async def test() -> None:
-        layouts = {"source": splits.source, "target": splits.target}
-        async with members(tmp_path, layouts, transport) as (sources, targets):
-            for source in sources:
-                source.store(KEYS)
-            last = sources[-1]
-            last.damage(KEYS[1], 4, last.layout.layer_bytes - 1)
-            for target in targets:
-                await target.fetch(KEYS, shards(sources))
-                target.assert_holds(KEYS[:1])
-                assert [target.pool.find(key) for key in KEYS[1:]] == [None, None]
-
-    run(test())
+async def test_damaged_page_is_fetched_by_nobody(
+    tmp_path: Path, transport: Transport, splits: Splits
+) -> None:
+    layouts = {"source": splits.source, "target": splits.target}
+    async with members(tmp_path, layouts, transport) as (sources, targets):
+        for source in sources:
+            source.store(KEYS)
+        last = sources[-1]
+        last.damage(KEYS[1], 4, last.layout.layer_bytes - 1)
+        for target in targets:
+            await target.fetch(KEYS, shards(sources))
+            target.assert_holds(KEYS[:1])
+            assert [target.pool.find(key) for key in KEYS[1:]] == [None, None]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_group_without_one_of_its_members_is_asked_for_nothing(tmp_path: Path, transport: Transport) -> None:
-    async def test() -> None:
-        async with members(tmp_path, {"source": RANKS_2, "target": [WHOLE]}, transport) as (
-            sources,
-            (target,),
-        ):
-            for source in sources:
-                source.store(KEYS)
-            assert await target.fetch(KEYS, shards(sources[:1])) == []
-            assert await target.fetch(KEYS, shards([*sources, sources[0]])) == []
-            assert not any(target.traffic.received_bytes.values())
-            await target.fetch(KEYS, shards(sources))
-            target.assert_holds(KEYS)
-
-    run(test())
+async def test_group_without_one_of_its_members_is_asked_for_nothing(
+    tmp_path: Path, transport: Transport
+) -> None:
+    async with members(tmp_path, {"source": RANKS_2, "target": [WHOLE]}, transport) as (
+        sources,
+        (target,),
+    ):
+        for source in sources:
+            source.store(KEYS)
+        assert await target.fetch(KEYS, shards(sources[:1])) == []
+        assert await target.fetch(KEYS, shards([*sources, sources[0]])) == []
+        assert not any(target.traffic.received_bytes.values())
+        await target.fetch(KEYS, shards(sources))
+        target.assert_holds(KEYS)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("believed", [WHOLE, RANKS_3[0], STAGES_2[1]])
-def test_shard_that_is_not_what_it_was_believed_to_be_costs_only_the_fetch(
+async def test_shard_that_is_not_what_it_was_believed_to_be_costs_only_the_fetch(
     tmp_path: Path, transport: Transport, believed: KVLayout
 ) -> None:
-    async def test() -> None:
-        layouts = {"source": RANKS_2, "target": [believed]}
-        async with members(tmp_path, layouts, transport) as (sources, (target,)):
-            for source in sources:
-                source.store(KEYS)
-            believed_source = PoolShard(sources[1].address, believed)
-            assert await target.fetch(KEYS, [believed_source]) == []
-            assert not any(target.traffic.received_bytes.values())
-
-    run(test())
+    layouts = {"source": RANKS_2, "target": [believed]}
+    async with members(tmp_path, layouts, transport) as (sources, (target,)):
+        for source in sources:
+            source.store(KEYS)
+        believed_source = PoolShard(sources[1].address, believed)
+        assert await target.fetch(KEYS, [believed_source]) == []
+        assert not any(target.traffic.received_bytes.values())
 
 
-def test_a_source_that_lacks_a_block_ends_the_prefix_for_all(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with members(tmp_path, {"source": RANKS_2, "target": [WHOLE]}, Transport.TCP) as (
-            (first, last),
-            (target,),
-        ):
-            first.store(KEYS)
-            last.store(KEYS[:2])
-            heard = await target.fetch(KEYS, shards([first, last]))
-            assert heard[-1] == (2, WHOLE.num_layers)
-            target.assert_holds(KEYS[:2])
-            assert target.pool.find(KEYS[2]) is None
-
-    run(test())
+async def test_a_source_that_lacks_a_block_ends_the_prefix_for_all(tmp_path: Path) -> None:
+    async with members(tmp_path, {"source": RANKS_2, "target": [WHOLE]}, Transport.TCP) as (
+        (first, last),
+        (target,),
+    ):
+        first.store(KEYS)
+        last.store(KEYS[:2])
+        heard = await target.fetch(KEYS, shards([first, last]))
+        assert heard[-1] == (2, WHOLE.num_layers)
+        target.assert_holds(KEYS[:2])
+        assert target.pool.find(KEYS[2]) is None
 
 
-def test_a_rank_that_is_lost_ends_the_fetch_from_all(tmp_path: Path) -> None:
-    async def test() -> None:
-        layouts = {"source": split(WIDE, [], [3]), "target": [WIDE]}
-        async with members(tmp_path, layouts, Transport.TCP, whole=WIDE, num_proxies=1) as groups:
-            sources, (target,) = groups
-            for source in sources:
-                source.store(KEYS)
-            lost = sources[1].proxies[0]
-            lost.plans.append(Plan(reset_down_at=WIDE.head_bytes))
-            assert await target.fetch(KEYS, shards(sources)) == []
-            assert target.pool.find(KEYS[0]) is None
-
-    run(test())
+async def test_a_rank_that_is_lost_ends_the_fetch_from_all(tmp_path: Path) -> None:
+    layouts = {"source": split(WIDE, [], [3]), "target": [WIDE]}
+    async with members(tmp_path, layouts, Transport.TCP, whole=WIDE, num_proxies=1) as groups:
+        sources, (target,) = groups
+        for source in sources:
+            source.store(KEYS)
+        lost = sources[1].proxies[0]
+        lost.plans.append(Plan(reset_down_at=WIDE.head_bytes))
+        assert await target.fetch(KEYS, shards(sources)) == []
+        assert target.pool.find(KEYS[0]) is None

@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.config.sections import SecurityConfig
 from mooncake.errors import TransferError
-from tests.kvstore.nodes import StartNode, prompt_keys, run, until
+from tests.kvstore.nodes import StartNode, prompt_keys, until
 from tests.kvstore.test_transfers import ALL_LAYERS, Pair, write_layers
 
 pytestmark = [
@@ -62,32 +62,26 @@ async def _pair(start_node: StartNode, prefill: SecurityConfig, decode: Security
     return Pair(nodes[0], nodes[1], await nodes[0].connect(), await nodes[1].connect())
 
 
-def test_blocks_travel_encrypted(start_node: StartNode, authority: Authority) -> None:
-    async def test() -> None:
-        nodes = await _pair(start_node, authority.certify("prefill"), authority.certify("decode"))
-        await nodes.assert_works()
-        await nodes.prefill.close()
-        await nodes.decode.close()
-
-    run(test())
+async def test_blocks_travel_encrypted(start_node: StartNode, authority: Authority) -> None:
+    nodes = await _pair(start_node, authority.certify("prefill"), authority.certify("decode"))
+    await nodes.assert_works()
+    await nodes.prefill.close()
+    await nodes.decode.close()
 
 
 @pytest.mark.parametrize("sender", ["without TLS", "of another authority"])
-def test_who_has_no_certificate_of_the_cluster_is_a_stranger(
+async def test_who_has_no_certificate_of_the_cluster_is_a_stranger(
     start_node: StartNode, authority: Authority, tmp_path: Path, sender: str
 ) -> None:
-    async def test() -> None:
-        security = SecurityConfig()
-        if sender == "of another authority":
-            security = Authority(tmp_path, "theirs").certify("prefill")
-        nodes = await _pair(start_node, security, authority.certify("decode"))
-        keys = prompt_keys(1)
-        source, _, _ = await nodes.begin(keys)
-        await write_layers(nodes.prefill, source, keys, ALL_LAYERS)
-        with pytest.raises(TransferError, match="cannot reach messenger decode"):
-            await nodes.prefill.wait_sent(source.reservation_id)
-        await until(nodes.decode, lambda stats: stats.num_strangers > 0)
-        await nodes.prefill.close()
-        await nodes.decode.close()
-
-    run(test())
+    security = SecurityConfig()
+    if sender == "of another authority":
+        security = Authority(tmp_path, "theirs").certify("prefill")
+    nodes = await _pair(start_node, security, authority.certify("decode"))
+    keys = prompt_keys(1)
+    source, _, _ = await nodes.begin(keys)
+    await write_layers(nodes.prefill, source, keys, ALL_LAYERS)
+    with pytest.raises(TransferError, match="cannot reach messenger decode"):
+        await nodes.prefill.wait_sent(source.reservation_id)
+    await until(nodes.decode, lambda stats: stats.num_strangers > 0)
+    await nodes.prefill.close()
+    await nodes.decode.close()

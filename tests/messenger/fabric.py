@@ -1,18 +1,10 @@
-"""Two messengers in one event loop, and the frame in which tests run them.
-
-`run` is the frame of every test: a deadline, and afterwards nothing may be left: no task, no descriptor, no
-exception that nobody has seen.
-"""
+"""Two messengers in one event loop."""
 
 import asyncio
 import contextlib
-import functools
-import gc
-import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from socket import AF_INET, SO_SNDBUF, SOL_SOCKET, socket
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +14,6 @@ from messenger.receiver.receiver import Sessions, Threshold
 from messenger.sender.peer import Peer
 from messenger.sender.peers import Peers
 from messenger.sender.requests import Outcome, Urgency
-from messenger.transport.listening import ListeningLoop
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
@@ -38,48 +29,10 @@ from tests.messenger.proxy import Proxy, listen
 
 KEY = ClusterKey.generate()
 FINGERPRINT = "f" * 32
-LISTEN_S = 100e-6
 TINY = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=1, dtype="bfloat16")
 SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 LARGE = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=256, dtype="bfloat16")
 """a layer has 256 KiB, four blocks just fit one frame"""
-
-Test = Coroutine[Any, Any, None]
-
-
-def run(test: Test, deadline_s: float = DEADLINE_S) -> None:
-    """Runs `test` and checks that it leaves nothing behind."""
-    unseen: list[str] = []
-
-    async def bounded() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: unseen.append(f"{context['message']}: {context}"))
-        async with asyncio.timeout(deadline_s):
-            await test
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        gc.collect()  # what is found to be unseen now is heard of now
-
-    gc.freeze()  # what is older is not looked at again and again
-    try:
-        before = _descriptors()
-        with asyncio.Runner(loop_factory=functools.partial(ListeningLoop, LISTEN_S)) as runner:
-            runner.run(bounded())
-        gc.collect()
-    finally:
-        gc.unfreeze()
-    if _descriptors() - before:
-        gc.collect()  # the cells of `test` are older
-    assert not _descriptors() - before
-    assert unseen == []
-
-
-def _descriptors() -> set[tuple[str, str]]:
-    """Which are open, and what each is of: one that has the number of another is not taken for it."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return found
 
 
 async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S / 2) -> None:

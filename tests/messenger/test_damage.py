@@ -9,7 +9,7 @@ from messenger.sender.requests import Outcome
 from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
-from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, run, until
+from tests.messenger.fabric import LARGE, SMALL, TINY, fabric, until
 from tests.messenger.proxy import Plan
 from tests.messenger.test_faults import every_fault, sample
 
@@ -46,8 +46,8 @@ async def damage_one_byte(folder: Path, plan: Plan, layout: KVLayout) -> None:
         node.pages.violations.clear()  # a damaged head says what no sender would
 
 
-def one_byte_is_damaged(folder: Path, layout: KVLayout, *, full: bool) -> None:
-    every_fault(
+async def one_byte_is_damaged(folder: Path, layout: KVLayout, *, full: bool) -> None:
+    await every_fault(
         folder,
         1,
         lambda plan: damage_one_byte(folder, plan, layout),
@@ -61,75 +61,63 @@ def one_byte_is_damaged(folder: Path, layout: KVLayout, *, full: bool) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.cluster
 @sample
-def test_one_byte_is_damaged(tmp_path: Path, full: bool) -> None:
-    one_byte_is_damaged(tmp_path, TINY, full=full)
+async def test_one_byte_is_damaged(tmp_path: Path, full: bool) -> None:
+    await one_byte_is_damaged(tmp_path, TINY, full=full)
 
 
 @pytest.mark.cluster
-def test_one_byte_is_damaged_of_layers_that_compiled_code_places(tmp_path: Path) -> None:
-    one_byte_is_damaged(tmp_path, SMALL, full=False)
+async def test_one_byte_is_damaged_of_layers_that_compiled_code_places(tmp_path: Path) -> None:
+    await one_byte_is_damaged(tmp_path, SMALL, full=False)
 
 
 @pytest.mark.parametrize(("page", "flip_at"), PLACES)
-def test_a_byte_damaged_on_its_way_fails_the_grant(tmp_path: Path, page: int, flip_at: int) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 6) as node:
-            proxy = node.proxy()
-            proxy.plans.append(Plan(flip_up_at=flip_at))
-            grant = node.pages.grant(1, [0, 1])
-            with pytest.raises(TransferError, match=f"checksum of page {page} from sender does not match"):
-                await node.write(1, [0, 1])
-            assert grant.failure == f"checksum of page {page} from sender does not match its bytes"
-            assert {arrived for arrived, _ in grant.arrived} <= {0, 1} - {page}
-            assert node.received.num_checksum_failures == 1
-            await node.assert_works()
-            assert len(proxy.links) == 1
-
-    run(test())
+async def test_a_byte_damaged_on_its_way_fails_the_grant(tmp_path: Path, page: int, flip_at: int) -> None:
+    async with fabric(tmp_path, LARGE, 6) as node:
+        proxy = node.proxy()
+        proxy.plans.append(Plan(flip_up_at=flip_at))
+        grant = node.pages.grant(1, [0, 1])
+        with pytest.raises(TransferError, match=f"checksum of page {page} from sender does not match"):
+            await node.write(1, [0, 1])
+        assert grant.failure == f"checksum of page {page} from sender does not match its bytes"
+        assert {arrived for arrived, _ in grant.arrived} <= {0, 1} - {page}
+        assert node.received.num_checksum_failures == 1
+        await node.assert_works()
+        assert len(proxy.links) == 1
 
 
-def test_the_sender_hears_that_its_bytes_were_damaged(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 6) as node:
-            node.proxy().plans.append(Plan(flip_up_at=LARGE.block_bytes // 2))
-            peer = await node.peer()
-            node.pages.grant(1, [0])
-            outcomes: list[Outcome] = []
-            with peer.transfer(1, "damaged", lambda: None) as transfer:
-                await transfer.write([node.entry(0)], LARGE.block_bytes, outcomes.append)
-                await until(lambda: outcomes)
-            assert outcomes == [Outcome.CORRUPT]
-
-    run(test())
+async def test_the_sender_hears_that_its_bytes_were_damaged(tmp_path: Path) -> None:
+    async with fabric(tmp_path, LARGE, 6) as node:
+        node.proxy().plans.append(Plan(flip_up_at=LARGE.block_bytes // 2))
+        peer = await node.peer()
+        node.pages.grant(1, [0])
+        outcomes: list[Outcome] = []
+        with peer.transfer(1, "damaged", lambda: None) as transfer:
+            await transfer.write([node.entry(0)], LARGE.block_bytes, outcomes.append)
+            await until(lambda: outcomes)
+        assert outcomes == [Outcome.CORRUPT]
 
 
 @pytest.mark.parametrize(("page", "flip_at"), PLACES)
-def test_a_damaged_block_is_not_delivered(tmp_path: Path, page: int, flip_at: int) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 6) as node:
-            node.proxy().plans.append(Plan(flip_down_at=flip_at))
-            node.publish([0, 1])
-            assert await node.fetch([0, 1]) == [1 - page]
-            assert node.sent.num_checksum_failures == 1
-            assert await node.fetch([page]) == [0]
-            await until(lambda: node.pages.num_leases == 0)
-
-    run(test())
+async def test_a_damaged_block_is_not_delivered(tmp_path: Path, page: int, flip_at: int) -> None:
+    async with fabric(tmp_path, LARGE, 6) as node:
+        node.proxy().plans.append(Plan(flip_down_at=flip_at))
+        node.publish([0, 1])
+        assert await node.fetch([0, 1]) == [1 - page]
+        assert node.sent.num_checksum_failures == 1
+        assert await node.fetch([page]) == [0]
+        await until(lambda: node.pages.num_leases == 0)
 
 
-def test_damage_in_shared_memory_is_noticed_too(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, transport="shm") as node:
-            grant = node.pages.grant(1, [0])
-            entry = node.entry(0)
-            node.sender_memory.page(0)[5] ^= 1
-            peer = await node.peer()
-            outcomes: list[Outcome] = []
-            with peer.transfer(1, "damaged", lambda: None) as transfer:
-                await transfer.write([entry], node.layout.block_bytes, outcomes.append)
-                await until(lambda: outcomes)
-            assert outcomes == [Outcome.CORRUPT]
-            assert grant.failure is not None
-            assert node.received.received_bytes[Transport.SHM] == 0
-
-    run(test())
+async def test_damage_in_shared_memory_is_noticed_too(tmp_path: Path) -> None:
+    async with fabric(tmp_path, transport="shm") as node:
+        grant = node.pages.grant(1, [0])
+        entry = node.entry(0)
+        node.sender_memory.page(0)[5] ^= 1
+        peer = await node.peer()
+        outcomes: list[Outcome] = []
+        with peer.transfer(1, "damaged", lambda: None) as transfer:
+            await transfer.write([entry], node.layout.block_bytes, outcomes.append)
+            await until(lambda: outcomes)
+        assert outcomes == [Outcome.CORRUPT]
+        assert grant.failure is not None
+        assert node.received.received_bytes[Transport.SHM] == 0

@@ -34,45 +34,36 @@ def segment() -> memoryview:
     return memoryview(bytearray(SEGMENT_BYTES))
 
 
-def test_a_device_that_cannot_take_the_segment_is_not_used() -> None:
-    async def test() -> None:
-        some = Cards(adapters(Full, FakeAdapter), is_demanded=True)
-        await some.register(segment())
-        assert some.names == ["b/1"]
-        with pytest.raises(TransferError, match="a/1 is not in use"):
-            await some.card("a/1")
-        assert (await some.card("b/1")).memory.size_bytes == SEGMENT_BYTES
-
-    asyncio.run(test())
+async def test_a_device_that_cannot_take_the_segment_is_not_used() -> None:
+    some = Cards(adapters(Full, FakeAdapter), is_demanded=True)
+    await some.register(segment())
+    assert some.names == ["b/1"]
+    with pytest.raises(TransferError, match="a/1 is not in use"):
+        await some.card("a/1")
+    assert (await some.card("b/1")).memory.size_bytes == SEGMENT_BYTES
 
 
 @pytest.mark.parametrize("is_demanded", [True, False])
-def test_rdma_that_is_demanded_and_cannot_have_the_segment_is_an_error(is_demanded: bool) -> None:
-    async def test() -> None:
-        none = Cards(adapters(Full), is_demanded=is_demanded)
-        if is_demanded:
-            with pytest.raises(ConfigError, match="transport: rdma, but a/1 cannot register"):
-                await none.register(segment())
-        else:
+async def test_rdma_that_is_demanded_and_cannot_have_the_segment_is_an_error(is_demanded: bool) -> None:
+    none = Cards(adapters(Full), is_demanded=is_demanded)
+    if is_demanded:
+        with pytest.raises(ConfigError, match="transport: rdma, but a/1 cannot register"):
             await none.register(segment())
-        with pytest.raises(TransferError, match="not in use"):
-            await none.card("a/1")
+    else:
+        await none.register(segment())
+    with pytest.raises(TransferError, match="not in use"):
+        await none.card("a/1")
 
-    asyncio.run(test())
 
-
-def test_who_needs_the_segment_waits_a_moment_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        late = Cards(adapters(FakeAdapter))
-        waiting = asyncio.create_task(late.card("a/1"))
-        await asyncio.sleep(0)
-        await late.register(segment())
-        assert (await waiting).adapter.device.name == "a"
-        monkeypatch.setattr(cards, "_REGISTERED_WITHIN_S", 0.01)
-        with pytest.raises(TransferError, match="not registered for RDMA yet"):
-            await Cards(adapters(FakeAdapter)).card("a/1")
-
-    asyncio.run(test())
+async def test_who_needs_the_segment_waits_a_moment_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Cards(adapters(FakeAdapter))
+    waiting = asyncio.create_task(late.card("a/1"))
+    await asyncio.sleep(0)
+    await late.register(segment())
+    assert (await waiting).adapter.device.name == "a"
+    monkeypatch.setattr(cards, "_REGISTERED_WITHIN_S", 0.01)
+    with pytest.raises(TransferError, match="not registered for RDMA yet"):
+        await Cards(adapters(FakeAdapter)).card("a/1")
 
 
 def no_rdma(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.prefill_lab import Lab, Receiving, Setting, prefill_lab
 from tests.workers.test_prefill_equality import BLOCK_SIZE, assert_equal, prompt_of
@@ -80,67 +80,58 @@ async def long_and_short(lab: Lab, held: Held) -> tuple[Receiving, Receiving]:
     return long, short
 
 
-def test_a_short_prompt_ends_before_the_pass_of_a_long_one(
+async def test_a_short_prompt_ends_before_the_pass_of_a_long_one(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = [lab.plain(prompt_of(1, 90)), lab.plain(prompt_of(2, 20))]
-            held = Held(lab.executor)
-            async with lab.running(Setting(prefill_chunk=60)):
-                long, short = await long_and_short(lab, held)
-                held.let_go()
-                assert_equal(await short.result(), plain[1], 0, same_arithmetic=False)
-                assert_equal(await long.result(), plain[0], 0, same_arithmetic=False)
-                layers = range(lab.executor.model.spec.num_layers)
-                cut_in = [(layer, 20) for layer in layers]
-                assert held.computed[: len(layers) + 2] == [(0, 60), (1, 60), *cut_in]
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = [lab.plain(prompt_of(1, 90)), lab.plain(prompt_of(2, 20))]
+        held = Held(lab.executor)
+        async with lab.running(Setting(prefill_chunk=60)):
+            long, short = await long_and_short(lab, held)
+            held.let_go()
+            assert_equal(await short.result(), plain[1], 0, same_arithmetic=False)
+            assert_equal(await long.result(), plain[0], 0, same_arithmetic=False)
+            layers = range(lab.executor.model.spec.num_layers)
+            cut_in = [(layer, 20) for layer in layers]
+            assert held.computed[: len(layers) + 2] == [(0, 60), (1, 60), *cut_in]
 
 
-def test_a_short_prompt_does_not_wait_behind_one_that_waits_for_memory(
+async def test_a_short_prompt_does_not_wait_behind_one_that_waits_for_memory(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = [lab.plain(prompt_of(index, num)) for index, num in ((1, 90), (3, 90), (2, 20))]
-            held, kv = Held(lab.executor), lab.executor.kv
-            async with lab.running(Setting(prefill_chunk=60)):
-                asked = noting_cut_ins(lab.executor)
-                long = await lab.order(prompt_of(1, 90), tenant="a")
-                await held.reached()
-                taken = kv.allocate(kv.num_free_pages - NUM_PAGES_OF_SHORT)
-                waiting = await lab.order(prompt_of(3, 90), tenant="a")
-                short = await lab.order(prompt_of(2, 20), tenant="b")
-                async with asyncio.timeout(DEADLINE_S):
-                    await asked.wait()
-                held.let_go()
-                assert_equal(await short.result(), plain[2], 0, same_arithmetic=False)
-                kv.free(taken)
-                for receiving, expected in ((long, plain[0]), (waiting, plain[1])):
-                    assert_equal(await receiving.result(), expected, 0, same_arithmetic=False)
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = [lab.plain(prompt_of(index, num)) for index, num in ((1, 90), (3, 90), (2, 20))]
+        held, kv = Held(lab.executor), lab.executor.kv
+        async with lab.running(Setting(prefill_chunk=60)):
+            asked = noting_cut_ins(lab.executor)
+            long = await lab.order(prompt_of(1, 90), tenant="a")
+            await held.reached()
+            taken = kv.allocate(kv.num_free_pages - NUM_PAGES_OF_SHORT)
+            waiting = await lab.order(prompt_of(3, 90), tenant="a")
+            short = await lab.order(prompt_of(2, 20), tenant="b")
+            async with asyncio.timeout(DEADLINE_S):
+                await asked.wait()
+            held.let_go()
+            assert_equal(await short.result(), plain[2], 0, same_arithmetic=False)
+            kv.free(taken)
+            for receiving, expected in ((long, plain[0]), (waiting, plain[1])):
+                assert_equal(await receiving.result(), expected, 0, same_arithmetic=False)
 
 
 @pytest.mark.parametrize("aborted", ["short", "long"])
-def test_either_can_be_aborted_while_it_cuts_in(
+async def test_either_can_be_aborted_while_it_cuts_in(
     model: transformers.PreTrainedModel, tmp_path: Path, aborted: str
 ) -> None:
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = {"long": lab.plain(prompt_of(1, 90)), "short": lab.plain(prompt_of(2, 20))}
-            held = Held(lab.executor)
-            async with lab.running(Setting(prefill_chunk=60)):
-                long, short = await long_and_short(lab, held)
-                gone, stays = (short, long) if aborted == "short" else (long, short)
-                lab.jobs.cancel(gone.ref)
-                await asyncio.sleep(0)
-                held.let_go()
-                other = "long" if aborted == "short" else "short"
-                assert_equal(await stays.result(), plain[other], 0, same_arithmetic=False)
-                assert not gone.answered.done()
-                await gone.release()
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = {"long": lab.plain(prompt_of(1, 90)), "short": lab.plain(prompt_of(2, 20))}
+        held = Held(lab.executor)
+        async with lab.running(Setting(prefill_chunk=60)):
+            long, short = await long_and_short(lab, held)
+            gone, stays = (short, long) if aborted == "short" else (long, short)
+            lab.jobs.cancel(gone.ref)
+            await asyncio.sleep(0)
+            held.let_go()
+            other = "long" if aborted == "short" else "short"
+            assert_equal(await stays.result(), plain[other], 0, same_arithmetic=False)
+            assert not gone.answered.done()
+            await gone.release()

@@ -7,7 +7,6 @@ import pytest
 import transformers
 
 from mooncake.messages.requests import SamplingParams
-from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.execution.test_draws import EVERYWHERE
@@ -36,74 +35,65 @@ def model() -> transformers.PreTrainedModel:
 
 
 @EVERYWHERE
-def test_answers_follow_their_grammar_and_depend_on_the_seed_alone(
+async def test_answers_follow_their_grammar_and_depend_on_the_seed_alone(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            alone = [
-                await tokens_of(cluster.submit(f"alone-{index}", prompt, WISHES))
-                for index, prompt in enumerate(PROMPTS)
-            ]
-            for tokens in alone:
-                assert tokens[-1] == IM_END_ID
-                value = json.loads(BACKEND.decode(tokens[:-1]))
-                assert value["kind"] in ("moon", "cake")
-                assert all(0 <= size <= 99 for size in value["sizes"])
-            together = [
-                cluster.submit(f"together-{index}", prompt, WISHES) for index, prompt in enumerate(PROMPTS)
-            ]
-            free = cluster.submit("free", PROMPTS[0], SamplingParams(20, temperature=0))
-            assert [await tokens_of(answer) for answer in together] == alone
-            assert await tokens_of(free) == reference(model, PROMPTS[0], 20)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        alone = [
+            await tokens_of(cluster.submit(f"alone-{index}", prompt, WISHES))
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        for tokens in alone:
+            assert tokens[-1] == IM_END_ID
+            value = json.loads(BACKEND.decode(tokens[:-1]))
+            assert value["kind"] in ("moon", "cake")
+            assert all(0 <= size <= 99 for size in value["sizes"])
+        together = [
+            cluster.submit(f"together-{index}", prompt, WISHES) for index, prompt in enumerate(PROMPTS)
+        ]
+        free = cluster.submit("free", PROMPTS[0], SamplingParams(20, temperature=0))
+        assert [await tokens_of(answer) for answer in together] == alone
+        assert await tokens_of(free) == reference(model, PROMPTS[0], 20)
+        await cluster.assert_nothing_is_held()
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_the_request(
+async def test_a_grammar_that_cannot_be_compiled_ends_the_request(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            answer = cluster.submit("bad", PROMPTS[0], SamplingParams(5, grammar="nonsense"))
-            await answer.ended.wait()
-            assert answer.error is not None
-            assert answer.tokens == []
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        answer = cluster.submit("bad", PROMPTS[0], SamplingParams(5, grammar="nonsense"))
+        await answer.ended.wait()
+        assert answer.error is not None
+        assert answer.tokens == []
+        await cluster.assert_nothing_is_held()
 
 
-def test_a_grammar_that_meets_a_limit_ends_its_request_alone(
+async def test_a_grammar_that_meets_a_limit_ends_its_request_alone(
     model: transformers.PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            grammar = await cluster.grammars.get(GRAMMAR)
-            begin = type(grammar).begin
+    async with mini_cluster(model, tmp_path) as cluster:
+        grammar = await cluster.grammars.get(GRAMMAR)
+        begin = type(grammar).begin
 
-            def begin_with_another_text(self: object) -> object:
-                state = begin(grammar)
-                follow = state.allowed_after
+        def begin_with_another_text(self: object) -> object:
+            state = begin(grammar)
+            follow = state.allowed_after
 
-                class Limited:
-                    error: str | None = None
+            class Limited:
+                error: str | None = None
 
-                    def allowed_after(self, tokens: list[int]) -> object:
-                        if len(tokens) == 4:
-                            self.error = "a limit"
-                        return follow(tokens)
+                def allowed_after(self, tokens: list[int]) -> object:
+                    if len(tokens) == 4:
+                        self.error = "a limit"
+                    return follow(tokens)
 
-                return Limited()
+            return Limited()
 
-            monkeypatch.setattr(type(grammar), "begin", begin_with_another_text)
-            answer = cluster.submit("limited", PROMPTS[0], WISHES)
-            free = cluster.submit("free", PROMPTS[1], SamplingParams(20, temperature=0))
-            await answer.ended.wait()
-            assert "a limit" in (answer.error or "")
-            assert len(answer.tokens) <= 5
-            assert await tokens_of(free) == reference(model, PROMPTS[1], 20)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+        monkeypatch.setattr(type(grammar), "begin", begin_with_another_text)
+        answer = cluster.submit("limited", PROMPTS[0], WISHES)
+        free = cluster.submit("free", PROMPTS[1], SamplingParams(20, temperature=0))
+        await answer.ended.wait()
+        assert "a limit" in (answer.error or "")
+        assert len(answer.tokens) <= 5
+        assert await tokens_of(free) == reference(model, PROMPTS[1], 20)
+        await cluster.assert_nothing_is_held()

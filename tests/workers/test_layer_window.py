@@ -16,7 +16,7 @@ from mooncake.messages.workers import Role
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
 from tests.kvstore.holder import Answer
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
@@ -42,7 +42,7 @@ def model() -> transformers.PreTrainedModel:
     ("window", "num_stages", "num_ranks", "overlap"),
     [(2, 1, 1, True), (2, 1, 1, False), (3, 1, 1, True), (2, 2, 1, True), (3, 1, 2, True)],
 )
-def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
+async def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
     tmp_path: Path,
     window: int,
     num_stages: int,
@@ -53,37 +53,30 @@ def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
         "smollm2", num_key_value_heads=1 if num_ranks == 1 else 3, num_hidden_layers=3 * num_stages + 1
     )
     prompts = [prompt_of(seed, length) for seed, length in enumerate((5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE, 9))]
-
-    async def test() -> None:
-        async with prefill_lab(
-            model, tmp_path, num_stages=num_stages, num_ranks=num_ranks, layer_window=window
-        ) as lab:
-            plain = [lab.plain(prompt) for prompt in prompts]
-            assert lab.executor.kv.window == window
-            for chunk, num_cached in CELLS if num_stages * num_ranks == 1 else CELLS[::4]:
-                with cell(chunk, num_cached):
-                    lab.clear(*lab.prefill_nodes)
-                    if num_cached:
-                        lab.put_local(lab.keys_of(prompts[0])[:num_cached], plain[0].blocks[:num_cached])
-                    results = await lab.results(Setting(chunk, overlap), prompts)
-                    assert results[0].num_cached_tokens == num_cached * BLOCK_SIZE
-                    for result, expected in zip(results, plain, strict=True):
-                        assert_equal(result, expected, 0, same_arithmetic=False)
-
-    run(test())
+    async with prefill_lab(
+        model, tmp_path, num_stages=num_stages, num_ranks=num_ranks, layer_window=window
+    ) as lab:
+        plain = [lab.plain(prompt) for prompt in prompts]
+        assert lab.executor.kv.window == window
+        for chunk, num_cached in CELLS if num_stages * num_ranks == 1 else CELLS[::4]:
+            with cell(chunk, num_cached):
+                lab.clear(*lab.prefill_nodes)
+                if num_cached:
+                    lab.put_local(lab.keys_of(prompts[0])[:num_cached], plain[0].blocks[:num_cached])
+                results = await lab.results(Setting(chunk, overlap), prompts)
+                assert results[0].num_cached_tokens == num_cached * BLOCK_SIZE
+                for result, expected in zip(results, plain, strict=True):
+                    assert_equal(result, expected, 0, same_arithmetic=False)
 
 
 @pytest.mark.cluster
-def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
+async def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp", layer_window=WINDOW) as lab:
-            for answer in (Answer.EVICTED, Answer.DAMAGED, Answer.DIE, Answer.HANG):
-                with cell(answer):
-                    await fail(lab, answer, 2, 1, Setting(16))
-
-    run(test(), 4 * DEADLINE_S)
+    async with prefill_lab(model, tmp_path, "tcp", layer_window=WINDOW) as lab:
+        for answer in (Answer.EVICTED, Answer.DAMAGED, Answer.DIE, Answer.HANG):
+            with cell(answer):
+                await fail(lab, answer, 2, 1, Setting(16))
 
 
 async def reaches(gate: Gate, num_marks: int) -> None:
@@ -94,47 +87,39 @@ async def reaches(gate: Gate, num_marks: int) -> None:
 
 
 @pytest.mark.cluster
-def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
+async def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt, gate = prompt_of(1, 50), Gate(store=1)
     num_marks = WINDOW + 3  # of waits for stores, and of stores of the layers 0 to 2
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, layer_window=WINDOW) as lab:
-            plain = lab.plain(prompt)
-            async with lab.running(Setting(make_copies=gate.make)):
-                receiving = await lab.order(prompt)
-                await gate.reached()
-                await reaches(gate, num_marks)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(reaches(gate, num_marks + 1), 0.2)
-                assert gate.stored_layers == [0]
-                gate.open()
-                assert_equal(await receiving.result(), plain, 0, same_arithmetic=True)
-
-    run(test())
+    async with prefill_lab(model, tmp_path, layer_window=WINDOW) as lab:
+        plain = lab.plain(prompt)
+        async with lab.running(Setting(make_copies=gate.make)):
+            receiving = await lab.order(prompt)
+            await gate.reached()
+            await reaches(gate, num_marks)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reaches(gate, num_marks + 1), 0.2)
+            assert gate.stored_layers == [0]
+            gate.open()
+            assert_equal(await receiving.result(), plain, 0, same_arithmetic=True)
 
 
 @pytest.mark.cluster
-def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(
+async def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     gate = Gate(store=1)
-
-    async def test() -> None:
-        async with (
-            prefill_lab(model, tmp_path, layer_window=WINDOW) as lab,
-            lab.running(Setting(16, make_copies=gate.make)),
-        ):
-            receiving = await lab.order(prompt_of(1, 50))
-            await gate.reached()
-            lab.jobs.cancel(receiving.ref)
-            gate.open()
-            await gone(lab, receiving)
-            await receiving.release()
-
-    run(test())
+    async with (
+        prefill_lab(model, tmp_path, layer_window=WINDOW) as lab,
+        lab.running(Setting(16, make_copies=gate.make)),
+    ):
+        receiving = await lab.order(prompt_of(1, 50))
+        await gate.reached()
+        lab.jobs.cancel(receiving.ref)
+        gate.open()
+        await gone(lab, receiving)
+        await receiving.release()
 
 
 class HeldStores:

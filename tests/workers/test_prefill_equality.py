@@ -16,7 +16,7 @@ from mooncake.config.sections import KVCacheConfig, TransportChoice
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import COMPUTED, REMOTE, Tier
 from tests.kvstore.holder import Answer, HandMadeHolder
-from tests.kvstore.nodes import DEADLINE_S, Node, run
+from tests.kvstore.nodes import Node
 from tests.tiny_models import tiny_model
 from tests.workers.prefill_lab import (
     BLOCK_SIZE,
@@ -76,7 +76,7 @@ def cell(*coordinates: object) -> Iterator[None]:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize(("num_stages", "num_ranks"), PLACES)
-def test_any_prefix_from_any_tier_in_any_chunks_stages_and_ranks(
+async def test_any_prefix_from_any_tier_in_any_chunks_stages_and_ranks(
     models: dict[int, transformers.PreTrainedModel],
     tmp_path: Path,
     num_stages: int,
@@ -91,27 +91,23 @@ def test_any_prefix_from_any_tier_in_any_chunks_stages_and_ranks(
     turns = itertools.cycle(SETTINGS)
     for _ in range(PLACES.index((num_stages, num_ranks))):
         next(turns)  # so that a number meets others there
-
-    async def test() -> None:
-        async with prefill_lab(
-            models[num_ranks],
-            tmp_path,
-            transport,
-            ssd if transport == "auto" else None,
-            num_pages=16 if transport == "auto" else 96,
-            num_stages=num_stages,
-            num_ranks=num_ranks,
-        ) as lab:
-            holder = await lab.holder(transport)
-            for tier, (length, num_blocks) in itertools.product(tiers, prefixes):
-                meets_all = tier == "dram" and num_stages * num_ranks == 1
-                for setting in SETTINGS if meets_all else [next(turns)]:
-                    with cell(tier, length, num_blocks, setting):
-                        await reuse(lab, holder, tier, length, num_blocks, setting)
-            await lab.assert_nothing_is_held(holder[1])
-            await holder[1].close()
-
-    run(test(), 6 * DEADLINE_S)
+    async with prefill_lab(
+        models[num_ranks],
+        tmp_path,
+        transport,
+        ssd if transport == "auto" else None,
+        num_pages=16 if transport == "auto" else 96,
+        num_stages=num_stages,
+        num_ranks=num_ranks,
+    ) as lab:
+        holder = await lab.holder(transport)
+        for tier, (length, num_blocks) in itertools.product(tiers, prefixes):
+            meets_all = tier == "dram" and num_stages * num_ranks == 1
+            for setting in SETTINGS if meets_all else [next(turns)]:
+                with cell(tier, length, num_blocks, setting):
+                    await reuse(lab, holder, tier, length, num_blocks, setting)
+        await lab.assert_nothing_is_held(holder[1])
+        await holder[1].close()
 
 
 async def reuse(
@@ -158,41 +154,33 @@ def push_out(lab: Lab, part: PrefillPart, keys: list[BlockKey]) -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "overlap"), [(1, True), (1, False), (2, True), (3, True)])
-def test_prompts_in_one_pass_are_computed_as_if_alone(
+async def test_prompts_in_one_pass_are_computed_as_if_alone(
     model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int, overlap: bool
 ) -> None:
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 7, 8, 30, 3, 41))]
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, num_stages=num_stages) as lab:
-            plain = [lab.plain(prompt) for prompt in prompts]
-            for chunk in (4, 16, 200):
-                lab.clear(*lab.prefill_nodes)
-                results = await lab.results(Setting(chunk, overlap), prompts)
-                for result, alone in zip(results, plain, strict=True):
-                    assert result.num_cached_tokens == 0
-                    assert_equal(result, alone, 0, same_arithmetic=False)
-
-    run(test())
+    async with prefill_lab(model, tmp_path, num_stages=num_stages) as lab:
+        plain = [lab.plain(prompt) for prompt in prompts]
+        for chunk in (4, 16, 200):
+            lab.clear(*lab.prefill_nodes)
+            results = await lab.results(Setting(chunk, overlap), prompts)
+            for result, alone in zip(results, plain, strict=True):
+                assert result.num_cached_tokens == 0
+                assert_equal(result, alone, 0, same_arithmetic=False)
 
 
-def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     prompt = prompt_of(3, 61)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            for chunk in (7, 1000):
-                lab.clear(lab.prefill_node)
-                (without,) = await lab.results(Setting(chunk, overlap=False), [prompt])
-                lab.clear(lab.prefill_node)
-                (with_overlap,) = await lab.results(Setting(chunk), [prompt])
-                assert_equal(with_overlap, without, 0, same_arithmetic=True)
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        for chunk in (7, 1000):
+            lab.clear(lab.prefill_node)
+            (without,) = await lab.results(Setting(chunk, overlap=False), [prompt])
+            lab.clear(lab.prefill_node)
+            (with_overlap,) = await lab.results(Setting(chunk), [prompt])
+            assert_equal(with_overlap, without, 0, same_arithmetic=True)
 
 
 @pytest.mark.parametrize(("num_stages", "num_ranks"), PLACES)
-def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
+async def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
     models: dict[int, transformers.PreTrainedModel], tmp_path: Path, num_stages: int, num_ranks: int
 ) -> None:
     """Each failure at each layer; what is in the own pool, and whether copies overlap, take turns."""
@@ -204,15 +192,11 @@ def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
         (Answer.HANG, num_stages - 1),
     ]
     turns = itertools.cycle([(2, True), (0, True), (2, False), (0, True), (2, True)])
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp", num_stages=num_stages, num_ranks=num_ranks) as lab:
-            for answer, layer in failures:
-                num_local, overlap = next(turns)
-                with cell(answer, layer, num_local, overlap):
-                    await fail(lab, answer, layer, num_local, Setting(16, overlap))
-
-    run(test(), 6 * DEADLINE_S)
+    async with prefill_lab(model, tmp_path, "tcp", num_stages=num_stages, num_ranks=num_ranks) as lab:
+        for answer, layer in failures:
+            num_local, overlap = next(turns)
+            with cell(answer, layer, num_local, overlap):
+                await fail(lab, answer, layer, num_local, Setting(16, overlap))
 
 
 async def fail(lab: Lab, answer: Answer, layer: int, num_local: int, setting: Setting) -> None:

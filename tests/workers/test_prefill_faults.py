@@ -13,7 +13,7 @@ from kvstore.pool.segment import Segment
 from mooncake.errors import PoolError
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.holder import NUM_PIECES, Answer
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from tests.kvstore.nodes import until as pool_until
 from tests.messenger.proxy import proxied
 from tests.tiny_models import tiny_model
@@ -40,93 +40,77 @@ async def gone(lab: Lab, receiving: Receiving) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_aborted_prefill_stops_between_two_layers(
+async def test_aborted_prefill_stops_between_two_layers(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt, gate = prompt_of(1, 300), Gate(load=1)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = lab.plain(prompt)
-            lab.put(lab.prefill_node, lab.keys_of(prompt)[:10], plain.blocks[:10])
-            async with lab.running(Setting(make_copies=gate.make)):
-                receiving = await lab.order(prompt)
-                computed = lab.computed_layers()
-                await gate.reached()
-                lab.jobs.cancel(receiving.ref)
-                await asyncio.sleep(0)
-                assert lab.executor.kv.num_free_pages < lab.executor.kv.num_pages  # still in the pass
-                gate.open()
-                await gone(lab, receiving)
-                assert set(computed) <= {0}  # no further layer
-                assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages
-                assert not receiving.answered.done()
-                await receiving.release()
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = lab.plain(prompt)
+        lab.put(lab.prefill_node, lab.keys_of(prompt)[:10], plain.blocks[:10])
+        async with lab.running(Setting(make_copies=gate.make)):
+            receiving = await lab.order(prompt)
+            computed = lab.computed_layers()
+            await gate.reached()
+            lab.jobs.cancel(receiving.ref)
+            await asyncio.sleep(0)
+            assert lab.executor.kv.num_free_pages < lab.executor.kv.num_pages  # still in the pass
+            gate.open()
+            await gone(lab, receiving)
+            assert set(computed) <= {0}  # no further layer
+            assert lab.executor.kv.num_free_pages == lab.executor.kv.num_pages
+            assert not receiving.answered.done()
+            await receiving.release()
 
 
-def test_others_of_the_pass_go_on_when_one_is_aborted(
+async def test_others_of_the_pass_go_on_when_one_is_aborted(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompts, gate = [prompt_of(seed, 20) for seed in range(3)], Gate(store=1)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = [lab.plain(prompt) for prompt in prompts]
-            async with lab.running(Setting(make_copies=gate.make)):
-                first, aborted, last = [await lab.order(prompt) for prompt in prompts]
-                await gate.reached()
-                lab.jobs.cancel(aborted.ref)
-                gate.open()
-                await gone(lab, aborted)
-                for receiving, alone in ((first, plain[0]), (last, plain[2])):
-                    assert_equal(await receiving.result(), alone, 0, same_arithmetic=False)
-                assert not aborted.answered.done()
-                await aborted.release()
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = [lab.plain(prompt) for prompt in prompts]
+        async with lab.running(Setting(make_copies=gate.make)):
+            first, aborted, last = [await lab.order(prompt) for prompt in prompts]
+            await gate.reached()
+            lab.jobs.cancel(aborted.ref)
+            gate.open()
+            await gone(lab, aborted)
+            for receiving, alone in ((first, plain[0]), (last, plain[2])):
+                assert_equal(await receiving.result(), alone, 0, same_arithmetic=False)
+            assert not aborted.answered.done()
+            await aborted.release()
 
 
-def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     gate = Gate(store=0)
     setting = Setting(16, overlap=False, make_copies=gate.make)  # nothing is computed while that is closed
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab, lab.running(setting):
-            orders = [await lab.order(prompt_of(seed, 50)) for seed in range(4)]
-            await gate.reached()
-            for receiving in orders[1:]:
-                lab.jobs.cancel(receiving.ref)
-            for receiving in orders[1:]:
-                await gone(lab, receiving)
-                await receiving.release()
-            gate.open()
-            assert (await orders[0].result()).num_cached_tokens == 0
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab, lab.running(setting):
+        orders = [await lab.order(prompt_of(seed, 50)) for seed in range(4)]
+        await gate.reached()
+        for receiving in orders[1:]:
+            lab.jobs.cancel(receiving.ref)
+        for receiving in orders[1:]:
+            await gone(lab, receiving)
+            await receiving.release()
+        gate.open()
+        assert (await orders[0].result()).num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_decode_side_that_dies_in_mid_prefill_fails_the_attempt(
+async def test_decode_side_that_dies_in_mid_prefill_fails_the_attempt(
     model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int
 ) -> None:
     gate = Gate(store=2)
-
-    async def test() -> None:
-        async with (
-            prefill_lab(model, tmp_path, num_stages=num_stages) as lab,
-            lab.running(Setting(make_copies=gate.make, stage=num_stages - 1)),
-        ):
-            receiving = await lab.order(prompt_of(2, 60))
-            await gate.reached()
-            lab.decode_node.kill()
-            gate.open()
-            failures = await answers_of(lab, receiving)
-            assert isinstance(failures[-1], WorkFailed)
-            assert failures[-1].retryable
-
-    run(test())
+    async with (
+        prefill_lab(model, tmp_path, num_stages=num_stages) as lab,
+        lab.running(Setting(make_copies=gate.make, stage=num_stages - 1)),
+    ):
+        receiving = await lab.order(prompt_of(2, 60))
+        await gate.reached()
+        lab.decode_node.kill()
+        gate.open()
+        failures = await answers_of(lab, receiving)
+        assert isinstance(failures[-1], WorkFailed)
+        assert failures[-1].retryable
 
 
 async def answers_of(lab: Lab, receiving: Receiving) -> list[object]:
@@ -135,38 +119,34 @@ async def answers_of(lab: Lab, receiving: Receiving) -> list[object]:
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "emptied"])
-def test_real_holder_that_goes_away_costs_nothing_but_time(
+async def test_real_holder_that_goes_away_costs_nothing_but_time(
     model: transformers.PreTrainedModel, tmp_path: Path, kill: bool
 ) -> None:
     """The first layers have come by then, the last ones cannot before it has gone."""
     prompt = prompt_of(3, 5 * BLOCK_SIZE + 3)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp") as lab:
-            plain = lab.plain(prompt)
-            node, client = await lab.holder("tcp")
-            lab.put(node, lab.keys_of(prompt), plain.blocks[:5])
-            async with lab.running(Setting(8)), proxied(client.address.tcp_endpoints[0]) as proxy:
-                proxy.slow(256, 0.01)
-                near = msgspec.structs.replace(client.address, tcp_endpoints=(proxy.endpoint,))
-                receiving = await lab.order(prompt, lab.source(near, 5))
-                stats = await pool_until(lab.prefill, lambda stats: sum(stats.received_bytes.values()) > 0)
-                proxy.black_hole()
-                assert sum(stats.received_bytes.values()) < 5 * lab.layout.block_bytes
-                assert stats.num_sealed == 0
-                if kill:
-                    await asyncio.to_thread(node.kill)
-                    proxy.reset()
-                else:
-                    lab.clear(node)
-                    proxy.heal()
-                result = await receiving.result()
-                assert_equal(result, plain, 0, same_arithmetic=False)
-                if kill:
-                    assert result.num_cached_tokens == 0
-            await client.close()
-
-    run(test())
+    async with prefill_lab(model, tmp_path, "tcp") as lab:
+        plain = lab.plain(prompt)
+        node, client = await lab.holder("tcp")
+        lab.put(node, lab.keys_of(prompt), plain.blocks[:5])
+        async with lab.running(Setting(8)), proxied(client.address.tcp_endpoints[0]) as proxy:
+            proxy.slow(256, 0.01)
+            near = msgspec.structs.replace(client.address, tcp_endpoints=(proxy.endpoint,))
+            receiving = await lab.order(prompt, lab.source(near, 5))
+            stats = await pool_until(lab.prefill, lambda stats: sum(stats.received_bytes.values()) > 0)
+            proxy.black_hole()
+            assert sum(stats.received_bytes.values()) < 5 * lab.layout.block_bytes
+            assert stats.num_sealed == 0
+            if kill:
+                await asyncio.to_thread(node.kill)
+                proxy.reset()
+            else:
+                lab.clear(node)
+                proxy.heal()
+            result = await receiving.result()
+            assert_equal(result, plain, 0, same_arithmetic=False)
+            if kill:
+                assert result.num_cached_tokens == 0
+        await client.close()
 
 
 class PiecesClock:
@@ -201,7 +181,7 @@ class PiecesClock:
         (2, 0.45 * PATIENCE_S),
     ],  # the first layer tells how far the last is
 )
-def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
+async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
     model: transformers.PreTrainedModel,
     tmp_path: Path,
     layer: int,
@@ -218,70 +198,58 @@ def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
         clock.heard(fetch._heard_s)
 
     monkeypatch.setattr(PrefixFetch, "_on_layers", hear)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp") as lab:
-            plain = lab.plain(prompt)
-            keys = lab.keys_of(prompt)
-            with holding(lab, keys, plain, Answer.IN_PIECES, layer, clock.pause) as holder:
-                (result,) = await lab.results(Setting(), [prompt], lab.source(holder.address, len(keys)))
-            assert_equal(result, plain, 5, same_arithmetic=False)
-            assert result.num_cached_tokens == 5 * BLOCK_SIZE
-
-    run(test())
+    async with prefill_lab(model, tmp_path, "tcp") as lab:
+        plain = lab.plain(prompt)
+        keys = lab.keys_of(prompt)
+        with holding(lab, keys, plain, Answer.IN_PIECES, layer, clock.pause) as holder:
+            (result,) = await lab.results(Setting(), [prompt], lab.source(holder.address, len(keys)))
+        assert_equal(result, plain, 5, same_arithmetic=False)
+        assert result.num_cached_tokens == 5 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("layer", [0, 2], ids=["before the pass", "in the pass"])
-def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
+async def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
     model: transformers.PreTrainedModel, tmp_path: Path, layer: int
 ) -> None:
     prompt, gate = prompt_of(3, 5 * BLOCK_SIZE + 3), Gate(load=layer - 1)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path, "tcp") as lab:
-            plain = lab.plain(prompt)
-            keys = lab.keys_of(prompt)
-            asked = threading.Event()
-            with holding(lab, keys, plain, Answer.HANG, layer, asked=asked) as holder, endless_patience():
-                async with lab.running(Setting(make_copies=gate.make)):
-                    receiving = await lab.order(prompt, lab.source(holder.address, len(keys)))
-                    assert await asyncio.to_thread(asked.wait, DEADLINE_S)
-                    if layer:
-                        await gate.reached()
-                        gate.open()
-                    lab.jobs.cancel(receiving.ref)
-                    await gone(lab, receiving)  # nobody loses patience
-                    assert not receiving.answered.done()
-                    await receiving.release()
-                    holder.close()
-
-    run(test())
+    async with prefill_lab(model, tmp_path, "tcp") as lab:
+        plain = lab.plain(prompt)
+        keys = lab.keys_of(prompt)
+        asked = threading.Event()
+        with holding(lab, keys, plain, Answer.HANG, layer, asked=asked) as holder, endless_patience():
+            async with lab.running(Setting(make_copies=gate.make)):
+                receiving = await lab.order(prompt, lab.source(holder.address, len(keys)))
+                assert await asyncio.to_thread(asked.wait, DEADLINE_S)
+                if layer:
+                    await gate.reached()
+                    gate.open()
+                lab.jobs.cancel(receiving.ref)
+                await gone(lab, receiving)  # nobody loses patience
+                assert not receiving.answered.done()
+                await receiving.release()
+                holder.close()
 
 
-def test_store_that_fails_fails_its_prompt_and_no_other(
+async def test_store_that_fails_fails_its_prompt_and_no_other(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompts = [prompt_of(seed, 3 * BLOCK_SIZE + 3) for seed in range(2)]
     failing = FailingStore(layer=2)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = [lab.plain(prompt) for prompt in prompts]
-            async with lab.running(Setting(make_copies=failing.make)):
-                failed, other = [await lab.order(prompt) for prompt in prompts]
-                (failure,) = await answers_of(lab, failed)
-                assert isinstance(failure, WorkFailed)
-                assert failure.retryable
-                assert failure.reason == FailingStore.REASON
-                assert_equal(await other.result(), plain[1], 0, same_arithmetic=False)
-                await failed.release()
-            with lab.client(lab.prefill_node) as pool:
-                assert pool.prefix_len(lab.keys_of(prompts[0])) == 0
-                assert pool.prefix_len(lab.keys_of(prompts[1])) == 3
-            (again,) = await lab.results(Setting(), prompts[:1])
-            assert_equal(again, plain[0], 0, same_arithmetic=False)
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = [lab.plain(prompt) for prompt in prompts]
+        async with lab.running(Setting(make_copies=failing.make)):
+            failed, other = [await lab.order(prompt) for prompt in prompts]
+            (failure,) = await answers_of(lab, failed)
+            assert isinstance(failure, WorkFailed)
+            assert failure.retryable
+            assert failure.reason == FailingStore.REASON
+            assert_equal(await other.result(), plain[1], 0, same_arithmetic=False)
+            await failed.release()
+        with lab.client(lab.prefill_node) as pool:
+            assert pool.prefix_len(lab.keys_of(prompts[0])) == 0
+            assert pool.prefix_len(lab.keys_of(prompts[1])) == 3
+        (again,) = await lab.results(Setting(), prompts[:1])
+        assert_equal(again, plain[0], 0, same_arithmetic=False)
 
 
 class FailingStore:
@@ -306,51 +274,45 @@ class FailingStore:
         return copies
 
 
-def test_damaged_block_of_the_own_pool_is_dropped_and_the_attempt_fails(
+async def test_damaged_block_of_the_own_pool_is_dropped_and_the_attempt_fails(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = lab.plain(prompt)
-            keys = lab.keys_of(prompt)
-            lab.put(lab.prefill_node, keys, plain.blocks[:5])
-            reservation = await lab.prefill.reserve(keys, 0)
-            lab.prefill.segment.layer_view(reservation.blocks[2].page, 1)[5] ^= 1
-            await lab.prefill.release(reservation.reservation_id)
-            async with lab.running(Setting()):
-                receiving = await lab.order(prompt)
-                (failure,) = await answers_of(lab, receiving)
-                assert isinstance(failure, WorkFailed)
-                assert failure.retryable
-                await receiving.release()
-            with lab.client(lab.prefill_node) as pool:
-                assert pool.prefix_len(keys) == 2
-            (again,) = await lab.results(Setting(), [prompt])
-            assert_equal(again, plain, 2, same_arithmetic=False)
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = lab.plain(prompt)
+        keys = lab.keys_of(prompt)
+        lab.put(lab.prefill_node, keys, plain.blocks[:5])
+        reservation = await lab.prefill.reserve(keys, 0)
+        lab.prefill.segment.layer_view(reservation.blocks[2].page, 1)[5] ^= 1
+        await lab.prefill.release(reservation.reservation_id)
+        async with lab.running(Setting()):
+            receiving = await lab.order(prompt)
+            (failure,) = await answers_of(lab, receiving)
+            assert isinstance(failure, WorkFailed)
+            assert failure.retryable
+            await receiving.release()
+        with lab.client(lab.prefill_node) as pool:
+            assert pool.prefix_len(keys) == 2
+        (again,) = await lab.results(Setting(), [prompt])
+        assert_equal(again, plain, 2, same_arithmetic=False)
 
 
-def test_reused_tokens_are_counted_by_source(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_reused_tokens_are_counted_by_source(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
     prompt = prompt_of(5, 6 * BLOCK_SIZE + 3)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = lab.plain(prompt)
-            keys = lab.keys_of(prompt)
-            node, client = await lab.holder("auto")
-            lab.put(node, keys[:5], plain.blocks[:5])
-            lab.put(lab.prefill_node, keys[:2], plain.blocks[:2])
-            async with lab.running(Setting()) as runner:
-                receiving = await lab.order(prompt, lab.source(client.address, 5))
-                await receiving.result()
-                assert runner.num_tokens == {
-                    "dram": 2 * BLOCK_SIZE,
-                    "remote": 3 * BLOCK_SIZE,
-                    "computed": BLOCK_SIZE + 3,
-                }
-            await client.close()
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = lab.plain(prompt)
+        keys = lab.keys_of(prompt)
+        node, client = await lab.holder("auto")
+        lab.put(node, keys[:5], plain.blocks[:5])
+        lab.put(lab.prefill_node, keys[:2], plain.blocks[:2])
+        async with lab.running(Setting()) as runner:
+            receiving = await lab.order(prompt, lab.source(client.address, 5))
+            await receiving.result()
+            assert runner.num_tokens == {
+                "dram": 2 * BLOCK_SIZE,
+                "remote": 3 * BLOCK_SIZE,
+                "computed": BLOCK_SIZE + 3,
+            }
+        await client.close()

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from mooncake.messages.requests import SamplingParams
-from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.mini_cluster import Answer, MiniCluster, Sizes, mini_cluster
 
@@ -69,28 +68,24 @@ async def tokens_of(answer: Answer) -> list[int]:
         *(pytest.param(order, marks=pytest.mark.cluster) for order in ("longest first", "one by one")),
     ],
 )
-def test_tokens_do_not_depend_on_sizes_and_orders(
+async def test_tokens_do_not_depend_on_sizes_and_orders(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes, order: str
 ) -> None:
     lengths = (48, 47, 33, 16, 9, 8, 7, 1) if order == "longest first" else (1, 7, 8, 9, 16, 33, 47, 48)
     prompts = [prompt_of(length, length) for length in lengths]
     expected = [reference(model, prompt, GREEDY.max_tokens) for prompt in prompts]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            for attempt in ("fresh", "cached"):
-                answers = []
-                for index, prompt in enumerate(prompts):
-                    answers.append(cluster.submit(f"{attempt}-{index}", prompt, GREEDY))
-                    while order == "one by one" and not answers[-1].tokens:
-                        await asyncio.sleep(0)
-                assert [await tokens_of(answer) for answer in answers] == expected
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        for attempt in ("fresh", "cached"):
+            answers = []
+            for index, prompt in enumerate(prompts):
+                answers.append(cluster.submit(f"{attempt}-{index}", prompt, GREEDY))
+                while order == "one by one" and not answers[-1].tokens:
+                    await asyncio.sleep(0)
+            assert [await tokens_of(answer) for answer in answers] == expected
+        await cluster.assert_nothing_is_held()
 
 
-def test_cached_tokens_are_those_of_the_longest_sealed_prefix(
+async def test_cached_tokens_are_those_of_the_longest_sealed_prefix(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt = prompt_of(1, 40)
@@ -100,59 +95,49 @@ def test_cached_tokens_are_those_of_the_longest_sealed_prefix(
         assert await tokens_of(answer) == reference(model, tokens, GREEDY.max_tokens)
         return answer.num_cached_tokens
 
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            assert await cached(cluster, "a", prompt) == 0
-            assert await cached(cluster, "b", prompt) == 39  # one token is always computed
-            assert await cached(cluster, "c", prompt[:20]) == 16
-            assert await cached(cluster, "d", prompt[:17] + prompt_of(2, 20)) == 16
-            assert await cached(cluster, "e", prompt_of(3, 8) + prompt[8:]) == 0
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        assert await cached(cluster, "a", prompt) == 0
+        assert await cached(cluster, "b", prompt) == 39  # one token is always computed
+        assert await cached(cluster, "c", prompt[:20]) == 16
+        assert await cached(cluster, "d", prompt[:17] + prompt_of(2, 20)) == 16
+        assert await cached(cluster, "e", prompt_of(3, 8) + prompt[8:]) == 0
+        await cluster.assert_nothing_is_held()
 
 
-def test_only_blocks_that_decode_lacks_travel(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_only_blocks_that_decode_lacks_travel(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
     prompt = prompt_of(4, 44)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            [_, decode] = cluster.instances
-            received = []
-            for request_id, tokens in (("a", prompt), ("b", prompt), ("c", [*prompt, *prompt_of(5, 4)])):
-                await tokens_of(cluster.submit(request_id, tokens, GREEDY))
-                await cluster.idle()
-                stats = await decode.pool.stats()
-                received.append(sum(stats.received_bytes.values()) // cluster.layout.block_bytes)
-            # Six blocks, then the partial one again, then the now full one.
-            assert received == [6, 7, 8]
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        [_, decode] = cluster.instances
+        received = []
+        for request_id, tokens in (("a", prompt), ("b", prompt), ("c", [*prompt, *prompt_of(5, 4)])):
+            await tokens_of(cluster.submit(request_id, tokens, GREEDY))
+            await cluster.idle()
+            stats = await decode.pool.stats()
+            received.append(sum(stats.received_bytes.values()) // cluster.layout.block_bytes)
+        # Six blocks, then the partial one again, then the now full one.
+        assert received == [6, 7, 8]
 
 
-def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
+async def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     def sampling(seed: int) -> SamplingParams:
         return SamplingParams(max_tokens=10, temperature=1.0, top_p=0.95, top_k=50, seed=seed)
 
     prompts = [prompt_of(seed, 20 + seed) for seed in range(6)]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            alone = [
-                await tokens_of(cluster.submit(f"alone-{seed}", prompt, sampling(seed)))
-                for seed, prompt in enumerate(prompts)
-            ]
-            together = [
-                cluster.submit(f"together-{seed}", prompt, sampling(seed))
-                for seed, prompt in enumerate(prompts)
-            ]
-            assert [await tokens_of(answer) for answer in together] == alone
-            other = await tokens_of(cluster.submit("other", prompts[0], sampling(99)))
-            assert other != alone[0]
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        alone = [
+            await tokens_of(cluster.submit(f"alone-{seed}", prompt, sampling(seed)))
+            for seed, prompt in enumerate(prompts)
+        ]
+        together = [
+            cluster.submit(f"together-{seed}", prompt, sampling(seed)) for seed, prompt in enumerate(prompts)
+        ]
+        assert [await tokens_of(answer) for answer in together] == alone
+        other = await tokens_of(cluster.submit("other", prompts[0], sampling(99)))
+        assert other != alone[0]
 
 
 @pytest.mark.cluster
@@ -169,7 +154,7 @@ def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
 @pytest.mark.parametrize(
     ("seed", "num_requests"), [(0, 200), pytest.param(1, 2000, marks=pytest.mark.soak)], ids=["200", "2000"]
 )
-def test_random_aborts_leave_nothing_behind(
+async def test_random_aborts_leave_nothing_behind(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes, seed: int, num_requests: int
 ) -> None:
     rng = random.Random(seed)
@@ -197,15 +182,12 @@ def test_random_aborts_leave_nothing_behind(
         for number in numbers:
             await one(cluster, number)
 
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes, timeout_s=500) as cluster:
-            async with asyncio.TaskGroup() as clients:
-                for first in range(16):
-                    clients.create_task(client(cluster, range(first, num_requests, 16)))
-            await cluster.assert_nothing_is_held()
-            gave_way = cluster.instances[1].decode.meter.stats.pause_s > 0
-            assert gave_way == bool(sizes.idle_cores)
-        assert any(cancelled_after)
-        assert not all(cancelled_after)
-
-    asyncio.run(test())
+    async with mini_cluster(model, tmp_path, sizes, timeout_s=500) as cluster:
+        async with asyncio.TaskGroup() as clients:
+            for first in range(16):
+                clients.create_task(client(cluster, range(first, num_requests, 16)))
+        await cluster.assert_nothing_is_held()
+        gave_way = cluster.instances[1].decode.meter.stats.pause_s > 0
+        assert gave_way == bool(sizes.idle_cores)
+    assert any(cancelled_after)
+    assert not all(cancelled_after)

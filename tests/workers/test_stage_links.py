@@ -12,7 +12,7 @@ from mooncake.errors import ConfigError
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION, Pin
-from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, run
+from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.mooncake.messages.test_instance_metrics import STATS
 from tests.relay import relay_to
 from workers.errors import SessionLostError
@@ -62,20 +62,17 @@ async def ignore(message: AboutJob) -> None:
     pass
 
 
-def test_stage_that_comes_first_waits_for_the_one_before(endpoint: str) -> None:
-    async def test() -> None:
-        before = previous_stage(endpoint)
-        beating = asyncio.create_task(before.beat())
-        await asyncio.sleep(0)
-        behind = next_stage(endpoint)
-        async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(behind.join(), before.join())
-        assert behind.capacity == HELLO.capacity
-        beating.cancel()
-        before.close(0)
-        behind.close()
-
-    run(test())
+async def test_stage_that_comes_first_waits_for_the_one_before(endpoint: str) -> None:
+    before = previous_stage(endpoint)
+    beating = asyncio.create_task(before.beat())
+    await asyncio.sleep(0)
+    behind = next_stage(endpoint)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(behind.join(), before.join())
+    assert behind.capacity == HELLO.capacity
+    beating.cancel()
+    before.close(0)
+    behind.close()
 
 
 @pytest.mark.parametrize(
@@ -90,124 +87,101 @@ def test_stage_that_comes_first_waits_for_the_one_before(endpoint: str) -> None:
         ),
     ],
 )
-def test_stage_that_does_not_fit_is_told_why_and_another_may_come(
+async def test_stage_that_does_not_fit_is_told_why_and_another_may_come(
     endpoint: str, hello: StageHello, message: str
 ) -> None:
-    async def test() -> None:
-        behind = next_stage(endpoint)
-        joining = asyncio.create_task(behind.join())
-        for stage_hello, fits in ((hello, False), (HELLO, True)):
-            before = previous_stage(endpoint, incarnation=1 + fits, hello=stage_hello)
-            beating = asyncio.create_task(before.beat())
-            async with asyncio.timeout(DEADLINE_S):
-                if fits:
-                    await asyncio.gather(before.join(), joining)
-                else:
-                    with pytest.raises(ConfigError, match=message):
-                        await before.join()
-            beating.cancel()
-            before.close(0)
+    behind = next_stage(endpoint)
+    joining = asyncio.create_task(behind.join())
+    for stage_hello, fits in ((hello, False), (HELLO, True)):
+        before = previous_stage(endpoint, incarnation=1 + fits, hello=stage_hello)
+        beating = asyncio.create_task(before.beat())
+        async with asyncio.timeout(DEADLINE_S):
+            if fits:
+                await asyncio.gather(before.join(), joining)
+            else:
+                with pytest.raises(ConfigError, match=message):
+                    await before.join()
+        beating.cancel()
+        before.close(0)
+    behind.close()
+
+
+async def test_silence_ends_both_ends(endpoint: str) -> None:
+    async with joined(endpoint) as (behind, before):
+        with pytest.raises(SessionLostError, match=r"stage 1 has been silent for 0\.5 s"):
+            await behind.beat()
         behind.close()
-
-    run(test())
-
-
-def test_silence_ends_both_ends(endpoint: str) -> None:
-    async def test() -> None:
-        async with joined(endpoint) as (behind, before):
-            with pytest.raises(SessionLostError, match=r"stage 1 has been silent for 0\.5 s"):
-                await behind.beat()
-            behind.close()
-            with pytest.raises(SessionLostError, match=r"the stage before has been silent for 0\.5 s"):
-                await before.beat()
-
-    run(test())
+        with pytest.raises(SessionLostError, match=r"the stage before has been silent for 0\.5 s"):
+            await before.beat()
 
 
-def test_stage_that_is_gone_is_noticed_before_it_has_been_silent_for_long(endpoint: str) -> None:
-    async def test() -> None:
-        async with joined(endpoint) as (behind, before):
-            before.close(0)
-            with pytest.raises(SessionLostError, match="stage 1 is gone"):
-                await behind.beat()
-
-    run(test())
+async def test_stage_that_is_gone_is_noticed_before_it_has_been_silent_for_long(endpoint: str) -> None:
+    async with joined(endpoint) as (behind, before):
+        before.close(0)
+        with pytest.raises(SessionLostError, match="stage 1 is gone"):
+            await behind.beat()
 
 
-def test_new_life_of_the_stage_behind_ends_the_session(endpoint: str) -> None:
-    async def test() -> None:
-        async with joined(endpoint) as (behind, _):
-            again = previous_stage(endpoint, incarnation=2)
-            beating = asyncio.create_task(again.beat())
-            with pytest.raises(SessionLostError, match="stage 1 has begun anew"):
-                await behind.run(ignore)
-            beating.cancel()
-            again.close(0)
-
-    run(test())
+async def test_new_life_of_the_stage_behind_ends_the_session(endpoint: str) -> None:
+    async with joined(endpoint) as (behind, _):
+        again = previous_stage(endpoint, incarnation=2)
+        beating = asyncio.create_task(again.beat())
+        with pytest.raises(SessionLostError, match="stage 1 has begun anew"):
+            await behind.run(ignore)
+        beating.cancel()
+        again.close(0)
 
 
-def test_stage_that_does_not_fit_does_not_disturb_one_that_does(endpoint: str) -> None:
+async def test_stage_that_does_not_fit_does_not_disturb_one_that_does(endpoint: str) -> None:
     """A process that was started by mistake, or one of the next release, comes to a group at work."""
     other = StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu", ())
+    async with joined(endpoint) as (behind, before), asyncio.timeout(DEADLINE_S):
+        heard = asyncio.Event()
 
-    async def test() -> None:
-        async with joined(endpoint) as (behind, before), asyncio.timeout(DEADLINE_S):
-            heard = asyncio.Event()
+        async def hear(message: AboutJob) -> None:
+            heard.set()
 
-            async def hear(message: AboutJob) -> None:
-                heard.set()
-
-            running = asyncio.create_task(behind.run(hear))
-            stranger = previous_stage(endpoint, incarnation=2, hello=other)
-            beating = asyncio.create_task(stranger.beat())
-            with pytest.raises(ConfigError, match="model fingerprint differs"):
-                await stranger.join()
-            await before.send(Stored(1))
-            await heard.wait()
-            beating.cancel()
-            stranger.close(0)
-            running.cancel()
-
-    run(test())
+        running = asyncio.create_task(behind.run(hear))
+        stranger = previous_stage(endpoint, incarnation=2, hello=other)
+        beating = asyncio.create_task(stranger.beat())
+        with pytest.raises(ConfigError, match="model fingerprint differs"):
+            await stranger.join()
+        await before.send(Stored(1))
+        await heard.wait()
+        beating.cancel()
+        stranger.close(0)
+        running.cancel()
 
 
-def test_new_life_of_the_stage_before_ends_the_session(endpoint: str) -> None:
-    async def test() -> None:
-        async with joined(endpoint) as (behind, before):
-            behind.close()
-            anew = next_stage(endpoint)
-            joining = asyncio.create_task(anew.join())
-            beating = asyncio.create_task(before.beat())
-            with pytest.raises(SessionLostError, match="the stage before has begun anew"):
-                await before.run(lambda message: None, lambda order: None)
-            joining.cancel()
-            beating.cancel()
-            anew.close()
-
-    run(test())
-
-
-def test_connection_that_broke_and_is_there_again_ends_the_session() -> None:
-    """Passes may have been lost with it, and the words that there is room for more."""
-
-    async def test() -> None:
-        behind = next_stage("tcp://127.0.0.1:*")
-        with relay_to(int(behind.endpoint.rpartition(":")[2])) as relay:
-            before = previous_stage(f"tcp://127.0.0.1:{relay.port}")
-            beating = asyncio.create_task(before.beat())
-            async with asyncio.timeout(DEADLINE_S):
-                await asyncio.gather(behind.join(), before.join())
-                beating.cancel()
-                relay.break_connections()
-                speaking = asyncio.create_task(say_that_it_is_alive(behind))
-                with pytest.raises(SessionLostError, match="the connection to the stage before broke"):
-                    await before.run(lambda message: None, lambda order: None)
-            speaking.cancel()
-            before.close(0)
+async def test_new_life_of_the_stage_before_ends_the_session(endpoint: str) -> None:
+    async with joined(endpoint) as (behind, before):
         behind.close()
+        anew = next_stage(endpoint)
+        joining = asyncio.create_task(anew.join())
+        beating = asyncio.create_task(before.beat())
+        with pytest.raises(SessionLostError, match="the stage before has begun anew"):
+            await before.run(lambda message: None, lambda order: None)
+        joining.cancel()
+        beating.cancel()
+        anew.close()
 
-    run(test())
+
+async def test_connection_that_broke_and_is_there_again_ends_the_session() -> None:
+    """Passes may have been lost with it, and the words that there is room for more."""
+    behind = next_stage("tcp://127.0.0.1:*")
+    with relay_to(int(behind.endpoint.rpartition(":")[2])) as relay:
+        before = previous_stage(f"tcp://127.0.0.1:{relay.port}")
+        beating = asyncio.create_task(before.beat())
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(behind.join(), before.join())
+            beating.cancel()
+            relay.break_connections()
+            speaking = asyncio.create_task(say_that_it_is_alive(behind))
+            with pytest.raises(SessionLostError, match="the connection to the stage before broke"):
+                await before.run(lambda message: None, lambda order: None)
+        speaking.cancel()
+        before.close(0)
+    behind.close()
 
 
 async def say_that_it_is_alive(behind: NextStage) -> None:
@@ -217,80 +191,72 @@ async def say_that_it_is_alive(behind: NextStage) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_connection_to_an_earlier_life_of_the_stage_before_is_nothing_lost(endpoint: str) -> None:
+async def test_connection_to_an_earlier_life_of_the_stage_before_is_nothing_lost(endpoint: str) -> None:
     """Else each end of a session would be that of the next one."""
-
-    async def test() -> None:
-        earlier, before = next_stage(endpoint), previous_stage(endpoint)
-        beating = asyncio.create_task(before.beat())
-        async with asyncio.timeout(DEADLINE_S):
-            while not before._dealer.num_connections:
-                await asyncio.sleep(0.01)
-            earlier.close()
-            behind = next_stage(endpoint)
-            await asyncio.gather(behind.join(), before.join())
-            assert before._dealer.num_connections == 2
-            obeyed = asyncio.Event()
-            running = asyncio.create_task(before.run(lambda message: obeyed.set(), lambda order: None))
-            await behind.send(StageAlive(known=True))
-            await behind.send(End(1))
-            await obeyed.wait()
-        for task in (beating, running):
-            task.cancel()
-        before.close(0)
-        behind.close()
-
-    run(test())
+    earlier, before = next_stage(endpoint), previous_stage(endpoint)
+    beating = asyncio.create_task(before.beat())
+    async with asyncio.timeout(DEADLINE_S):
+        while not before._dealer.num_connections:
+            await asyncio.sleep(0.01)
+        earlier.close()
+        behind = next_stage(endpoint)
+        await asyncio.gather(behind.join(), before.join())
+        assert before._dealer.num_connections == 2
+        obeyed = asyncio.Event()
+        running = asyncio.create_task(before.run(lambda message: obeyed.set(), lambda order: None))
+        await behind.send(StageAlive(known=True))
+        await behind.send(End(1))
+        await obeyed.wait()
+    for task in (beating, running):
+        task.cancel()
+    before.close(0)
+    behind.close()
 
 
-def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> None:
+async def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str) -> None:
     """Each has more bytes than a message may have."""
     states = [torch.full((1200, 1024), float(number)) for number in range(4)]
+    async with joined(endpoint) as (behind, before), asyncio.TaskGroup() as group:
+        heard: list[AboutJob] = []
+        obeyed: list[object] = []
+        pinned: list[object] = []
 
-    async def test() -> None:
-        async with joined(endpoint) as (behind, before), asyncio.TaskGroup() as group:
-            heard: list[AboutJob] = []
-            obeyed: list[object] = []
-            pinned: list[object] = []
+        async def hear(message: AboutJob) -> None:
+            heard.append(message)
 
-            async def hear(message: AboutJob) -> None:
-                heard.append(message)
+        running = [
+            group.create_task(work)
+            for work in (
+                behind.run(hear),
+                behind.beat(),
+                before.run(obeyed.append, pinned.append),
+                before.beat(),
+            )
+        ]
+        handed: list[int] = []
 
-            running = [
-                group.create_task(work)
-                for work in (
-                    behind.run(hear),
-                    behind.beat(),
-                    before.run(obeyed.append, pinned.append),
-                    before.beat(),
+        async def hand_on() -> None:
+            for number, hidden in enumerate(states):
+                await behind.compute([PassShare(number, 0, 0, 0, 1200)], hidden)
+                handed.append(number)
+            await behind.send(Pin([b"k"], 1.0))
+            await behind.send(End(3))
+
+        handing = group.create_task(hand_on())
+        async with asyncio.timeout(DEADLINE_S):
+            for number, hidden in enumerate(states):
+                incoming = await before.passes.get()
+                assert [share.job_id for share in incoming.shares] == [number]
+                assert torch.equal(
+                    torch.frombuffer(incoming.hidden, dtype=torch.float32).view(1200, 1024), hidden
                 )
-            ]
-            handed: list[int] = []
-
-            async def hand_on() -> None:
-                for number, hidden in enumerate(states):
-                    await behind.compute([PassShare(number, 0, 0, 0, 1200)], hidden)
-                    handed.append(number)
-                await behind.send(Pin([b"k"], 1.0))
-                await behind.send(End(3))
-
-            handing = group.create_task(hand_on())
-            async with asyncio.timeout(DEADLINE_S):
-                for number, hidden in enumerate(states):
-                    incoming = await before.passes.get()
-                    assert [share.job_id for share in incoming.shares] == [number]
-                    assert torch.equal(
-                        torch.frombuffer(incoming.hidden, dtype=torch.float32).view(1200, 1024), hidden
-                    )
-                    assert len(handed) <= number + 1
-                    await before.taken()
-                await handing
-                await before.send(Stored(3))
-                while not (heard and obeyed and behind.pools):
-                    await asyncio.sleep(0.001)
-            assert behind.pools == {"p.1": STATS}
-            assert (heard, obeyed, pinned) == ([Stored(3)], [End(3)], [Pin([b"k"], 1.0)])
-            for task in running:
-                task.cancel()
-
-    run(test())
+                assert len(handed) <= number + 1
+                await before.taken()
+            await handing
+            await before.send(Stored(3))
+            while not (heard and obeyed and behind.pools):
+                await asyncio.sleep(0.001)
+        assert behind.pools == {"p.1": STATS}
+        assert (heard, obeyed, pinned) == ([Stored(3)], [End(3)], [Pin([b"k"], 1.0)])
+        for task in running:
+            task.cancel()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard, Tier
 from mooncake.messages.workers import PROTOCOL_VERSION, Leave, Register, Role
 from mooncake.security.keys import ClusterKey
-from tests.deadline import DEADLINE_S
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [number.to_bytes(16, "big") for number in range(1, 41)]
@@ -112,14 +111,6 @@ class Cluster:
             await asyncio.sleep(0.001)
 
 
-def run(test: Callable[[Cluster], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE_S), Cluster() as cluster:
-            await test(cluster)
-
-    asyncio.run(bounded())
-
-
 @contextlib.asynccontextmanager
 async def following(cluster: Cluster, *pools: Pool) -> AsyncIterator[None]:
     for pool in pools:
@@ -131,8 +122,8 @@ async def following(cluster: Cluster, *pools: Pool) -> AsyncIterator[None]:
     yield
 
 
-def test_the_index_follows_what_every_pool_holds(tmp_path: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_the_index_follows_what_every_pool_holds(tmp_path: Path) -> None:
+    async with Cluster() as cluster:
         p0, d0 = Pool(tmp_path, "p0"), Pool(tmp_path, "d0", keys=KEYS[:3])
         p0.store(DRAM, KEYS[:5])
         async with following(cluster, p0, d0):
@@ -143,29 +134,25 @@ def test_the_index_follows_what_every_pool_holds(tmp_path: Path) -> None:
             streams = cluster.follower.streams.values()
             assert all(stream.num_snapshots == 1 and stream.num_gaps == 0 for stream in streams)
 
-    run(test)
 
-
-def test_a_snapshot_of_many_parts_and_a_group_of_two_shards(
+async def test_a_snapshot_of_many_parts_and_a_group_of_two_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_publisher, "SNAPSHOT_PART_KEYS", 7)
 
-    async def test(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         first, second = Pool(tmp_path, "p0.0", keys=KEYS), Pool(tmp_path, "p0.1", keys=KEYS[:30])
         cluster.start(first)
         cluster.start(second)
         cluster.register("p0", first.address, second.address)
         await cluster.until(lambda: cluster.matched("p0") == (30, 30))
 
-    run(test)
 
-
-def test_batches_that_were_lost_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batches_that_were_lost_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "QUIET_S", 0.05)
     monkeypatch.setattr("conductor.process.event_follower.TICK_S", 0.02)
 
-    async def test(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         pool = Pool(tmp_path, "p0")
         async with following(cluster, pool):
             stream = cluster.follower.streams["p0"]
@@ -178,17 +165,15 @@ def test_batches_that_were_lost_are_replayed(tmp_path: Path, monkeypatch: pytest
             await cluster.until(lambda: cluster.matched("p0") == (40, 40))
             assert stream.num_snapshots <= 2
 
-    run(test)
 
-
-def test_another_life_of_a_messenger_is_followed_from_its_snapshot_on(
+async def test_another_life_of_a_messenger_is_followed_from_its_snapshot_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_stream, "QUIET_S", 0.05)
     monkeypatch.setattr(event_stream, "ANSWER_TIMEOUT_S", 0.1)
     monkeypatch.setattr("conductor.process.event_follower.TICK_S", 0.02)
 
-    async def test(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         pool = Pool(tmp_path, "p0", keys=KEYS[:5])
         async with following(cluster, pool):
             await cluster.stop(pool)
@@ -200,17 +185,15 @@ def test_another_life_of_a_messenger_is_followed_from_its_snapshot_on(
             assert cluster.matched("p0") == (0, 0)
             await cluster.until(lambda: cluster.matched("p0") == (2, 2))
 
-    run(test)
 
-
-def test_few_snapshots_are_loaded_at_a_time_and_the_dead_hold_up_nobody(
+async def test_few_snapshots_are_loaded_at_a_time_and_the_dead_hold_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("conductor.process.event_follower.MAX_LOADING", 1)
     monkeypatch.setattr(event_stream, "ANSWER_TIMEOUT_S", 0.1)
     monkeypatch.setattr("conductor.process.event_follower.TICK_S", 0.02)
 
-    async def test(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         for name in ("dead-0", "dead-1"):
             nobody = f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}-requests"
             cluster.register(name, MessengerAddress(name, 1, "host", "/path", (), nobody))
@@ -219,11 +202,9 @@ def test_few_snapshots_are_loaded_at_a_time_and_the_dead_hold_up_nobody(
             assert [cluster.matched(f"p{number}")[0] for number in range(5)] == [1, 2, 3, 4, 5]
             assert cluster.matched("dead-0") == (0, 0)
 
-    run(test)
 
-
-def test_who_leaves_is_forgotten_and_may_come_back(tmp_path: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+async def test_who_leaves_is_forgotten_and_may_come_back(tmp_path: Path) -> None:
+    async with Cluster() as cluster:
         p0, d0 = Pool(tmp_path, "p0", keys=KEYS[:5]), Pool(tmp_path, "d0", keys=KEYS[:4])
         async with following(cluster, p0, d0):
             for _ in range(3):
@@ -234,13 +215,11 @@ def test_who_leaves_is_forgotten_and_may_come_back(tmp_path: Path) -> None:
                 assert (cluster.matched("p0"), cluster.matched("d0")) == ((0, 0), (4, 4))
                 await cluster.until(lambda: cluster.matched("p0") == (9, 9))
 
-    run(test)
 
-
-def test_a_messenger_without_events_and_one_at_no_address_are_no_holders(
+async def test_a_messenger_without_events_and_one_at_no_address_are_no_holders(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         pool = Pool(tmp_path, "d0", keys=KEYS[:4])
         cluster.register("p0", MessengerAddress("p0", 1, "host", "/path", ()))
         cluster.register("p1", MessengerAddress("p1", 1, "host", "/path", (), ("nowhere", "tcp://x:y")))
@@ -248,6 +227,4 @@ def test_a_messenger_without_events_and_one_at_no_address_are_no_holders(
             assert list(cluster.follower.streams) == ["d0"]
             cluster.leave("p1")
             assert cluster.matched("p0") == (0, 0)
-
-    run(test)
     assert "cannot follow the KV events of p1" in caplog.text

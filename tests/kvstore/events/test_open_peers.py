@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -15,14 +15,6 @@ from tests.deadline import DEADLINE_S
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-
-
-def run(test: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * DEADLINE_S):
-            await test
-
-    asyncio.run(bounded())
 
 
 @contextlib.contextmanager
@@ -56,28 +48,21 @@ def say_much(peer: socket.socket) -> None:
         peer.sendall(b"\x01\x00" * (1 << 20))
 
 
-def test_a_message_without_end_ends_its_connection() -> None:
-    async def test() -> None:
-        with open_socket() as (_, port), socket.create_connection(("127.0.0.1", port)) as peer:
-            await asyncio.to_thread(say_much, peer)
-            await asyncio.to_thread(ends, peer)
-
-    run(test())
+async def test_a_message_without_end_ends_its_connection() -> None:
+    with open_socket() as (_, port), socket.create_connection(("127.0.0.1", port)) as peer:
+        await asyncio.to_thread(say_much, peer)
+        await asyncio.to_thread(ends, peer)
 
 
-def test_one_peer_too_many_puts_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_peer_too_many_puts_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_peers, "MOST_OPEN", 3)
-
-    async def test() -> None:
-        with open_socket() as (bound, port), contextlib.ExitStack() as stack:
-            address = ("127.0.0.1", port)
-            silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
-            router = stack.enter_context(zmq.asyncio.Context.instance().socket(zmq.DEALER))
-            router.linger = 0
-            router.connect(f"tcp://127.0.0.1:{port}")
-            await router.send(b"12345678")
-            _, request = await bound.recv_multipart()
-            assert request == b"12345678"
-            await asyncio.to_thread(ends, silent[0])
-
-    run(test())
+    with open_socket() as (bound, port), contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", port)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
+        router = stack.enter_context(zmq.asyncio.Context.instance().socket(zmq.DEALER))
+        router.linger = 0
+        router.connect(f"tcp://127.0.0.1:{port}")
+        await router.send(b"12345678")
+        _, request = await bound.recv_multipart()
+        assert request == b"12345678"
+        await asyncio.to_thread(ends, silent[0])

@@ -29,16 +29,13 @@ def test_what_is_no_ipv4_address_is_refused_in_words(host: str) -> None:
         listen_tcp(host, 0).__enter__()
 
 
-def test_a_crowd_at_the_door_does_not_keep_others_waiting() -> None:
-    async def test() -> None:
-        turns: list[int] = []
-        with listen_tcp("127.0.0.1", 0) as listener:
-            crowd = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-            for number in range(3):
-                asyncio.get_running_loop().call_soon(turns.append, number)
-                (await _accept(listener)).close()
-                assert turns == list(range(number + 1))
-            for sock in crowd:
-                sock.close()
-
-    asyncio.run(test())
+async def test_a_crowd_at_the_door_does_not_keep_others_waiting() -> None:
+    turns: list[int] = []
+    with listen_tcp("127.0.0.1", 0) as listener:
+        crowd = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        for number in range(3):
+            asyncio.get_running_loop().call_soon(turns.append, number)
+            (await _accept(listener)).close()
+            assert turns == list(range(number + 1))
+        for sock in crowd:
+            sock.close()

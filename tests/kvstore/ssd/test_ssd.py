@@ -1,10 +1,11 @@
 """The SSD tier on slabs that fail, hang and rot: what it returns is intact, and no slot is lost."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -17,7 +18,6 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.kv_events import KVCleared, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
-from tests.kvstore.nodes import run
 from tests.kvstore.tiers import (
     LAYOUT,
     FakeSlab,
@@ -48,19 +48,15 @@ def slab() -> Iterator[FakeSlab]:
     slab.go_on()
 
 
-def run_on(ssd_of: Callable[[], SsdTier], test: Callable[[SsdTier], Awaitable[None]]) -> None:
-    """Runs a test; after it no slot may have a user left, and no thread may be at work."""
-
-    async def whole() -> None:
-        ssd = ssd_of()
-        try:
-            await test(ssd)
-            await until(lambda: is_settled(ssd))
-            assert all(disk.shelf.table.count()[PageState.RESERVED] == 0 for disk in ssd.disks)
-        finally:
-            ssd.close()
-
-    run(whole())
+@contextlib.asynccontextmanager
+async def settled(ssd: SsdTier) -> AsyncIterator[SsdTier]:
+    """Closes `ssd` after the test, when no slot may have a user left, and no thread may be at work."""
+    try:
+        yield ssd
+        await until(lambda: is_settled(ssd))
+        assert all(disk.shelf.table.count()[PageState.RESERVED] == 0 for disk in ssd.disks)
+    finally:
+        ssd.close()
 
 
 async def store(ssd: SsdTier, key: BlockKey, position: int = 0, num_uses: int = 1) -> bool:
@@ -80,8 +76,8 @@ async def load(ssd: SsdTier, key: BlockKey) -> bytes | None:
 # -- a disk that works --------------------------------------------------------------------------------
 
 
-def test_what_was_stored_is_loaded_with_all_that_belongs_to_it(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_what_was_stored_is_loaded_with_all_that_belongs_to_it(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         assert not ssd.holds(KEYS[0])
         assert await store(ssd, KEYS[0], position=7, num_uses=5)
         assert ssd.holds(KEYS[0])
@@ -92,10 +88,10 @@ def test_what_was_stored_is_loaded_with_all_that_belongs_to_it(slab: FakeSlab) -
         assert await load(ssd, KEYS[1]) is None
         assert (ssd.counters.num_demotions, ssd.num_blocks) == (1, 1)
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_storing_and_loading_never_touch_the_table_in_the_file_on_the_event_loop(slab: FakeSlab) -> None:
+async def test_storing_and_loading_never_touch_the_table_in_the_file_on_the_event_loop(
+    slab: FakeSlab,
+) -> None:
     """It lies on the same disk: whoever writes there hangs with it."""
 
     class Guarded:
@@ -106,27 +102,23 @@ def test_storing_and_loading_never_touch_the_table_in_the_file_on_the_event_loop
             assert threading.get_ident() != self._loop_thread
             return getattr(self._table, name)
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         slab.table = Guarded(slab.table)  # type: ignore[assignment]
         for key in KEYS[:6]:
             assert await store(ssd, key)
         assert await load(ssd, KEYS[5]) == block_of(KEYS[5])
         assert await ssd.verify(KEYS[4]) == [True]
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_block_that_is_held_is_not_written_again(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_block_that_is_held_is_not_written_again(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         assert await store(ssd, KEYS[0])
         assert await store(ssd, KEYS[0])
         assert (slab.num_writes, ssd.num_blocks) == (1, 1)
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_block_counts_as_held_only_when_it_has_been_written(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_block_counts_as_held_only_when_it_has_been_written(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         slab.hang()
         first = asyncio.create_task(store(ssd, KEYS[0]))
         await until(lambda: slab.num_writes)
@@ -137,17 +129,17 @@ def test_block_counts_as_held_only_when_it_has_been_written(slab: FakeSlab) -> N
         assert ssd.holds(KEYS[0])
         assert slab.num_writes == 1
 
-    run_on(lambda: ssd_tier(slab), test)
-
 
 @pytest.mark.parametrize(
     ("policy", "first_to_go"),
     [(EvictionPolicy.LRU, 1), (EvictionPolicy.LFU, 2), (EvictionPolicy.LENGTH_AWARE, 3)],
 )
-def test_full_disk_evicts_by_its_policy(slab: FakeSlab, policy: EvictionPolicy, first_to_go: int) -> None:
+async def test_full_disk_evicts_by_its_policy(
+    slab: FakeSlab, policy: EvictionPolicy, first_to_go: int
+) -> None:
     lost: list[BlockKey] = []
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab, policy=policy)) as ssd:
         ssd.on_lost = lost.append
         await store(ssd, KEYS[0], num_uses=9)
         await store(ssd, KEYS[1], num_uses=9)
@@ -159,11 +151,9 @@ def test_full_disk_evicts_by_its_policy(slab: FakeSlab, policy: EvictionPolicy, 
         assert (ssd.num_blocks, ssd.num_evictions) == (4, 1)
         assert await load(ssd, KEYS[4]) == block_of(KEYS[4])
 
-    run_on(lambda: ssd_tier(slab, policy=policy), test)
 
-
-def test_block_that_is_being_read_is_not_evicted(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_block_that_is_being_read_is_not_evicted(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         for key in KEYS[:4]:
             await store(ssd, key)
         slab.hang()
@@ -176,11 +166,9 @@ def test_block_that_is_being_read_is_not_evicted(slab: FakeSlab) -> None:
         assert await reading == block_of(KEYS[0])
         assert await writing
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_disk_whose_slots_are_all_in_use_takes_nothing_now(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_disk_whose_slots_are_all_in_use_takes_nothing_now(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         for key in KEYS[:4]:
             await store(ssd, key)
         slab.hang()
@@ -191,39 +179,33 @@ def test_disk_whose_slots_are_all_in_use_takes_nothing_now(slab: FakeSlab) -> No
         assert await asyncio.gather(*reading) == [block_of(key) for key in KEYS[:4]]
         assert await store(ssd, KEYS[4])
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_no_more_than_its_depth_is_asked_of_a_disk_at_once(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_no_more_than_its_depth_is_asked_of_a_disk_at_once(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab, depth=2)) as ssd:
         for key in KEYS[:4]:
             await store(ssd, key)
         assert None not in await asyncio.gather(*(load(ssd, key) for key in KEYS[:4] * 8))
         assert slab.most_at_once <= 2
 
-    run_on(lambda: ssd_tier(slab, depth=2), test)
 
-
-def test_waiting_behind_others_is_not_taken_for_a_disk_that_hangs(slab: FakeSlab) -> None:
+async def test_waiting_behind_others_is_not_taken_for_a_disk_that_hangs(slab: FakeSlab) -> None:
     """Many short reads take longer together than one may take."""
     slab.delay_s = 0.1
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab, depth=1, timeout_s=1.0)) as ssd:
         await store(ssd, KEYS[0])
         assert await asyncio.gather(*(load(ssd, KEYS[0]) for _ in range(15))) == [block_of(KEYS[0])] * 15
         assert ssd.is_accepting
-
-    run_on(lambda: ssd_tier(slab, depth=1, timeout_s=1.0), test)
 
 
 # -- damage -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["data", "checksums", "seal"])
-def test_damaged_block_is_dropped_and_counted_and_never_returned(
+async def test_damaged_block_is_dropped_and_counted_and_never_returned(
     slab: FakeSlab, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
         await store(ssd, KEYS[1])
         slot = ssd.disks[0].shelf.index[KEYS[0]]
@@ -241,38 +223,34 @@ def test_damaged_block_is_dropped_and_counted_and_never_returned(
         assert await load(ssd, KEYS[1]) == block_of(KEYS[1])
         assert await store(ssd, KEYS[0])
         assert await load(ssd, KEYS[0]) == block_of(KEYS[0])
-
-    run_on(lambda: ssd_tier(slab), test)
     assert [record.message for record in caplog.records] == [
         "SSD tier: a block in /disk/node.slab is damaged and dropped"
     ]
 
 
-def test_what_a_slab_held_before_is_found_and_verified() -> None:
+async def test_what_a_slab_held_before_is_found_and_verified() -> None:
     slab = FakeSlab(num_slots=4)
 
-    async def fill(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0], num_uses=3)
         await store(ssd, KEYS[1])
         slab.damage(ssd.disks[0].shelf.index[KEYS[1]])
-
-    async def look(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         assert set(ssd.keys()) == set(KEYS[:2])
         assert await load(ssd, KEYS[0]) == block_of(KEYS[0])
         assert await load(ssd, KEYS[1]) is None
-
-    run_on(lambda: ssd_tier(slab), fill)
-    run_on(lambda: ssd_tier(slab), look)
 
 
 # -- errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error_code", [errno.EIO, errno.ENOSPC])
-def test_disk_that_cannot_write_is_suspended_and_used_again_later(slab: FakeSlab, error_code: int) -> None:
+async def test_disk_that_cannot_write_is_suspended_and_used_again_later(
+    slab: FakeSlab, error_code: int
+) -> None:
     changes: list[bool] = []
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         ssd.on_health = lambda: changes.append(ssd.is_accepting)
         await store(ssd, KEYS[0])
         slab.fail(error_code)
@@ -287,11 +265,9 @@ def test_disk_that_cannot_write_is_suspended_and_used_again_later(slab: FakeSlab
         assert await store(ssd, KEYS[1])
         assert changes == [False, True]
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_block_that_cannot_be_read_is_dropped_and_counted(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_block_that_cannot_be_read_is_dropped_and_counted(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
         slab.fail()
         assert await load(ssd, KEYS[0]) is None
@@ -300,10 +276,8 @@ def test_block_that_cannot_be_read_is_dropped_and_counted(slab: FakeSlab) -> Non
         await until(lambda: ssd.is_accepting)
         assert not ssd.holds(KEYS[0])
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_suspension_is_logged_once_until_the_disk_works_again(
+async def test_suspension_is_logged_once_until_the_disk_works_again(
     slab: FakeSlab, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail_again(ssd: SsdTier) -> None:
@@ -311,7 +285,7 @@ def test_suspension_is_logged_once_until_the_disk_works_again(
         await store(ssd, KEYS[0])
         assert not ssd.is_accepting
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         slab.fail()
         for _ in range(3):
             await fail_again(ssd)
@@ -327,13 +301,11 @@ def test_suspension_is_logged_once_until_the_disk_works_again(
         slab.recover()
         await until(lambda: ssd.is_accepting)
 
-    run_on(lambda: ssd_tier(slab), test)
-
 
 # -- disks that hang ----------------------------------------------------------------------------------
 
 
-def test_disk_that_hangs_is_suspended_until_it_has_answered(
+async def test_disk_that_hangs_is_suspended_until_it_has_answered(
     slab: FakeSlab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_tries = 0
@@ -346,7 +318,7 @@ def test_disk_that_hangs_is_suspended_until_it_has_answered(
 
     monkeypatch.setattr(Disk, "_resume", count)
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab, timeout_s=TIMEOUT_S)) as ssd:
         await store(ssd, KEYS[0])
         slab.hang()
         writing = asyncio.create_task(store(ssd, KEYS[1]))
@@ -364,11 +336,9 @@ def test_disk_that_hangs_is_suspended_until_it_has_answered(
         assert await load(ssd, KEYS[1]) == block_of(KEYS[1])
         assert ssd.counters.num_read_errors == ssd.counters.num_write_errors == 0
 
-    run_on(lambda: ssd_tier(slab, timeout_s=TIMEOUT_S), test)
 
-
-def test_what_waits_for_a_disk_that_hangs_is_given_up_and_no_block_lost(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_what_waits_for_a_disk_that_hangs_is_given_up_and_no_block_lost(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab, depth=1, timeout_s=TIMEOUT_S)) as ssd:
         await store(ssd, KEYS[0])
         slab.hang()
         first = asyncio.create_task(load(ssd, KEYS[0]))
@@ -383,45 +353,41 @@ def test_what_waits_for_a_disk_that_hangs_is_given_up_and_no_block_lost(slab: Fa
         await until(lambda: ssd.is_accepting)
         assert await asyncio.gather(load(ssd, KEYS[0]), store(ssd, KEYS[1])) == [block_of(KEYS[0]), True]
 
-    run_on(lambda: ssd_tier(slab, depth=1, timeout_s=TIMEOUT_S), test)
 
-
-def test_of_two_disks_the_healthy_one_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_of_two_disks_the_healthy_one_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = FakeSlab(8, "bad"), FakeSlab(8, "good")
 
-    async def test(ssd: SsdTier) -> None:
-        for key in KEYS[:4]:
-            assert await store(ssd, key)
-        assert bad.num_writes == good.num_writes == 2, "both are used"
-        on_bad, on_good = (set(disk.shelf.index) for disk in ssd.disks)
-        bad.hang()
-        hanging = asyncio.create_task(load(ssd, next(iter(on_bad))))
-        await until(lambda: not ssd.disks[0].is_healthy)
-        assert ssd.is_accepting
-        assert [ssd.holds(key) for key in sorted(on_good)] == [True, True]
-        assert [ssd.holds(key) for key in sorted(on_bad)] == [False, False]
-        for key in KEYS[4:8]:
-            assert await store(ssd, key)
-            assert await load(ssd, key) == block_of(key)
-        assert bad.num_writes == 2
-        bad.go_on()
-        await hanging
-        await until(lambda: ssd.disks[0].is_healthy)
-        assert all(ssd.holds(key) for key in KEYS[:8])
-
     try:
-        run_on(lambda: ssd_tier(bad, good, timeout_s=0.1), test)
+        async with settled(ssd_tier(bad, good, timeout_s=0.1)) as ssd:
+            for key in KEYS[:4]:
+                assert await store(ssd, key)
+            assert bad.num_writes == good.num_writes == 2, "both are used"
+            on_bad, on_good = (set(disk.shelf.index) for disk in ssd.disks)
+            bad.hang()
+            hanging = asyncio.create_task(load(ssd, next(iter(on_bad))))
+            await until(lambda: not ssd.disks[0].is_healthy)
+            assert ssd.is_accepting
+            assert [ssd.holds(key) for key in sorted(on_good)] == [True, True]
+            assert [ssd.holds(key) for key in sorted(on_bad)] == [False, False]
+            for key in KEYS[4:8]:
+                assert await store(ssd, key)
+                assert await load(ssd, key) == block_of(key)
+            assert bad.num_writes == 2
+            bad.go_on()
+            await hanging
+            await until(lambda: ssd.disks[0].is_healthy)
+            assert all(ssd.holds(key) for key in KEYS[:8])
     finally:
         bad.go_on()
     assert ["/bad/" in record.message for record in caplog.records] == [True]
 
 
-def test_block_that_two_disks_have_is_one_block_to_everybody() -> None:
+async def test_block_that_two_disks_have_is_one_block_to_everybody() -> None:
     """The one that had it was suspended when it came again."""
     first, second = FakeSlab(8, "first"), FakeSlab(8, "second")
     events, lost = EventLog(8), []
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(with_events(ssd_tier(first, second), events)) as ssd:
         ssd.on_lost = lost.append
         await store(ssd, KEYS[0])
         holder, other = sorted(ssd.disks, key=lambda disk: KEYS[0] not in disk.shelf.index)
@@ -435,8 +401,6 @@ def test_block_that_two_disks_have_is_one_block_to_everybody() -> None:
         assert lost == [], "one disk still has it"
         assert ssd.forget(KEYS[0])
         assert lost == [KEYS[0]]
-
-    run_on(lambda: with_events(ssd_tier(first, second), events), test)
     batch = events.seal()
     assert batch is not None
     assert batch.events == [KVCleared(), KVStored(Tier.SSD, [KEYS[0]]), KVRemoved(Tier.SSD, [KEYS[0]])]
@@ -447,10 +411,10 @@ def with_events(ssd: SsdTier, events: EventLog) -> SsdTier:
     return ssd
 
 
-def test_forget_takes_a_block_from_every_disk() -> None:
+async def test_forget_takes_a_block_from_every_disk() -> None:
     first, second = FakeSlab(8, "first"), FakeSlab(8, "second")
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(first, second)) as ssd:
         await store(ssd, KEYS[0])
         holder = next(disk for disk in ssd.disks if KEYS[0] in disk.shelf.index)
         holder.suspend("a test wants it so")
@@ -460,14 +424,12 @@ def test_forget_takes_a_block_from_every_disk() -> None:
         assert not ssd.holds(KEYS[0])
         assert ssd.num_blocks == 0
 
-    run_on(lambda: ssd_tier(first, second), test)
-
 
 # -- forgetting ---------------------------------------------------------------------------------------
 
 
-def test_block_that_is_forgotten_while_it_is_written_is_not_held_after(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_block_that_is_forgotten_while_it_is_written_is_not_held_after(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         slab.hang()
         writing = asyncio.create_task(store(ssd, KEYS[0]))
         await until(lambda: slab.num_writes)
@@ -478,11 +440,9 @@ def test_block_that_is_forgotten_while_it_is_written_is_not_held_after(slab: Fak
         assert (ssd.num_blocks, ssd.counters.num_demotions) == (0, 0)
         assert await store(ssd, KEYS[0])
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_block_that_is_forgotten_while_it_is_read_may_be_read_to_the_end(slab: FakeSlab) -> None:
-    async def test(ssd: SsdTier) -> None:
+async def test_block_that_is_forgotten_while_it_is_read_may_be_read_to_the_end(slab: FakeSlab) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
         slab.hang()
         reading = asyncio.create_task(load(ssd, KEYS[0]))
@@ -496,13 +456,11 @@ def test_block_that_is_forgotten_while_it_is_read_may_be_read_to_the_end(slab: F
         assert await reading == block_of(KEYS[0])
         assert sorted(await asyncio.gather(*others)) == [False, True, True, True]
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_block_that_is_forgotten_and_stored_again_while_its_damaged_copy_is_read_stays(
+async def test_block_that_is_forgotten_and_stored_again_while_its_damaged_copy_is_read_stays(
     slab: FakeSlab,
 ) -> None:
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
         slab.damage(ssd.disks[0].shelf.index[KEYS[0]])
         slab.hang()
@@ -515,21 +473,17 @@ def test_block_that_is_forgotten_and_stored_again_while_its_damaged_copy_is_read
         assert await reading is None
         assert await load(ssd, KEYS[0]) == block_of(KEYS[0])
 
-    run_on(lambda: ssd_tier(slab), test)
 
-
-def test_every_change_is_an_event() -> None:
+async def test_every_change_is_an_event() -> None:
     slab, events = FakeSlab(num_slots=1), EventLog(8)
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(with_events(ssd_tier(slab), events)) as ssd:
         await store(ssd, KEYS[0])
         await store(ssd, KEYS[1])
         ssd.forget(KEYS[1])
         await store(ssd, KEYS[2])
         slab.damage(0)
         await load(ssd, KEYS[2])
-
-    run_on(lambda: with_events(ssd_tier(slab), events), test)
     batch = events.seal()
     assert batch is not None
     assert batch.events[1:] == [
@@ -543,18 +497,16 @@ def test_every_change_is_an_event() -> None:
 
 
 @pytest.mark.parametrize("disk_attribute", ["write", "read"])
-def test_mistake_of_the_program_is_no_failure_of_a_disk(
+async def test_mistake_of_the_program_is_no_failure_of_a_disk(
     slab: FakeSlab, disk_attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mistake(*_: object) -> None:
         raise AssertionError("a mistake")
 
-    async def test(ssd: SsdTier) -> None:
+    async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
         monkeypatch.setattr(slab, disk_attribute, mistake)
         with pytest.raises(AssertionError, match="a mistake"):
             await (store(ssd, KEYS[1]) if disk_attribute == "write" else load(ssd, KEYS[0]))
         disk: Disk = ssd.disks[0]
         assert disk.is_healthy
-
-    run_on(lambda: ssd_tier(slab), test)

@@ -17,7 +17,6 @@ from tests.kvstore.nodes import (
     LAYOUT,
     StartNode,
     prompt_keys,
-    run,
     until,
     unused,
 )
@@ -28,39 +27,36 @@ ALL_LAYERS = range(LAYOUT.num_layers)
 
 
 @pytest.mark.parametrize("ending", ["bytes", "connection"])
-def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(start_node: StartNode, ending: str) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        sender = HandMadeSender(grant.messenger)
-        sender.open(grant)
-        entry, data = entry_for(grant, key[0])
-        sender.write(grant, entry, data[:100])
-        page = reservation.blocks[0].page
-        while client.segment.layer_view(page, 0)[:100] != data[:100]:
-            await client.stats(check_integrity=True)
-        await client.release(reservation.reservation_id)
-        stats = await client.stats(check_integrity=True)
-        assert (stats.num_quarantined, stats.integrity) == (1, None)
-        with pytest.raises(PoolFullError):
-            await client.reserve([], client.num_pages)
-        if ending == "bytes":
-            sender.sock.sendall(data[100:])
-            answers = [sender.receive(), sender.receive()]
-            assert all("revoked" in str(answer) or "released" in str(answer) for answer in answers)
-        else:
-            sender.sock.close()
-        await client.wait_for_space()
-        everything = await client.reserve([], client.num_pages)
-        assert (
-            next(b.generation for b in everything.blocks if b.page == page) == grant.pages[0].generation + 1
-        )
+async def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(
+    start_node: StartNode, ending: str
+) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    sender = HandMadeSender(grant.messenger)
+    sender.open(grant)
+    entry, data = entry_for(grant, key[0])
+    sender.write(grant, entry, data[:100])
+    page = reservation.blocks[0].page
+    while client.segment.layer_view(page, 0)[:100] != data[:100]:
+        await client.stats(check_integrity=True)
+    await client.release(reservation.reservation_id)
+    stats = await client.stats(check_integrity=True)
+    assert (stats.num_quarantined, stats.integrity) == (1, None)
+    with pytest.raises(PoolFullError):
+        await client.reserve([], client.num_pages)
+    if ending == "bytes":
+        sender.sock.sendall(data[100:])
+        answers = [sender.receive(), sender.receive()]
+        assert all("revoked" in str(answer) or "released" in str(answer) for answer in answers)
+    else:
         sender.sock.close()
-        await client.close()
-
-    run(test())
+    await client.wait_for_space()
+    everything = await client.reserve([], client.num_pages)
+    assert next(b.generation for b in everything.blocks if b.page == page) == grant.pages[0].generation + 1
+    sender.sock.close()
+    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -74,147 +70,130 @@ def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(start_node: St
         (lambda e: WriteEntry(e.page, e.generation, 0, 1, b"", 0), "bytes of checksums"),
     ],
 )
-def test_write_outside_its_grant_is_refused_before_a_byte_is_placed(
+async def test_write_outside_its_grant_is_refused_before_a_byte_is_placed(
     start_node: StartNode, change: Callable[[WriteEntry], WriteEntry], complaint: str
 ) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
-        key = prompt_keys(1)
-        grant = await client.grant((await client.reserve(key, 0)).reservation_id)
-        sender = HandMadeSender(grant.messenger)
-        entry, data = entry_for(grant, key[0])
-        sender.write(grant, change(entry), data)
-        assert complaint in str(sender.receive())
-        assert client.segment.buffer[client.segment.page_offset(0) :] == before
-        # The payload was drained: the connection goes on.
-        sender.write(grant, entry, data)
-        assert sender.receive() == WriteAck()
-        # What has arrived is not written again: its acknowledgement may only have been lost.
-        sender.write(grant, entry, data)
-        assert sender.receive() == WriteAck()
-        sender.write(grant, msgspec.structs.replace(entry, checksums=bytes(8)), bytes(len(data)))
-        assert "differ" in str(sender.receive())
-        assert client.segment.layer_view(entry.page, 0) == data
-        sender.sock.close()
-        await client.close()
-
-    run(test())
+    client = await start_node("decode").connect()
+    before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
+    key = prompt_keys(1)
+    grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+    sender = HandMadeSender(grant.messenger)
+    entry, data = entry_for(grant, key[0])
+    sender.write(grant, change(entry), data)
+    assert complaint in str(sender.receive())
+    assert client.segment.buffer[client.segment.page_offset(0) :] == before
+    # The payload was drained: the connection goes on.
+    sender.write(grant, entry, data)
+    assert sender.receive() == WriteAck()
+    # What has arrived is not written again: its acknowledgement may only have been lost.
+    sender.write(grant, entry, data)
+    assert sender.receive() == WriteAck()
+    sender.write(grant, msgspec.structs.replace(entry, checksums=bytes(8)), bytes(len(data)))
+    assert "differ" in str(sender.receive())
+    assert client.segment.layer_view(entry.page, 0) == data
+    sender.sock.close()
+    await client.close()
 
 
-def test_write_after_its_grant_is_complete_changes_nothing(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        sender = HandMadeSender(grant.messenger)
-        for layer in ALL_LAYERS:
-            sender.write(grant, *entry_for(grant, key[0], layer=layer))
-            sender.receive()
-        await client.wait_arrived(reservation.reservation_id)
-        client.segment.layer_view(reservation.blocks[0].page, 0)[:] = other = bytes(LAYOUT.layer_bytes)
-        sender.write(grant, *entry_for(grant, key[0]))
-        assert sender.receive() == WriteAck()
-        assert client.segment.layer_view(reservation.blocks[0].page, 0) == other
-        sender.send(Close(1, None))
-        sender.sock.close()
-        await client.close()
-
-    run(test())
+async def test_write_after_its_grant_is_complete_changes_nothing(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    sender = HandMadeSender(grant.messenger)
+    for layer in ALL_LAYERS:
+        sender.write(grant, *entry_for(grant, key[0], layer=layer))
+        sender.receive()
+    await client.wait_arrived(reservation.reservation_id)
+    client.segment.layer_view(reservation.blocks[0].page, 0)[:] = other = bytes(LAYOUT.layer_bytes)
+    sender.write(grant, *entry_for(grant, key[0]))
+    assert sender.receive() == WriteAck()
+    assert client.segment.layer_view(reservation.blocks[0].page, 0) == other
+    sender.send(Close(1, None))
+    sender.sock.close()
+    await client.close()
 
 
-def test_block_that_lies_where_another_belongs_is_dropped_when_that_one_comes(start_node: StartNode) -> None:
+async def test_block_that_lies_where_another_belongs_is_dropped_when_that_one_comes(
+    start_node: StartNode,
+) -> None:
     """As after a bit of the page's number was flipped on its way: each matches its own checksums."""
-
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        keys = prompt_keys(2)
-        reservation = await client.reserve(keys, 0)
-        grant = await client.grant(reservation.reservation_id)
-        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
-            for layer in ALL_LAYERS:
-                sender.write(grant, *entry_for(grant, keys[1], layer=layer))  # to the page of the first
-                assert sender.receive() == WriteAck()
-            assert (await client.stats()).num_sealed == 1
-            sender.write(grant, *entry_for(grant, keys[0]))
-            assert "are there already, and differ" in str(sender.receive())
-            stats = await client.stats(check_integrity=True)
-            assert (stats.num_sealed, stats.num_dropped, stats.integrity) == (0, 1, None)
-        with pytest.raises(TransferError):
-            await client.wait_arrived(reservation.reservation_id)
-        await client.release(reservation.reservation_id)
-        await until(client, unused)
-        await client.close()
-
-    run(test())
+    client = await start_node("decode").connect()
+    keys = prompt_keys(2)
+    reservation = await client.reserve(keys, 0)
+    grant = await client.grant(reservation.reservation_id)
+    with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+        for layer in ALL_LAYERS:
+            sender.write(grant, *entry_for(grant, keys[1], layer=layer))  # to the page of the first
+            assert sender.receive() == WriteAck()
+        assert (await client.stats()).num_sealed == 1
+        sender.write(grant, *entry_for(grant, keys[0]))
+        assert "are there already, and differ" in str(sender.receive())
+        stats = await client.stats(check_integrity=True)
+        assert (stats.num_sealed, stats.num_dropped, stats.integrity) == (0, 1, None)
+    with pytest.raises(TransferError):
+        await client.wait_arrived(reservation.reservation_id)
+    await client.release(reservation.reservation_id)
+    await until(client, unused)
+    await client.close()
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_layer_that_lies_where_another_belongs_is_sealed_with_no_others(
+async def test_layer_that_lies_where_another_belongs_is_sealed_with_no_others(
     start_node: StartNode, in_parts: bool
 ) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        keys = prompt_keys(2)
-        reservation = await client.reserve(keys, 0)
-        grant = await client.grant(reservation.reservation_id)
-        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
-            sender.open(grant)
-            for key in (keys[1], keys[0]):  # both to the page of the first
-                if in_parts:
-                    sender.write_part(grant, *part_for(grant, key, range(1)), (0, 1))
-                else:
-                    sender.write(grant, *entry_for(grant, key))
-            for layer in ALL_LAYERS[1:]:  # on their way already
-                sender.write(grant, *entry_for(grant, keys[0], layer=layer))
-            answers = [sender.receive() for _ in range(2 + len(ALL_LAYERS))]
-            assert answers.count(WriteAck()) == 1
-            assert sum("are there already, and differ" in str(answer) for answer in answers) == 2
-            assert sum(isinstance(answer, Ended) for answer in answers) == 1
-            with pytest.raises(TransferError, match="differ"):
-                await client.wait_arrived(reservation.reservation_id)
-        await client.release(reservation.reservation_id)
-        stats = await until(client, unused)
-        assert (stats.num_sealed, stats.num_dropped) == (0, 0)
-        await client.close()
-
-    run(test())
+    client = await start_node("decode").connect()
+    keys = prompt_keys(2)
+    reservation = await client.reserve(keys, 0)
+    grant = await client.grant(reservation.reservation_id)
+    with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+        sender.open(grant)
+        for key in (keys[1], keys[0]):  # both to the page of the first
+            if in_parts:
+                sender.write_part(grant, *part_for(grant, key, range(1)), (0, 1))
+            else:
+                sender.write(grant, *entry_for(grant, key))
+        for layer in ALL_LAYERS[1:]:  # on their way already
+            sender.write(grant, *entry_for(grant, keys[0], layer=layer))
+        answers = [sender.receive() for _ in range(2 + len(ALL_LAYERS))]
+        assert answers.count(WriteAck()) == 1
+        assert sum("are there already, and differ" in str(answer) for answer in answers) == 2
+        assert sum(isinstance(answer, Ended) for answer in answers) == 1
+        with pytest.raises(TransferError, match="differ"):
+            await client.wait_arrived(reservation.reservation_id)
+    await client.release(reservation.reservation_id)
+    stats = await until(client, unused)
+    assert (stats.num_sealed, stats.num_dropped) == (0, 0)
+    await client.close()
 
 
-def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        address = (await client.grant((await client.reserve(prompt_keys(1), 0)).reservation_id)).messenger
-        with contextlib.ExitStack() as open_files:
-            strangers = [
-                open_files.enter_context(socket.create_connection(address.tcp_endpoints[0], DEADLINE_S))
-                for _ in range(MOST_UNKNOWN + 1)
-            ]
-            assert strangers[0].recv(1) == b""  # the oldest makes room
-            await until(client, lambda stats: stats.num_strangers == 1)
-            fd = os.memfd_create("hand-made")
-            open_files.callback(os.close, fd)
-            os.truncate(fd, 8192)
-            sender = HandMadeSender(address, fd, 8192)
-            open_files.enter_context(sender.sock)
-            assert isinstance(sender.welcome, Welcome)
-        await client.close()
-
-    run(test())
+async def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    address = (await client.grant((await client.reserve(prompt_keys(1), 0)).reservation_id)).messenger
+    with contextlib.ExitStack() as open_files:
+        strangers = [
+            open_files.enter_context(socket.create_connection(address.tcp_endpoints[0], DEADLINE_S))
+            for _ in range(MOST_UNKNOWN + 1)
+        ]
+        assert strangers[0].recv(1) == b""  # the oldest makes room
+        await until(client, lambda stats: stats.num_strangers == 1)
+        fd = os.memfd_create("hand-made")
+        open_files.callback(os.close, fd)
+        os.truncate(fd, 8192)
+        sender = HandMadeSender(address, fd, 8192)
+        open_files.enter_context(sender.sock)
+        assert isinstance(sender.welcome, Welcome)
+    await client.close()
 
 
-def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        with socket.create_connection(client.address.tcp_endpoints[0], DEADLINE_S) as sock:
-            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            with contextlib.suppress(ConnectionResetError):  # it may not have read all of ours
-                assert sock.recv(1) == b""
-        await client.stats(check_integrity=True)
-        await client.close()
-
-    run(test())
+async def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    with socket.create_connection(client.address.tcp_endpoints[0], DEADLINE_S) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):  # it may not have read all of ours
+            assert sock.recv(1) == b""
+    await client.stats(check_integrity=True)
+    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -230,154 +209,136 @@ def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNode) -> 
         ((0, 1), {"checksums": b""}, "bytes of checksums"),
     ],
 )
-def test_part_outside_its_grant_is_refused_before_a_byte_is_placed(
+async def test_part_outside_its_grant_is_refused_before_a_byte_is_placed(
     start_node: StartNode, heads: tuple[int, int], changed: dict[str, object], complaint: str
 ) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
-        key = prompt_keys(1)
-        grant = await client.grant((await client.reserve(key, 0)).reservation_id)
-        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
-            entry, _ = part_for(grant, key[0], range(1))
-            entry = msgspec.structs.replace(entry, **changed)
-            num_bytes = entry.num_layers * (heads[1] - heads[0]) * LAYOUT.head_bytes
-            sender.write_part(grant, entry, bytes(num_bytes), heads)
-            assert complaint in str(sender.receive())
-            assert client.segment.buffer[client.segment.page_offset(0) :] == before
-        await client.close()
-
-    run(test())
+    client = await start_node("decode").connect()
+    before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
+    key = prompt_keys(1)
+    grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+    with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+        entry, _ = part_for(grant, key[0], range(1))
+        entry = msgspec.structs.replace(entry, **changed)
+        num_bytes = entry.num_layers * (heads[1] - heads[0]) * LAYOUT.head_bytes
+        sender.write_part(grant, entry, bytes(num_bytes), heads)
+        assert complaint in str(sender.receive())
+        assert client.segment.buffer[client.segment.page_offset(0) :] == before
+    await client.close()
 
 
 @pytest.mark.parametrize("heads", [None, (1, 1), (1, 0), (0, 1 << 62), (-(1 << 63), (1 << 64) - 1)])
-def test_heads_that_are_none_or_not_said_end_the_connection(
+async def test_heads_that_are_none_or_not_said_end_the_connection(
     start_node: StartNode, heads: tuple[int, int] | None
 ) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        rank = msgspec.structs.replace(IDENTITY, layout=LAYOUT.of_heads(range(1)))
-        with contextlib.closing(HandMadeSender(grant.messenger, identity=rank)) as sender:
-            entry, data = part_for(grant, key[0], range(1))
-            sender.send(Write(1, grant.grant_id, [entry], heads), data)
-            assert sender.is_dropped()
-        await client.release(reservation.reservation_id)
-        assert (await until(client, unused)).num_sealed == 0
-        await client.close()
-
-    run(test())
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    rank = msgspec.structs.replace(IDENTITY, layout=LAYOUT.of_heads(range(1)))
+    with contextlib.closing(HandMadeSender(grant.messenger, identity=rank)) as sender:
+        entry, data = part_for(grant, key[0], range(1))
+        sender.send(Write(1, grant.grant_id, [entry], heads), data)
+        assert sender.is_dropped()
+    await client.release(reservation.reservation_id)
+    assert (await until(client, unused)).num_sealed == 0
+    await client.close()
 
 
-def test_layer_is_there_when_its_parts_are_and_none_is_written_twice(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        page = reservation.blocks[0].page
-        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
-            (first, first_bytes), (last, last_bytes) = (
-                part_for(grant, key[0], heads) for heads in (range(1), range(1, 2))
-            )
+async def test_layer_is_there_when_its_parts_are_and_none_is_written_twice(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    page = reservation.blocks[0].page
+    with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+        (first, first_bytes), (last, last_bytes) = (
+            part_for(grant, key[0], heads) for heads in (range(1), range(1, 2))
+        )
 
-            def answer(entry: WriteEntry, data: bytes, heads: tuple[int, int]) -> str:
-                sender.write_part(grant, entry, data, heads)
-                return str(sender.receive())
+        def answer(entry: WriteEntry, data: bytes, heads: tuple[int, int]) -> str:
+            sender.write_part(grant, entry, data, heads)
+            return str(sender.receive())
 
-            placed = str(WriteAck())
-            assert answer(last, last_bytes, (1, 2)) == placed
-            assert answer(last, last_bytes, (1, 2)) == placed  # the acknowledgement may have been lost
-            assert "were written before" in answer(*entry_for(grant, key[0]), (0, 2))
-            assert client.segment.layer_view(page, 0) == bytes(len(first_bytes)) + last_bytes
-            assert answer(first, first_bytes, (0, 1)) == placed
-            assert client.segment.layer_view(page, 0) == first_bytes + last_bytes
-            # The whole layer is there now, in whichever way it comes again.
-            assert answer(last, last_bytes, (1, 2)) == placed
-            assert answer(*entry_for(grant, key[0]), (0, 2)) == placed
-            assert client.segment.layer_view(page, 0) == first_bytes + last_bytes
-            for layer in ALL_LAYERS[1:]:
-                sender.write(grant, *entry_for(grant, key[0], layer=layer))
-                assert sender.receive() == WriteAck()
-        await client.wait_arrived(reservation.reservation_id)
-        await client.release(reservation.reservation_id)
-        assert await client.verify(key) == []
-        await client.close()
-
-    run(test())
+        placed = str(WriteAck())
+        assert answer(last, last_bytes, (1, 2)) == placed
+        assert answer(last, last_bytes, (1, 2)) == placed  # the acknowledgement may have been lost
+        assert "were written before" in answer(*entry_for(grant, key[0]), (0, 2))
+        assert client.segment.layer_view(page, 0) == bytes(len(first_bytes)) + last_bytes
+        assert answer(first, first_bytes, (0, 1)) == placed
+        assert client.segment.layer_view(page, 0) == first_bytes + last_bytes
+        # The whole layer is there now, in whichever way it comes again.
+        assert answer(last, last_bytes, (1, 2)) == placed
+        assert answer(*entry_for(grant, key[0]), (0, 2)) == placed
+        assert client.segment.layer_view(page, 0) == first_bytes + last_bytes
+        for layer in ALL_LAYERS[1:]:
+            sender.write(grant, *entry_for(grant, key[0], layer=layer))
+            assert sender.receive() == WriteAck()
+    await client.wait_arrived(reservation.reservation_id)
+    await client.release(reservation.reservation_id)
+    assert await client.verify(key) == []
+    await client.close()
 
 
-def test_part_cannot_join_a_layer_that_is_being_received_whole(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        session = bytes(16)
-        with (
-            contextlib.closing(HandMadeSender(grant.messenger, session=session)) as whole,
-            contextlib.closing(HandMadeSender(grant.messenger, session=session, lane=1)) as part,
-        ):
-            entry, data = entry_for(grant, key[0])
-            whole.write(grant, entry, data[:100])
+async def test_part_cannot_join_a_layer_that_is_being_received_whole(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    session = bytes(16)
+    with (
+        contextlib.closing(HandMadeSender(grant.messenger, session=session)) as whole,
+        contextlib.closing(HandMadeSender(grant.messenger, session=session, lane=1)) as part,
+    ):
+        entry, data = entry_for(grant, key[0])
+        whole.write(grant, entry, data[:100])
+        while client.segment.layer_view(entry.page, 0)[:100] != data[:100]:
+            await client.stats(check_integrity=True)
+        part.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
+        assert "were written before" in str(part.receive())
+        whole.sock.sendall(data[100:])
+        assert whole.receive() == WriteAck()
+    await client.close()
+
+
+async def test_part_that_does_not_come_whole_can_come_again(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    session = bytes(16)
+    with contextlib.closing(HandMadeSender(grant.messenger, session=session)) as sender:
+        entry, data = part_for(grant, key[0], range(1))
+        with contextlib.closing(HandMadeSender(grant.messenger, session=session, lane=1)) as lost:
+            lost.send(Write(1, grant.grant_id, [entry], (0, 1)), data[:100], len(data))
             while client.segment.layer_view(entry.page, 0)[:100] != data[:100]:
                 await client.stats(check_integrity=True)
-            part.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
-            assert "were written before" in str(part.receive())
-            whole.sock.sendall(data[100:])
-            assert whole.receive() == WriteAck()
-        await client.close()
-
-    run(test())
-
-
-def test_part_that_does_not_come_whole_can_come_again(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        session = bytes(16)
-        with contextlib.closing(HandMadeSender(grant.messenger, session=session)) as sender:
-            entry, data = part_for(grant, key[0], range(1))
-            with contextlib.closing(HandMadeSender(grant.messenger, session=session, lane=1)) as lost:
-                lost.send(Write(1, grant.grant_id, [entry], (0, 1)), data[:100], len(data))
-                while client.segment.layer_view(entry.page, 0)[:100] != data[:100]:
-                    await client.stats(check_integrity=True)
-            sender.send(Abandon(1))
-            for heads in (range(1), range(1, 2)):
-                sender.write_part(grant, *part_for(grant, key[0], heads), (heads.start, heads.stop))
-                assert sender.receive() == WriteAck()
-            assert client.segment.layer_view(entry.page, 0) == entry_for(grant, key[0])[1]
-        await client.close()
-
-    run(test())
-
-
-def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
-            sender.open(grant)
-            sender.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
+        sender.send(Abandon(1))
+        for heads in (range(1), range(1, 2)):
+            sender.write_part(grant, *part_for(grant, key[0], heads), (heads.start, heads.stop))
             assert sender.receive() == WriteAck()
-            entry, data = part_for(grant, key[0], range(1, 2))
-            sender.write_part(grant, entry, data[:-1] + bytes([data[-1] ^ 1]), (1, 2))
-            answer = sender.receive()
-            assert isinstance(answer, WriteAck)
-            assert answer.refusal is RefusalKind.CORRUPT
-            with pytest.raises(TransferError, match=r"checksum of page .* does not match"):
-                await client.wait_arrived(reservation.reservation_id)
-        await client.release(reservation.reservation_id)
-        assert (await until(client, unused)).num_sealed == 0
-        await client.close()
+        assert client.segment.layer_view(entry.page, 0) == entry_for(grant, key[0])[1]
+    await client.close()
 
-    run(test())
+
+async def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
+        sender.open(grant)
+        sender.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
+        assert sender.receive() == WriteAck()
+        entry, data = part_for(grant, key[0], range(1, 2))
+        sender.write_part(grant, entry, data[:-1] + bytes([data[-1] ^ 1]), (1, 2))
+        answer = sender.receive()
+        assert isinstance(answer, WriteAck)
+        assert answer.refusal is RefusalKind.CORRUPT
+        with pytest.raises(TransferError, match=r"checksum of page .* does not match"):
+            await client.wait_arrived(reservation.reservation_id)
+    await client.release(reservation.reservation_id)
+    assert (await until(client, unused)).num_sealed == 0
+    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -393,65 +354,59 @@ def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
         "no entries",
     ],
 )
-def test_lying_peer_loses_its_connection_and_does_no_harm(start_node: StartNode, lie: str) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        reservation = await client.reserve(key, 0)
-        grant = await client.grant(reservation.reservation_id)
-        fd = os.memfd_create("hand-made")
-        os.truncate(fd, 8192)
-        entry, data = entry_for(grant, key[0])
-        match lie:
-            case "segment without descriptor":
-                sender = HandMadeSender(grant.messenger, None, 8192)
-            case "negative segment":
-                sender = HandMadeSender(grant.messenger, fd, -1)
-            case "segment beyond its descriptor":
-                sender = HandMadeSender(grant.messenger, fd, 8193)
-            case "payload over shared memory":
-                sender = HandMadeSender(grant.messenger, fd, 8192)
-                sender.write(grant, entry, data)
-            case "source outside the segment" | "negative source":
-                sender = HandMadeSender(grant.messenger, fd, 8192)
-                entry = msgspec.structs.replace(entry, source_offset=-1 if lie == "negative source" else 8000)
-                sender.send(Write(1, grant.grant_id, [entry]))
-            case "payload shorter than its pages":
-                sender = HandMadeSender(grant.messenger)
-                sender.send(Write(1, grant.grant_id, [entry]), payload_bytes=len(data) - 1)
-            case _:
-                sender = HandMadeSender(grant.messenger)
-                sender.send(Write(1, grant.grant_id, []))
-        assert sender.is_dropped()
-        sender.sock.close()
-        os.close(fd)
-        await client.release(reservation.reservation_id)
-        assert (await until(client, unused)).num_sealed == 0
-        await client.close()
-
-    run(test())
+async def test_lying_peer_loses_its_connection_and_does_no_harm(start_node: StartNode, lie: str) -> None:
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    grant = await client.grant(reservation.reservation_id)
+    fd = os.memfd_create("hand-made")
+    os.truncate(fd, 8192)
+    entry, data = entry_for(grant, key[0])
+    match lie:
+        case "segment without descriptor":
+            sender = HandMadeSender(grant.messenger, None, 8192)
+        case "negative segment":
+            sender = HandMadeSender(grant.messenger, fd, -1)
+        case "segment beyond its descriptor":
+            sender = HandMadeSender(grant.messenger, fd, 8193)
+        case "payload over shared memory":
+            sender = HandMadeSender(grant.messenger, fd, 8192)
+            sender.write(grant, entry, data)
+        case "source outside the segment" | "negative source":
+            sender = HandMadeSender(grant.messenger, fd, 8192)
+            entry = msgspec.structs.replace(entry, source_offset=-1 if lie == "negative source" else 8000)
+            sender.send(Write(1, grant.grant_id, [entry]))
+        case "payload shorter than its pages":
+            sender = HandMadeSender(grant.messenger)
+            sender.send(Write(1, grant.grant_id, [entry]), payload_bytes=len(data) - 1)
+        case _:
+            sender = HandMadeSender(grant.messenger)
+            sender.send(Write(1, grant.grant_id, []))
+    assert sender.is_dropped()
+    sender.sock.close()
+    os.close(fd)
+    await client.release(reservation.reservation_id)
+    assert (await until(client, unused)).num_sealed == 0
+    await client.close()
 
 
-def test_write_over_shared_memory_that_comes_again_is_acknowledged_and_not_placed(
+async def test_write_over_shared_memory_that_comes_again_is_acknowledged_and_not_placed(
     start_node: StartNode,
 ) -> None:
-    async def test() -> None:
-        client = await start_node("decode").connect()
-        key = prompt_keys(1)
-        grant = await client.grant((await client.reserve(key, 0)).reservation_id)
-        entry, data = entry_for(grant, key[0])
-        fd = os.memfd_create("hand-made")
-        os.truncate(fd, 8192)
-        os.pwrite(fd, data, 0)
-        sender = HandMadeSender(grant.messenger, fd, 8192)
-        sender.send(Write(1, grant.grant_id, [entry]))
-        assert sender.receive() == WriteAck()
-        os.pwrite(fd, bytes(len(data)), 0)
-        sender.send(Write(1, grant.grant_id, [entry]))
-        assert sender.receive() == WriteAck()
-        assert client.segment.layer_view(entry.page, 0) == data
-        sender.sock.close()
-        os.close(fd)
-        await client.close()
-
-    run(test())
+    client = await start_node("decode").connect()
+    key = prompt_keys(1)
+    grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+    entry, data = entry_for(grant, key[0])
+    fd = os.memfd_create("hand-made")
+    os.truncate(fd, 8192)
+    os.pwrite(fd, data, 0)
+    sender = HandMadeSender(grant.messenger, fd, 8192)
+    sender.send(Write(1, grant.grant_id, [entry]))
+    assert sender.receive() == WriteAck()
+    os.pwrite(fd, bytes(len(data)), 0)
+    sender.send(Write(1, grant.grant_id, [entry]))
+    assert sender.receive() == WriteAck()
+    assert client.segment.layer_view(entry.page, 0) == data
+    sender.sock.close()
+    os.close(fd)
+    await client.close()

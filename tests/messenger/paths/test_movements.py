@@ -7,35 +7,32 @@ import pytest
 
 from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
-from tests.messenger.fabric import LARGE, fabric, run, until
+from tests.messenger.fabric import LARGE, fabric, until
 
 
 @pytest.mark.parametrize("trouble", ["silence", "reset", "revocation"])
-def test_what_did_not_arrive_is_in_flight_no_more_and_says_nothing_of_the_path(
+async def test_what_did_not_arrive_is_in_flight_no_more_and_says_nothing_of_the_path(
     tmp_path: Path, trouble: str
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 12, streams=1, ack_timeout_s=0.3) as node:
-            proxy = node.proxy()
-            peer = await node.peer()
-            node.pages.grant(1, range(8))
-            await node.write(1, range(4), peer=peer)
-            known = peer.flow.bandwidth_bytes_per_s
-            assert known is not None
-            proxy.black_hole()
-            write = asyncio.create_task(node.write(1, range(4, 8), peer=peer))
-            await until(lambda: peer.flow.in_flight_bytes == 4 * LARGE.block_bytes)
-            if trouble == "reset":
-                proxy.reset()
-            elif trouble == "revocation":
-                node.pages.revoke(1, "not wanted any more")
-                proxy.heal()
-            with pytest.raises(TransferError):
-                await write
-            await until(lambda: not peer.flow.in_flight_bytes)
-            assert peer.flow.bandwidth_bytes_per_s == known
-            arrived = 4 * LARGE.block_bytes
-            assert node.sent.by_peer["receiver"].sent_bytes[Transport.TCP] == arrived
-            assert node.received.received_bytes[Transport.TCP] == arrived
-
-    run(test())
+    async with fabric(tmp_path, LARGE, 12, streams=1, ack_timeout_s=0.3) as node:
+        proxy = node.proxy()
+        peer = await node.peer()
+        node.pages.grant(1, range(8))
+        await node.write(1, range(4), peer=peer)
+        known = peer.flow.bandwidth_bytes_per_s
+        assert known is not None
+        proxy.black_hole()
+        write = asyncio.create_task(node.write(1, range(4, 8), peer=peer))
+        await until(lambda: peer.flow.in_flight_bytes == 4 * LARGE.block_bytes)
+        if trouble == "reset":
+            proxy.reset()
+        elif trouble == "revocation":
+            node.pages.revoke(1, "not wanted any more")
+            proxy.heal()
+        with pytest.raises(TransferError):
+            await write
+        await until(lambda: not peer.flow.in_flight_bytes)
+        assert peer.flow.bandwidth_bytes_per_s == known
+        arrived = 4 * LARGE.block_bytes
+        assert node.sent.by_peer["receiver"].sent_bytes[Transport.TCP] == arrived
+        assert node.received.received_bytes[Transport.TCP] == arrived

@@ -32,7 +32,7 @@ from messenger.wire.messages import (
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from mooncake.errors import PoolError, TransferError
 from tests.deadline import DEADLINE_S
-from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, run, until
+from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, until
 from tests.messenger.wire import Wire
 
 SESSION = b"s" * 16
@@ -74,38 +74,34 @@ RULES_BROKEN: dict[str, Callable[[Fabric], list[Said]]] = {
 
 
 @pytest.mark.parametrize("said", RULES_BROKEN.values(), ids=RULES_BROKEN.keys())
-def test_a_broken_rule_costs_the_connection(tmp_path: Path, said: Callable[[Fabric], list[Said]]) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grant = node.pages.grant(1, [0])
-            node.publish([1])
-            node.pages.may_read.clear()
+async def test_a_broken_rule_costs_the_connection(
+    tmp_path: Path, said: Callable[[Fabric], list[Said]]
+) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        grant = node.pages.grant(1, [0])
+        node.publish([1])
+        node.pages.may_read.clear()
+        wire = await Wire.introduced(node)
+        await wire.say(Open(1, 1, "grant 1"))
+        await until(lambda: grant.writers)
+        for message, payload in said(node):
+            await wire.say(message, payload)
+        await wire.assert_closed()
+        wire.close()
+        await until(lambda: grant.failure is not None)
+        node.pages.may_read.set()
+        await node.assert_works()
+        assert node.received.num_strangers == 0
+
+
+async def test_a_frame_that_is_none_costs_the_connection(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        for data in (b"\xff" * 64, b"\x04\0\0\0\0\0\0\0\xc1\xc1\xc1\xc1", bytes(8)):
             wire = await Wire.introduced(node)
-            await wire.say(Open(1, 1, "grant 1"))
-            await until(lambda: grant.writers)
-            for message, payload in said(node):
-                await wire.say(message, payload)
+            await wire.say_bytes(data)
             await wire.assert_closed()
             wire.close()
-            await until(lambda: grant.failure is not None)
-            node.pages.may_read.set()
-            await node.assert_works()
-            assert node.received.num_strangers == 0
-
-    run(test())
-
-
-def test_a_frame_that_is_none_costs_the_connection(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            for data in (b"\xff" * 64, b"\x04\0\0\0\0\0\0\0\xc1\xc1\xc1\xc1", bytes(8)):
-                wire = await Wire.introduced(node)
-                await wire.say_bytes(data)
-                await wire.assert_closed()
-                wire.close()
-            await node.assert_works()
-
-    run(test())
+        await node.assert_works()
 
 
 REFUSED: dict[str, dict[str, object]] = {
@@ -122,294 +118,251 @@ REFUSED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("changed", REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_a_write_that_fits_no_grant_places_nothing(
+async def test_a_write_that_fits_no_grant_places_nothing(
     tmp_path: Path, changed: dict[str, object], is_complete: bool
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grant = node.pages.grant(1, [0])
-            wire = await Wire.introduced(node)
-            if is_complete:
-                await wire.say(*write(node, node.entry(0)))
-                assert await wire.hear() == WriteAck()
-            wrong = entry(node, 0, **changed)
-            num_bytes = max(0, wrong.num_layers) * TINY.layer_bytes
-            await wire.say(Write(7, 1, [wrong]), bytes(num_bytes))
-            try:
-                answer = await wire.hear()
-            except ConnectionError:
-                pass
-            else:
-                assert isinstance(answer, WriteAck)
-                assert answer.refusal is not None
-            assert grant.is_complete == is_complete
-            wire.close()
-            await until(lambda: node.num_served == 0)
-            await node.assert_works()
-
-    run(test())
-
-
-def test_damaged_bytes_are_refused_and_fail_the_grant(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grant = node.pages.grant(1, [0, 1])
-            wire = await Wire.introduced(node)
-            message, payload = write(node, node.entry(0), node.entry(1))
-            await wire.say(message, payload[:-1] + bytes([payload[-1] ^ 1]))
+    async with fabric(tmp_path, TINY) as node:
+        grant = node.pages.grant(1, [0])
+        wire = await Wire.introduced(node)
+        if is_complete:
+            await wire.say(*write(node, node.entry(0)))
+            assert await wire.hear() == WriteAck()
+        wrong = entry(node, 0, **changed)
+        num_bytes = max(0, wrong.num_layers) * TINY.layer_bytes
+        await wire.say(Write(7, 1, [wrong]), bytes(num_bytes))
+        try:
             answer = await wire.hear()
+        except ConnectionError:
+            pass
+        else:
             assert isinstance(answer, WriteAck)
-            assert answer.refusal is RefusalKind.CORRUPT
-            assert grant.arrived == {}  # all of a write, or none
-            assert grant.failure == "checksum of page 1 from sender does not match its bytes"
-            await wire.say(message, payload)
-            answer = await wire.hear()
-            assert isinstance(answer, WriteAck)
-            assert answer.refusal is RefusalKind.STALE
-            wire.close()
-
-    run(test())
+            assert answer.refusal is not None
+        assert grant.is_complete == is_complete
+        wire.close()
+        await until(lambda: node.num_served == 0)
+        await node.assert_works()
 
 
-def test_a_lane_number_is_taken_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            node.pages.grant(1, [0])
-            first = await Wire.introduced(node, SESSION, 3)
-            second = await Wire.introduced(node, SESSION, 3)
-            await second.assert_closed()
-            second.close()
-            await first.say(*write(node, node.entry(0)))
-            assert await first.hear() == WriteAck()
-            other = await Wire.introduced(node, SESSION, -4)
-            await other.say(Probe(), b"123")
-            assert await other.hear() == WriteAck()
-            first.close()
-            other.close()
-
-    run(test())
-
-
-def test_a_lane_is_abandoned_with_what_it_had_begun(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 4) as node:
-            grant = node.pages.grant(1, [0])
-            dead, alive = [await Wire.introduced(node, SESSION, lane) for lane in range(2)]
-            message, payload = write(node, node.entry(0))
-            await dead.say_bytes(encode_frame(message, len(payload)) + payload[: len(payload) // 2])
-            await until(lambda: grant.receiving)
-            await alive.say(Abandon(0))
-            await alive.say(message, payload)
-            assert await alive.hear() == WriteAck()
-            assert grant.is_complete
-            await dead.assert_closed()
-            dead.close()
-            alive.close()
-
-    run(test())
+async def test_damaged_bytes_are_refused_and_fail_the_grant(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        grant = node.pages.grant(1, [0, 1])
+        wire = await Wire.introduced(node)
+        message, payload = write(node, node.entry(0), node.entry(1))
+        await wire.say(message, payload[:-1] + bytes([payload[-1] ^ 1]))
+        answer = await wire.hear()
+        assert isinstance(answer, WriteAck)
+        assert answer.refusal is RefusalKind.CORRUPT
+        assert grant.arrived == {}  # all of a write, or none
+        assert grant.failure == "checksum of page 1 from sender does not match its bytes"
+        await wire.say(message, payload)
+        answer = await wire.hear()
+        assert isinstance(answer, WriteAck)
+        assert answer.refusal is RefusalKind.STALE
+        wire.close()
 
 
-def test_a_write_is_given_up_if_the_lane_is_cancelled_just_when_it_begins(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 4) as node:
-            grant = node.pages.grant(1, [0])
-            before = asyncio.all_tasks()
-            wire = await Wire.introduced(node, SESSION, 0)
-            await wire.say(Open(7, 1, "a transfer"))
-            await until(lambda: grant.writers)
-            ours, begin = asyncio.all_tasks() - before, node.pages.begin
-
-            def begin_and_cancel(grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
-                for task in ours:
-                    task.cancel()
-                return begin(grant_id, entry, heads)
-
-            node.pages.begin = begin_and_cancel  # type: ignore[method-assign]
-            message, payload = write(node, node.entry(0))
-            await wire.say_bytes(encode_frame(message, len(payload)) + payload[:100])
-            await until(lambda: grant.failure is not None)
-            assert node.pages.num_begun == 0
-            assert not grant.receiving
-            wire.close()
-
-    run(test())
+async def test_a_lane_number_is_taken_once(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        node.pages.grant(1, [0])
+        first = await Wire.introduced(node, SESSION, 3)
+        second = await Wire.introduced(node, SESSION, 3)
+        await second.assert_closed()
+        second.close()
+        await first.say(*write(node, node.entry(0)))
+        assert await first.hear() == WriteAck()
+        other = await Wire.introduced(node, SESSION, -4)
+        await other.say(Probe(), b"123")
+        assert await other.hear() == WriteAck()
+        first.close()
+        other.close()
 
 
-def test_a_write_that_is_there_before_it_is_read_is_taken_before_others_have_their_turn(
+async def test_a_lane_is_abandoned_with_what_it_had_begun(tmp_path: Path) -> None:
+    async with fabric(tmp_path, LARGE, 4) as node:
+        grant = node.pages.grant(1, [0])
+        dead, alive = [await Wire.introduced(node, SESSION, lane) for lane in range(2)]
+        message, payload = write(node, node.entry(0))
+        await dead.say_bytes(encode_frame(message, len(payload)) + payload[: len(payload) // 2])
+        await until(lambda: grant.receiving)
+        await alive.say(Abandon(0))
+        await alive.say(message, payload)
+        assert await alive.hear() == WriteAck()
+        assert grant.is_complete
+        await dead.assert_closed()
+        dead.close()
+        alive.close()
+
+
+async def test_a_write_is_given_up_if_the_lane_is_cancelled_just_when_it_begins(tmp_path: Path) -> None:
+    async with fabric(tmp_path, LARGE, 4) as node:
+        grant = node.pages.grant(1, [0])
+        before = asyncio.all_tasks()
+        wire = await Wire.introduced(node, SESSION, 0)
+        await wire.say(Open(7, 1, "a transfer"))
+        await until(lambda: grant.writers)
+        ours, begin = asyncio.all_tasks() - before, node.pages.begin
+
+        def begin_and_cancel(grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
+            for task in ours:
+                task.cancel()
+            return begin(grant_id, entry, heads)
+
+        node.pages.begin = begin_and_cancel  # type: ignore[method-assign]
+        message, payload = write(node, node.entry(0))
+        await wire.say_bytes(encode_frame(message, len(payload)) + payload[:100])
+        await until(lambda: grant.failure is not None)
+        assert node.pages.num_begun == 0
+        assert not grant.receiving
+        wire.close()
+
+
+async def test_a_write_that_is_there_before_it_is_read_is_taken_before_others_have_their_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may give its page to somebody else, and it has been acknowledged."""
     # Whatever is moved takes a whole turn.
     monkeypatch.setattr(Stream, "moved", lambda self, num_bytes: setattr(self, "_num_moved", 1 << 30))
+    async with fabric(tmp_path, SMALL) as node:
+        grant = node.pages.grant(1, [0, 1])
+        other = node.pages.grant(2, [2])
+        wire = await Wire.introduced(node)
+        await wire.say(Open(3, 2, "another transfer"))
+        await until(lambda: other.writers)
+        loop, close = asyncio.get_running_loop(), node.pages.close
 
-    async def test() -> None:
-        async with fabric(tmp_path, SMALL) as node:
-            grant = node.pages.grant(1, [0, 1])
-            other = node.pages.grant(2, [2])
-            wire = await Wire.introduced(node)
-            await wire.say(Open(3, 2, "another transfer"))
-            await until(lambda: other.writers)
-            loop, close = asyncio.get_running_loop(), node.pages.close
+        def close_and_revoke(*of_whom: Any) -> None:
+            close(*of_whom)
+            loop.call_soon(node.pages.revoke, 1, "nobody wants it")
 
-            def close_and_revoke(*of_whom: Any) -> None:
-                close(*of_whom)
-                loop.call_soon(node.pages.revoke, 1, "nobody wants it")
-
-            node.pages.close = close_and_revoke  # type: ignore[method-assign]
-            message, payload = write(node, node.entry(0))
-            frames = encode_frame(Close(3, None)), encode_frame(message, len(payload)), payload
-            await wire.say_bytes(b"".join(frames))
-            assert await wire.hear() == WriteAck()
-            assert isinstance(await wire.hear(), Ended)
-            assert set(grant.arrived) == {(0, layer) for layer in range(SMALL.num_layers)}
-            await wire.say(Probe(), b"123")
-            assert await wire.hear() == WriteAck()
-            wire.close()
-
-    run(test())
+        node.pages.close = close_and_revoke  # type: ignore[method-assign]
+        message, payload = write(node, node.entry(0))
+        frames = encode_frame(Close(3, None)), encode_frame(message, len(payload)), payload
+        await wire.say_bytes(b"".join(frames))
+        assert await wire.hear() == WriteAck()
+        assert isinstance(await wire.hear(), Ended)
+        assert set(grant.arrived) == {(0, layer) for layer in range(SMALL.num_layers)}
+        await wire.say(Probe(), b"123")
+        assert await wire.hear() == WriteAck()
+        wire.close()
 
 
-def test_a_write_whose_grant_is_revoked_under_it_is_refused(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 4) as node:
-            grant = node.pages.grant(1, [0])
-            wire = await Wire.introduced(node)
-            message, payload = write(node, node.entry(0))
-            half = len(payload) // 2
-            await wire.say_bytes(encode_frame(message, len(payload)) + payload[:half])
-            await until(lambda: grant.receiving)
-            node.pages.revoke(1, "nobody wants it")
-            assert await wire.hear() == Ended(7, "nobody wants it")
-            await wire.say_bytes(payload[half:])
-            assert await wire.hear() == WriteAck(RefusalKind.STALE, "revoked meanwhile")
-            assert grant.arrived == {}
-            wire.close()
-            await node.assert_works()
-
-    run(test())
+async def test_a_write_whose_grant_is_revoked_under_it_is_refused(tmp_path: Path) -> None:
+    async with fabric(tmp_path, LARGE, 4) as node:
+        grant = node.pages.grant(1, [0])
+        wire = await Wire.introduced(node)
+        message, payload = write(node, node.entry(0))
+        half = len(payload) // 2
+        await wire.say_bytes(encode_frame(message, len(payload)) + payload[:half])
+        await until(lambda: grant.receiving)
+        node.pages.revoke(1, "nobody wants it")
+        assert await wire.hear() == Ended(7, "nobody wants it")
+        await wire.say_bytes(payload[half:])
+        assert await wire.hear() == WriteAck(RefusalKind.STALE, "revoked meanwhile")
+        assert grant.arrived == {}
+        wire.close()
+        await node.assert_works()
 
 
-def test_a_write_that_never_ends_is_given_up(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 4, ack_timeout_s=0.2) as node:
-            grant = node.pages.grant(1, [0])
-            wire = await Wire.introduced(node, SESSION, 0)
-            message, payload = write(node, node.entry(0))
-            await wire.say_bytes(encode_frame(message, len(payload)) + payload[:100])
-            await until(lambda: grant.receiving)
-            await until(lambda: grant.failure is not None)
-            assert not grant.receiving
-            wire.close()
-            await node.assert_works()
-
-    run(test())
+async def test_a_write_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    async with fabric(tmp_path, LARGE, 4, ack_timeout_s=0.2) as node:
+        grant = node.pages.grant(1, [0])
+        wire = await Wire.introduced(node, SESSION, 0)
+        message, payload = write(node, node.entry(0))
+        await wire.say_bytes(encode_frame(message, len(payload)) + payload[:100])
+        await until(lambda: grant.receiving)
+        await until(lambda: grant.failure is not None)
+        assert not grant.receiving
+        wire.close()
+        await node.assert_works()
 
 
 @pytest.mark.parametrize("lane", [0, 1, -1, 1 << 60])
-def test_abandoning_oneself_or_nobody_changes_nothing(tmp_path: Path, lane: int) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.introduced(node, SESSION, 0)
-            await wire.say(Abandon(lane))
-            await wire.say(Probe(), b"123")
-            assert await wire.hear() == WriteAck()
-            wire.close()
-
-    run(test())
+async def test_abandoning_oneself_or_nobody_changes_nothing(tmp_path: Path, lane: int) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.introduced(node, SESSION, 0)
+        await wire.say(Abandon(lane))
+        await wire.say(Probe(), b"123")
+        assert await wire.hear() == WriteAck()
+        wire.close()
 
 
-def test_lanes_that_abandon_each_other_both_end(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY, ack_timeout_s=0.3) as node:
-            wires = [await Wire.introduced(node, SESSION, lane) for lane in range(2)]
-            for wire, other in zip(wires, (1, 0), strict=True):
-                wire.stream.send_now([memoryview(encode_frame(Abandon(other)))])
-            for wire in wires:
-                await wire.assert_closed()
-                wire.close()
-            await until(lambda: node.num_served == 0)
-            await node.assert_works()
-
-    run(test())
-
-
-def test_a_session_is_its_senders_alone(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grant = node.pages.grant(1, [0, 1])
-            first = await Wire.introduced(node, SESSION, 0)
-            stranger = await Wire.introduced(node, b"t" * 16, 1)
-            await first.say(Open(7, 1, "grant 1"))
-            await until(lambda: grant.writers)
-            for message in (Abandon(0), Close(7, "not mine")):
-                await stranger.say(message)
-            await stranger.say(Probe(), b"1")
-            assert await stranger.hear() == WriteAck()
-            assert grant.failure is None
-            await first.say(*write(node, node.entry(0)))
-            assert await first.hear() == WriteAck()
-            stranger.close()
-            first.close()
-            await until(lambda: grant.failure is not None)
-
-    run(test())
-
-
-def test_the_loss_of_the_last_lane_fails_what_it_had_open(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grant = node.pages.grant(1, [0])
-            wires = [await Wire.introduced(node, SESSION, lane) for lane in range(2)]
-            await wires[0].say(Open(1, 1, "grant 1"))
-            await until(lambda: grant.writers)
-            wires[0].close()
-            await until(lambda: node.num_served == 1)
-            assert grant.failure is None
-            wires[1].close()
-            await until(lambda: grant.failure is not None)
-            assert grant.failure is not None
-            assert grant.failure.startswith("connection from sender was lost: ")
-
-    run(test())
-
-
-def test_one_transfer_writes_to_one_grant(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grants = [node.pages.grant(grant_id, [grant_id]) for grant_id in range(2)]
-            wire = await Wire.introduced(node)
-            for grant_id in range(2):
-                await wire.say(Open(1, grant_id, "grant"))
+async def test_lanes_that_abandon_each_other_both_end(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY, ack_timeout_s=0.3) as node:
+        wires = [await Wire.introduced(node, SESSION, lane) for lane in range(2)]
+        for wire, other in zip(wires, (1, 0), strict=True):
+            wire.stream.send_now([memoryview(encode_frame(Abandon(other)))])
+        for wire in wires:
             await wire.assert_closed()
             wire.close()
-            await until(lambda: grants[0].failure is not None)
-            assert not grants[1].writers
-            wire = await Wire.introduced(node)
-            node.pages.grant(2, [2])
-            await wire.say(Open(1, 2, "grant 2"))
-            await wire.say(Write(1, 1, [node.entry(1)]), bytes(node.sender_memory.page(1)))
-            await wire.assert_closed()
-            wire.close()
-
-    run(test())
+        await until(lambda: node.num_served == 0)
+        await node.assert_works()
 
 
-def test_closing_what_is_not_open_does_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.introduced(node)
-            await wire.say(Close(9, None))
-            await wire.say(Close(10, "given up"))
-            await wire.say(Open(9, 77, "unknown"))
-            assert await wire.hear() == Ended(9, "grant 77 is unknown here")
-            node.pages.grant(78, [0])
-            await wire.say(Open(10, 78, "too late"))
-            assert await wire.hear() == Ended(10, "the transfer was given up")
-            assert node.pages.grants[78].writers == []
-            wire.close()
-            await until(lambda: node.num_served == 0)
+async def test_a_session_is_its_senders_alone(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        grant = node.pages.grant(1, [0, 1])
+        first = await Wire.introduced(node, SESSION, 0)
+        stranger = await Wire.introduced(node, b"t" * 16, 1)
+        await first.say(Open(7, 1, "grant 1"))
+        await until(lambda: grant.writers)
+        for message in (Abandon(0), Close(7, "not mine")):
+            await stranger.say(message)
+        await stranger.say(Probe(), b"1")
+        assert await stranger.hear() == WriteAck()
+        assert grant.failure is None
+        await first.say(*write(node, node.entry(0)))
+        assert await first.hear() == WriteAck()
+        stranger.close()
+        first.close()
+        await until(lambda: grant.failure is not None)
 
-    run(test())
+
+async def test_the_loss_of_the_last_lane_fails_what_it_had_open(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        grant = node.pages.grant(1, [0])
+        wires = [await Wire.introduced(node, SESSION, lane) for lane in range(2)]
+        await wires[0].say(Open(1, 1, "grant 1"))
+        await until(lambda: grant.writers)
+        wires[0].close()
+        await until(lambda: node.num_served == 1)
+        assert grant.failure is None
+        wires[1].close()
+        await until(lambda: grant.failure is not None)
+        assert grant.failure is not None
+        assert grant.failure.startswith("connection from sender was lost: ")
+
+
+async def test_one_transfer_writes_to_one_grant(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        grants = [node.pages.grant(grant_id, [grant_id]) for grant_id in range(2)]
+        wire = await Wire.introduced(node)
+        for grant_id in range(2):
+            await wire.say(Open(1, grant_id, "grant"))
+        await wire.assert_closed()
+        wire.close()
+        await until(lambda: grants[0].failure is not None)
+        assert not grants[1].writers
+        wire = await Wire.introduced(node)
+        node.pages.grant(2, [2])
+        await wire.say(Open(1, 2, "grant 2"))
+        await wire.say(Write(1, 1, [node.entry(1)]), bytes(node.sender_memory.page(1)))
+        await wire.assert_closed()
+        wire.close()
+
+
+async def test_closing_what_is_not_open_does_nothing(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.introduced(node)
+        await wire.say(Close(9, None))
+        await wire.say(Close(10, "given up"))
+        await wire.say(Open(9, 77, "unknown"))
+        assert await wire.hear() == Ended(9, "grant 77 is unknown here")
+        node.pages.grant(78, [0])
+        await wire.say(Open(10, 78, "too late"))
+        assert await wire.hear() == Ended(10, "the transfer was given up")
+        assert node.pages.grants[78].writers == []
+        wire.close()
+        await until(lambda: node.num_served == 0)
 
 
 @pytest.mark.parametrize(
@@ -422,106 +375,90 @@ def test_closing_what_is_not_open_does_nothing(tmp_path: Path) -> None:
         Fetch([key(1)] * 40_000, 0, 2),
     ],
 )
-def test_a_fetch_that_cannot_be_is_answered_with_the_reason(tmp_path: Path, fetch: Fetch) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            node.publish([1])
-            wire = await Wire.introduced(node)
-            await wire.say(fetch)
-            answer = await wire.hear()
-            assert isinstance(answer, Found)
-            assert answer.failure
-            await wire.say(FetchDone())
-            await wire.say(Fetch([], 0, 1))
-            assert await wire.hear() == Found([])
-            wire.close()
-
-    run(test())
+async def test_a_fetch_that_cannot_be_is_answered_with_the_reason(tmp_path: Path, fetch: Fetch) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        node.publish([1])
+        wire = await Wire.introduced(node)
+        await wire.say(fetch)
+        answer = await wire.hear()
+        assert isinstance(answer, Found)
+        assert answer.failure
+        await wire.say(FetchDone())
+        await wire.say(Fetch([], 0, 1))
+        assert await wire.hear() == Found([])
+        wire.close()
 
 
 @pytest.mark.parametrize("buffer_bytes", [None, 1])
-def test_a_fetch_that_compiled_code_answers_is_one_like_others(
+async def test_a_fetch_that_compiled_code_answers_is_one_like_others(
     tmp_path: Path, buffer_bytes: int | None
 ) -> None:
     """Also if the kernel does not take all of it at once."""
-
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE) as node:
-            node.answer_buffer_bytes = buffer_bytes
-            node.publish([1, 2])
-            node.receiver_memory.shelve(key(1), 1)
-            wire = await Wire.introduced(node)
-            for page in (1, 2, 1):
-                await wire.say(Fetch([key(page)], 0, LARGE.num_layers))
-                frame = await wire.frames.next()
-                checksums = node.receiver_memory.checksums(page, range(LARGE.num_layers))
-                assert frame.message == Found(
-                    [FoundBlock(0, checksums, node.receiver_memory.offset(page, 0))]
-                )
-                payload = memoryview(bytearray(frame.payload_bytes))
-                await wire.stream.receive_into([payload])
-                assert payload == node.receiver_memory.page(page)
-            await until(lambda: node.pages.num_leases == 3)
-            await wire.say(FetchDone())
-            await until(lambda: node.pages.num_leases == 2)
-            wire.close()
-            await until(lambda: node.num_served == 0)
-
-    run(test())
+    async with fabric(tmp_path, LARGE) as node:
+        node.answer_buffer_bytes = buffer_bytes
+        node.publish([1, 2])
+        node.receiver_memory.shelve(key(1), 1)
+        wire = await Wire.introduced(node)
+        for page in (1, 2, 1):
+            await wire.say(Fetch([key(page)], 0, LARGE.num_layers))
+            frame = await wire.frames.next()
+            checksums = node.receiver_memory.checksums(page, range(LARGE.num_layers))
+            assert frame.message == Found([FoundBlock(0, checksums, node.receiver_memory.offset(page, 0))])
+            payload = memoryview(bytearray(frame.payload_bytes))
+            await wire.stream.receive_into([payload])
+            assert payload == node.receiver_memory.page(page)
+        await until(lambda: node.pages.num_leases == 3)
+        await wire.say(FetchDone())
+        await until(lambda: node.pages.num_leases == 2)
+        wire.close()
+        await until(lambda: node.num_served == 0)
 
 
 @pytest.mark.parametrize("is_failing", [False, True])
-def test_blocks_that_go_while_they_are_sent_cost_the_connection(tmp_path: Path, is_failing: bool) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, SMALL) as node:
-            node.publish([1, 2])
-            node.receiver_memory.shelve(key(1), 2)
-            if is_failing:
-                node.pages.read_failure = PoolError("not now")
-            wire = await Wire.introduced(node)
-            await wire.say(Fetch([key(1)], 0, SMALL.num_layers))
-            await wire.assert_closed()
-            await until(lambda: node.num_served == 0)
-            assert node.pages.num_leases == 0
-            wire.close()
-
-    run(test())
-
-
-def test_a_peer_that_never_reads_its_answers_is_cut_off(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, SMALL) as node:
-            node.answer_buffer_bytes = 4096
-            wire = await Wire.introduced(node)
-            frames = encode_frame(Write(1, 99, [node.entry(0, range(1))]), SMALL.layer_bytes)
-            frames += bytes(SMALL.layer_bytes)
-
-            async def say_without_end() -> None:
-                while True:
-                    await wire.say_bytes(frames * 16)
-
-            saying = asyncio.create_task(say_without_end())
-            await until(lambda: node.num_served == 0)
-            saying.cancel()
-            await asyncio.gather(saying, return_exceptions=True)
-            wire.close()
-            await node.assert_works()
-
-    run(test())
+async def test_blocks_that_go_while_they_are_sent_cost_the_connection(
+    tmp_path: Path, is_failing: bool
+) -> None:
+    async with fabric(tmp_path, SMALL) as node:
+        node.publish([1, 2])
+        node.receiver_memory.shelve(key(1), 2)
+        if is_failing:
+            node.pages.read_failure = PoolError("not now")
+        wire = await Wire.introduced(node)
+        await wire.say(Fetch([key(1)], 0, SMALL.num_layers))
+        await wire.assert_closed()
+        await until(lambda: node.num_served == 0)
+        assert node.pages.num_leases == 0
+        wire.close()
 
 
-def test_blocks_that_nobody_reads_stay_leased_and_are_given_back_at_the_end(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, LARGE, 4) as node:
-            node.publish([0])
-            wire = await Wire.introduced(node)
-            for _ in range(MOST_FETCHES):
-                await wire.say(Fetch([key(0)], 0, LARGE.num_layers))
-            await until(lambda: node.pages.num_leases == MOST_FETCHES)
-            wire.close()
-            await until(lambda: node.pages.num_leases == 0)
+async def test_a_peer_that_never_reads_its_answers_is_cut_off(tmp_path: Path) -> None:
+    async with fabric(tmp_path, SMALL) as node:
+        node.answer_buffer_bytes = 4096
+        wire = await Wire.introduced(node)
+        frames = encode_frame(Write(1, 99, [node.entry(0, range(1))]), SMALL.layer_bytes)
+        frames += bytes(SMALL.layer_bytes)
 
-    run(test())
+        async def say_without_end() -> None:
+            while True:
+                await wire.say_bytes(frames * 16)
+
+        saying = asyncio.create_task(say_without_end())
+        await until(lambda: node.num_served == 0)
+        saying.cancel()
+        await asyncio.gather(saying, return_exceptions=True)
+        wire.close()
+        await node.assert_works()
+
+
+async def test_blocks_that_nobody_reads_stay_leased_and_are_given_back_at_the_end(tmp_path: Path) -> None:
+    async with fabric(tmp_path, LARGE, 4) as node:
+        node.publish([0])
+        wire = await Wire.introduced(node)
+        for _ in range(MOST_FETCHES):
+            await wire.say(Fetch([key(0)], 0, LARGE.num_layers))
+        await until(lambda: node.pages.num_leases == MOST_FETCHES)
+        wire.close()
+        await until(lambda: node.pages.num_leases == 0)
 
 
 # -- a receiver that keeps to no rule ---------------------------------------------------------------
@@ -536,130 +473,112 @@ def test_blocks_that_nobody_reads_stay_leased_and_are_given_back_at_the_end(tmp_
         WriteAck(),
     ],
 )
-def test_an_answer_to_nothing_that_was_asked_costs_the_connection(
+async def test_an_answer_to_nothing_that_was_asked_costs_the_connection(
     tmp_path: Path, found: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
+    async with fabric(tmp_path, TINY) as node:
 
-            def answer(answers: Answers, fetch: Fetch) -> None:
-                answers._replies.post(encode_frame(found))
+        def answer(answers: Answers, fetch: Fetch) -> None:
+            answers._replies.post(encode_frame(found))
 
-            monkeypatch.setattr(Answers, "fetch", answer)
-            before = bytes(node.sender_memory.view)
-            with pytest.raises(TransferError, match="was lost"):
-                await node.fetch([0])
-            assert node.sender_memory.view == before
-            await node.assert_works()
-
-    run(test())
+        monkeypatch.setattr(Answers, "fetch", answer)
+        before = bytes(node.sender_memory.view)
+        with pytest.raises(TransferError, match="was lost"):
+            await node.fetch([0])
+        assert node.sender_memory.view == before
+        await node.assert_works()
 
 
-def test_a_source_that_breaks_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_source_that_breaks_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL)  # a traceback would keep what the test has opened
+    async with fabric(tmp_path, TINY) as node:
 
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
+        async def lease(*_: object) -> NoReturn:
+            raise OSError("the disk is gone")
 
-            async def lease(*_: object) -> NoReturn:
-                raise OSError("the disk is gone")
-
-            node.pages.may_read.clear()  # it takes a while
-            node.pages.lease = lease  # type: ignore[method-assign]
-            with pytest.raises(TransferError, match="was lost"):
-                async with asyncio.timeout(DEADLINE_S):
-                    await node.fetch([0])
-            await node.assert_works()
-
-    run(test())
+        node.pages.may_read.clear()  # it takes a while
+        node.pages.lease = lease  # type: ignore[method-assign]
+        with pytest.raises(TransferError, match="was lost"):
+            async with asyncio.timeout(DEADLINE_S):
+                await node.fetch([0])
+        await node.assert_works()
 
 
-def test_open_transfers_of_one_sender_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_transfers_of_one_sender_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "MOST_TRANSFERS", 3)
-
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            node.pages.grant(1, [0])
-            wire = await Wire.introduced(node)
-            for transfer_id in range(3):
-                await wire.say(Open(transfer_id, 1, "one of three"))
-            await wire.say(Close(0, None))
-            await wire.say(Open(3, 1, "there is room again"))
-            await wire.say(Open(4, 1, "one too many"))
-            answer = await wire.hear()
-            assert isinstance(answer, Ended)
-            assert answer.transfer_id == 4
-            assert "has 3 transfers open already" in answer.reason
-            wire.close()
-            await until(lambda: node.num_served == 0)
-            await node.assert_works()
-
-    run(test())
+    async with fabric(tmp_path, TINY) as node:
+        node.pages.grant(1, [0])
+        wire = await Wire.introduced(node)
+        for transfer_id in range(3):
+            await wire.say(Open(transfer_id, 1, "one of three"))
+        await wire.say(Close(0, None))
+        await wire.say(Open(3, 1, "there is room again"))
+        await wire.say(Open(4, 1, "one too many"))
+        answer = await wire.hear()
+        assert isinstance(answer, Ended)
+        assert answer.transfer_id == 4
+        assert "has 3 transfers open already" in answer.reason
+        wire.close()
+        await until(lambda: node.num_served == 0)
+        await node.assert_works()
 
 
-def test_a_late_write_does_not_open_a_transfer_again_that_was_given_up(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            grant = node.pages.grant(1, [0, 1])
-            wire = await Wire.introduced(node)
-            await wire.say(Open(5, 1, "grant 1"))
-            await wire.say(Close(5, "cancelled"))
-            _, payload = write(node, node.entry(0))
-            await wire.say(Write(5, 1, [node.entry(0)]), payload)
-            ack = await wire.hear()
-            assert isinstance(ack, WriteAck)
-            assert ack.refusal is RefusalKind.STALE
-            assert grant.writers == []
-            wire.close()
-            await until(lambda: node.num_served == 0)
-
-    run(test())
+async def test_a_late_write_does_not_open_a_transfer_again_that_was_given_up(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        grant = node.pages.grant(1, [0, 1])
+        wire = await Wire.introduced(node)
+        await wire.say(Open(5, 1, "grant 1"))
+        await wire.say(Close(5, "cancelled"))
+        _, payload = write(node, node.entry(0))
+        await wire.say(Write(5, 1, [node.entry(0)]), payload)
+        ack = await wire.hear()
+        assert isinstance(ack, WriteAck)
+        assert ack.refusal is RefusalKind.STALE
+        assert grant.writers == []
+        wire.close()
+        await until(lambda: node.num_served == 0)
 
 
-def test_strangers_at_once_have_a_limit_and_make_room_for_whoever_comes(
+async def test_strangers_at_once_have_a_limit_and_make_room_for_whoever_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "MOST_UNKNOWN", 3)
-
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            silent = [await Wire.connect(node) for _ in range(3)]
-            await until(lambda: node.num_served == 3)
-            friend = await Wire.introduced(node)
-            await silent[0].assert_closed()
-            await until(lambda: node.received.num_strangers == 1)
-            for wire in [*silent, friend]:
-                wire.close()
-            await until(lambda: node.num_served == 0)
-            await node.assert_works()
-
-    run(test())
+    async with fabric(tmp_path, TINY) as node:
+        silent = [await Wire.connect(node) for _ in range(3)]
+        await until(lambda: node.num_served == 3)
+        friend = await Wire.introduced(node)
+        await silent[0].assert_closed()
+        await until(lambda: node.received.num_strangers == 1)
+        for wire in [*silent, friend]:
+            wire.close()
+        await until(lambda: node.num_served == 0)
+        await node.assert_works()
 
 
-def test_who_has_shown_the_key_stands_in_no_strangers_way(
+async def test_who_has_shown_the_key_stands_in_no_strangers_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "MOST_UNKNOWN", 1)
+    is_known, may_enter = asyncio.Event(), asyncio.Event()
 
-    async def test() -> None:
-        is_known, may_enter = asyncio.Event(), asyncio.Event()
+    async def wait(*arguments: Any) -> None:
+        is_known.set()
+        await may_enter.wait()
+        await check_introduction(*arguments)
 
-        async def wait(*arguments: Any) -> None:
-            is_known.set()
-            await may_enter.wait()
-            await check_introduction(*arguments)
-
-        monkeypatch.setattr(receiver, "check_introduction", wait)
-        async with fabric(tmp_path, TINY, connect_timeout_s=5.0) as node:
-            entering = []
-            for _ in range(2):
-                is_known.clear()
-                entering.append(asyncio.create_task(Wire.introduced(node)))
-                await is_known.wait()
-            may_enter.set()
-            for wire in await asyncio.gather(*entering):
-                wire.close()
-            await until(lambda: node.num_served == 0)
-            assert node.received.num_strangers == 0
-
-    run(test())
+    monkeypatch.setattr(receiver, "check_introduction", wait)
+    async with fabric(tmp_path, TINY, connect_timeout_s=5.0) as node:
+        entering = []
+        for _ in range(2):
+            is_known.clear()
+            entering.append(asyncio.create_task(Wire.introduced(node)))
+            await is_known.wait()
+        may_enter.set()
+        for wire in await asyncio.gather(*entering):
+            wire.close()
+        await until(lambda: node.num_served == 0)
+        assert node.received.num_strangers == 0

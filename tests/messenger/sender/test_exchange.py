@@ -30,7 +30,7 @@ from messenger.wire.messages import (
 from messenger.wire.protocol import Phase, Side, encode_frame
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
-from tests.messenger.fabric import key, run, until
+from tests.messenger.fabric import key, until
 from tests.messenger.pages import Memory
 from tests.messenger.proxy import listen
 
@@ -113,60 +113,51 @@ async def asked() -> AsyncIterator[Asker]:
         asker.memory.close()
 
 
-def test_a_write_that_is_answered_at_once_is_done_without_a_turn_of_the_loop() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            with asker.transfer() as transfer:
-                for page in range(3):
-                    asker.far.send(ACK)
-                    await asker.write(transfer, page)
-                    assert asker.outcomes == [Outcome.PLACED] * (page + 1)
-                    assert not asker.lane.num_outstanding
-                    assert not asker.peer.flow.in_flight_bytes
-                    await asker.heard_write(page)
-            assert asker.traffic.sent_bytes[Transport.TCP] == 3 * NUM_BYTES
-            assert asker.traffic.by_peer["receiver"].busy_s[Transport.TCP] > 0
-            assert asker.lane.has_answered
-
-    run(test())
-
-
-def test_what_a_call_needed_is_freed_without_a_search_for_garbage() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            gc.collect()
-            gc.disable()
-            try:
-                with asker.transfer() as transfer:
-                    asker.far.send(ACK)
-                    await asker.write(transfer)
-                asker.far.send(asker.found(1))
-                assert set(await asker.fetch(1)) == {0}
-                assert asker.outcomes == [Outcome.PLACED]
-                assert not [kept for kept in gc.get_objects() if type(kept) in (WriteRequest, FetchRequest)]
-            finally:
-                gc.enable()
-
-    run(test())
-
-
-def test_an_answer_that_does_not_come_in_time_is_taken_when_it_does() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            with asker.transfer() as transfer:
-                await asker.write(transfer)
-                assert not asker.outcomes
-                assert asker.lane.num_outstanding == 1
-                assert asker.peer.flow.in_flight_bytes == NUM_BYTES
+async def test_a_write_that_is_answered_at_once_is_done_without_a_turn_of_the_loop() -> None:
+    async with asked() as asker:
+        with asker.transfer() as transfer:
+            for page in range(3):
                 asker.far.send(ACK)
-                await until(lambda: asker.outcomes == [Outcome.PLACED])
-                await asker.heard_write(0)
+                await asker.write(transfer, page)
+                assert asker.outcomes == [Outcome.PLACED] * (page + 1)
+                assert not asker.lane.num_outstanding
                 assert not asker.peer.flow.in_flight_bytes
+                await asker.heard_write(page)
+        assert asker.traffic.sent_bytes[Transport.TCP] == 3 * NUM_BYTES
+        assert asker.traffic.by_peer["receiver"].busy_s[Transport.TCP] > 0
+        assert asker.lane.has_answered
+
+
+async def test_what_a_call_needed_is_freed_without_a_search_for_garbage() -> None:
+    async with asked() as asker:
+        gc.collect()
+        gc.disable()
+        try:
+            with asker.transfer() as transfer:
                 asker.far.send(ACK)
                 await asker.write(transfer)
-                await until(lambda: len(asker.outcomes) == 2)
+            asker.far.send(asker.found(1))
+            assert set(await asker.fetch(1)) == {0}
+            assert asker.outcomes == [Outcome.PLACED]
+            assert not [kept for kept in gc.get_objects() if type(kept) in (WriteRequest, FetchRequest)]
+        finally:
+            gc.enable()
 
-    run(test())
+
+async def test_an_answer_that_does_not_come_in_time_is_taken_when_it_does() -> None:
+    async with asked() as asker:
+        with asker.transfer() as transfer:
+            await asker.write(transfer)
+            assert not asker.outcomes
+            assert asker.lane.num_outstanding == 1
+            assert asker.peer.flow.in_flight_bytes == NUM_BYTES
+            asker.far.send(ACK)
+            await until(lambda: asker.outcomes == [Outcome.PLACED])
+            await asker.heard_write(0)
+            assert not asker.peer.flow.in_flight_bytes
+            asker.far.send(ACK)
+            await asker.write(transfer)
+            await until(lambda: len(asker.outcomes) == 2)
 
 
 async def write_two(asker: Asker, num_asked: range, others_bytes: int = 0) -> None:
@@ -185,139 +176,111 @@ async def write_two(asker: Asker, num_asked: range, others_bytes: int = 0) -> No
         await until(lambda: asker.outcomes == [Outcome.PLACED] * 2)
 
 
-def test_what_the_kernel_does_not_take_at_once_follows() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            asker.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-            others_bytes = 0
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    others_bytes += asker.near.send(bytes(1 << 20))
-            await write_two(asker, range(NUM_BYTES), others_bytes)
-
-    run(test())
+async def test_what_the_kernel_does_not_take_at_once_follows() -> None:
+    async with asked() as asker:
+        asker.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        others_bytes = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                others_bytes += asker.near.send(bytes(1 << 20))
+        await write_two(asker, range(NUM_BYTES), others_bytes)
 
 
-def test_what_the_segments_file_does_not_give_follows() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            assert asker.lane.exchange is not None
-            with tempfile.TemporaryFile() as half:
-                half.write(asker.memory.view[: asker.memory.offset(1, 2)])
-                half.flush()
-                asker.lane.exchange._direct._placement.segment_fd = half.fileno()
-                await write_two(asker, range(NUM_BYTES // 2, NUM_BYTES))
-
-    run(test())
+async def test_what_the_segments_file_does_not_give_follows() -> None:
+    async with asked() as asker:
+        assert asker.lane.exchange is not None
+        with tempfile.TemporaryFile() as half:
+            half.write(asker.memory.view[: asker.memory.offset(1, 2)])
+            half.flush()
+            asker.lane.exchange._direct._placement.segment_fd = half.fileno()
+            await write_two(asker, range(NUM_BYTES // 2, NUM_BYTES))
 
 
 @pytest.mark.parametrize("before", [Ended(99, "another transfer")])
 @pytest.mark.parametrize("num_bytes", [1, 8, len(ACK)])
-def test_other_news_and_half_an_answer_are_read_as_ever(before: Message, num_bytes: int) -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            with asker.transfer() as transfer:
-                asker.far.send(encode_frame(before) + ACK[:num_bytes])
+async def test_other_news_and_half_an_answer_are_read_as_ever(before: Message, num_bytes: int) -> None:
+    async with asked() as asker:
+        with asker.transfer() as transfer:
+            asker.far.send(encode_frame(before) + ACK[:num_bytes])
+            await asker.write(transfer)
+            asker.far.send(ACK[num_bytes:])
+            await until(lambda: asker.outcomes == [Outcome.PLACED])
+
+
+async def test_a_write_that_is_refused_fails_its_transfer() -> None:
+    async with asked() as asker:
+        with asker.transfer() as transfer:
+            asker.far.send(encode_frame(WriteAck(RefusalKind.STALE, "too late")))
+            with pytest.raises(TransferError, match="receiver refused a write: too late"):
                 await asker.write(transfer)
-                asker.far.send(ACK[num_bytes:])
-                await until(lambda: asker.outcomes == [Outcome.PLACED])
-
-    run(test())
-
-
-def test_a_write_that_is_refused_fails_its_transfer() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            with asker.transfer() as transfer:
-                asker.far.send(encode_frame(WriteAck(RefusalKind.STALE, "too late")))
-                with pytest.raises(TransferError, match="receiver refused a write: too late"):
-                    await asker.write(transfer)
-                assert asker.outcomes == [Outcome.FAILED]
-                assert not asker.peer.flow.in_flight_bytes
-                with pytest.raises(TransferError):  # and nothing more is sent
-                    await asker.write(transfer)
-                assert not asker.lane.num_outstanding
-
-    run(test())
-
-
-def test_a_lost_connection_fails_what_was_sent_over_it() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            with asker.transfer() as transfer:
-                asker.far.close()
-                with contextlib.suppress(TransferError):
-                    await asker.write(transfer)
-                await until(lambda: asker.outcomes == [Outcome.FAILED])
-            assert asker.peer.closed_reason is not None
+            assert asker.outcomes == [Outcome.FAILED]
             assert not asker.peer.flow.in_flight_bytes
+            with pytest.raises(TransferError):  # and nothing more is sent
+                await asker.write(transfer)
+            assert not asker.lane.num_outstanding
 
-    run(test())
+
+async def test_a_lost_connection_fails_what_was_sent_over_it() -> None:
+    async with asked() as asker:
+        with asker.transfer() as transfer:
+            asker.far.close()
+            with contextlib.suppress(TransferError):
+                await asker.write(transfer)
+            await until(lambda: asker.outcomes == [Outcome.FAILED])
+        assert asker.peer.closed_reason is not None
+        assert not asker.peer.flow.in_flight_bytes
 
 
 @pytest.mark.parametrize("num_there", [None, 0, 1, 20, 80, 81, 17_000, NUM_BYTES])
-def test_a_block_is_there_with_the_call_or_when_the_rest_of_it_has_come(num_there: int | None) -> None:
+async def test_a_block_is_there_with_the_call_or_when_the_rest_of_it_has_come(num_there: int | None) -> None:
     """`num_there`: bytes of the answer that come within the call."""
-
-    async def test() -> None:
-        async with asked() as asker:
-            data, checksums = asker.found(1), asker.memory.checksums(1, range(LAYOUT.num_layers))
-            block = data[-NUM_BYTES:]
-            asker.memory.page(1)[:] = bytes(NUM_BYTES)
-            fetching = asyncio.create_task(asker.fetch(1))
-            asker.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * NUM_BYTES)
-            assert asker.far.send(data[:num_there]) == len(data[:num_there])
-            await asyncio.sleep(0)
-            assert fetching.done() == (num_there is None)
-            asker.far.send(data[len(data[:num_there]) :])
-            assert await fetching == {0: checksums}
-            assert asker.memory.page(1) == block
-            fetch = encode_frame(Fetch([key(1)], 0, 4))
-            done = encode_frame(FetchDone())
-            assert await asker.heard(len(fetch + done)) == fetch + done  # in time
-            assert asker.traffic.received_bytes[Transport.TCP] == NUM_BYTES
-
-    run(test())
+    async with asked() as asker:
+        data, checksums = asker.found(1), asker.memory.checksums(1, range(LAYOUT.num_layers))
+        block = data[-NUM_BYTES:]
+        asker.memory.page(1)[:] = bytes(NUM_BYTES)
+        fetching = asyncio.create_task(asker.fetch(1))
+        asker.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * NUM_BYTES)
+        assert asker.far.send(data[:num_there]) == len(data[:num_there])
+        await asyncio.sleep(0)
+        assert fetching.done() == (num_there is None)
+        asker.far.send(data[len(data[:num_there]) :])
+        assert await fetching == {0: checksums}
+        assert asker.memory.page(1) == block
+        fetch = encode_frame(Fetch([key(1)], 0, 4))
+        done = encode_frame(FetchDone())
+        assert await asker.heard(len(fetch + done)) == fetch + done  # in time
+        assert asker.traffic.received_bytes[Transport.TCP] == NUM_BYTES
 
 
-def test_a_damaged_block_is_none() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            data = bytearray(asker.found(1))
-            data[-1] ^= 1
-            asker.far.send(data)
-            assert await asker.fetch(1) == {}
-            assert asker.traffic.num_checksum_failures == 1
-            asker.far.send(asker.found(2))
-            assert set(await asker.fetch(2)) == {0}
-
-    run(test())
+async def test_a_damaged_block_is_none() -> None:
+    async with asked() as asker:
+        data = bytearray(asker.found(1))
+        data[-1] ^= 1
+        asker.far.send(data)
+        assert await asker.fetch(1) == {}
+        assert asker.traffic.num_checksum_failures == 1
+        asker.far.send(asker.found(2))
+        assert set(await asker.fetch(2)) == {0}
 
 
 @pytest.mark.parametrize(("num_bytes", "num_layers"), [(240, 1), (257 * 241, 257), (LAYOUT.layer_bytes, 1)])
-def test_an_acknowledgement_is_no_block(num_bytes: int, num_layers: int) -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            view = asker.memory.page(1)[:num_bytes]
-            asker.far.send(ACK)
-            with pytest.raises(TransferError, match="an acknowledgement came for no write"):
-                await asker.peer.fetch([key(1)], [view], range(num_layers))
-
-    run(test())
+async def test_an_acknowledgement_is_no_block(num_bytes: int, num_layers: int) -> None:
+    async with asked() as asker:
+        view = asker.memory.page(1)[:num_bytes]
+        asker.far.send(ACK)
+        with pytest.raises(TransferError, match="an acknowledgement came for no write"):
+            await asker.peer.fetch([key(1)], [view], range(num_layers))
 
 
-def test_what_was_cancelled_after_it_was_sent_still_takes_its_answer() -> None:
-    async def test() -> None:
-        async with asked() as asker:
-            fetching = asyncio.create_task(asker.fetch(1))
-            await until(lambda: asker.lane.num_outstanding)
-            fetching.cancel()
-            await asyncio.sleep(0)
-            assert not fetching.done()
-            asker.far.send(asker.found(1))
-            with pytest.raises(asyncio.CancelledError):
-                await fetching
-            asker.far.send(asker.found(2))
-            assert set(await asker.fetch(2)) == {0}
-
-    run(test())
+async def test_what_was_cancelled_after_it_was_sent_still_takes_its_answer() -> None:
+    async with asked() as asker:
+        fetching = asyncio.create_task(asker.fetch(1))
+        await until(lambda: asker.lane.num_outstanding)
+        fetching.cancel()
+        await asyncio.sleep(0)
+        assert not fetching.done()
+        asker.far.send(asker.found(1))
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        asker.far.send(asker.found(2))
+        assert set(await asker.fetch(2)) == {0}

@@ -166,105 +166,89 @@ def test_a_seat_outside_the_segment_is_not_taken(seat: Seat) -> None:
         SharedPages(segment.buffer, seat, LARGE, segment.source)
 
 
-def test_a_grant_is_quiet_when_the_copies_to_it_have_ended(other: subprocess.Popen[bytes]) -> None:
-    async def test() -> None:
-        segment = Segment()
-        board, quiet = segment.board(), asyncio.Event()
-        idle, copier, busy_elsewhere = (taken(board, other.pid) for _ in range(3))
-        assert len({idle, copier, busy_elsewhere}) == 3
-        board.open(GRANT)
-        segment.pages(copier)
-        segment.is_copying(copier, GRANT)
-        segment.is_copying(busy_elsewhere, GRANT + 1)
-        assert not board.close(GRANT, quiet.set)
-        other.send_signal(signal.SIGSTOP)
-        board.leave(copier)  # its connection is lost: that says nothing
-        await looked_at(board)
-        assert not quiet.is_set()
-        segment.is_copying(copier, None)
-        await until(quiet.is_set)
-
-    asyncio.run(test())
+async def test_a_grant_is_quiet_when_the_copies_to_it_have_ended(other: subprocess.Popen[bytes]) -> None:
+    segment = Segment()
+    board, quiet = segment.board(), asyncio.Event()
+    idle, copier, busy_elsewhere = (taken(board, other.pid) for _ in range(3))
+    assert len({idle, copier, busy_elsewhere}) == 3
+    board.open(GRANT)
+    segment.pages(copier)
+    segment.is_copying(copier, GRANT)
+    segment.is_copying(busy_elsewhere, GRANT + 1)
+    assert not board.close(GRANT, quiet.set)
+    other.send_signal(signal.SIGSTOP)
+    board.leave(copier)  # its connection is lost: that says nothing
+    await looked_at(board)
+    assert not quiet.is_set()
+    segment.is_copying(copier, None)
+    await until(quiet.is_set)
 
 
-def test_a_grant_is_quiet_when_its_copier_is_dead(other: subprocess.Popen[bytes]) -> None:
-    async def test() -> None:
-        segment = Segment()
-        board, quiet = segment.board(), asyncio.Event()
-        seat = taken(board, other.pid)
-        board.open(GRANT)
-        segment.is_copying(seat, GRANT)
-        assert not board.close(GRANT, quiet.set)
-        await looked_at(board)
-        assert not quiet.is_set()
-        other.kill()  # not waited for yet
-        await until(quiet.is_set)
-        board.leave(seat)
-        await until(lambda: board.take_seat(os.getpid()) == seat)
-
-    asyncio.run(test())
+async def test_a_grant_is_quiet_when_its_copier_is_dead(other: subprocess.Popen[bytes]) -> None:
+    segment = Segment()
+    board, quiet = segment.board(), asyncio.Event()
+    seat = taken(board, other.pid)
+    board.open(GRANT)
+    segment.is_copying(seat, GRANT)
+    assert not board.close(GRANT, quiet.set)
+    await looked_at(board)
+    assert not quiet.is_set()
+    other.kill()  # not waited for yet
+    await until(quiet.is_set)
+    board.leave(seat)
+    await until(lambda: board.take_seat(os.getpid()) == seat)
 
 
-def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
+async def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
     other: subprocess.Popen[bytes],
 ) -> None:
-    async def test() -> None:
-        segment = Segment()
-        board = segment.board()
-        seats = [taken(board, other.pid) for _ in range(NUM_SEATS)]
-        assert sorted(seats) == list(range(NUM_SEATS))
-        assert board.take_seat(other.pid) is None
-        pages = segment.pages(5)
-        board.leave(5)
-        await looked_at(board)
-        assert board.take_seat(other.pid) is None
-        pages.leave()
-        await until(lambda: board.take_seat(other.pid) == 5)
-
-    asyncio.run(test())
+    segment = Segment()
+    board = segment.board()
+    seats = [taken(board, other.pid) for _ in range(NUM_SEATS)]
+    assert sorted(seats) == list(range(NUM_SEATS))
+    assert board.take_seat(other.pid) is None
+    pages = segment.pages(5)
+    board.leave(5)
+    await looked_at(board)
+    assert board.take_seat(other.pid) is None
+    pages.leave()
+    await until(lambda: board.take_seat(other.pid) == 5)
 
 
-def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_nothing(
+async def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_nothing(
     other: subprocess.Popen[bytes],
 ) -> None:
     """Whoever it was for gave up before he heard of it."""
-
-    async def test() -> None:
-        segment = Segment()
-        board = segment.board()
-        seat = taken(board, other.pid)
-        late = Seat(seat, board.ticket(seat), len(segment.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES)
-        board.leave(seat)
-        await until(lambda: board.take_seat(other.pid) == seat)
-        with pytest.raises(TransferError, match="given up meanwhile"):
-            SharedPages(segment.buffer, late, LARGE, segment.source)
-        segment.pages(seat)
-
-    asyncio.run(test())
+    segment = Segment()
+    board = segment.board()
+    seat = taken(board, other.pid)
+    late = Seat(seat, board.ticket(seat), len(segment.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES)
+    board.leave(seat)
+    await until(lambda: board.take_seat(other.pid) == seat)
+    with pytest.raises(TransferError, match="given up meanwhile"):
+        SharedPages(segment.buffer, late, LARGE, segment.source)
+    segment.pages(seat)
 
 
-def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.Popen[bytes]) -> None:
-    async def test() -> None:
-        segment = Segment()
-        former = segment.board()
-        former.open(GRANT)
-        seats = [taken(former, other.pid) for _ in range(2)]
-        pages = [segment.pages(seat) for seat in seats]
-        segment.is_copying(seats[1], GRANT)
+async def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.Popen[bytes]) -> None:
+    segment = Segment()
+    former = segment.board()
+    former.open(GRANT)
+    seats = [taken(former, other.pid) for _ in range(2)]
+    pages = [segment.pages(seat) for seat in seats]
+    segment.is_copying(seats[1], GRANT)
 
-        board, quiet = segment.board(), asyncio.Event()
-        assert board.former_copiers == [other.pid]
-        board.await_former(other.pid, quiet.set)
-        await looked_at(board)
-        assert not quiet.is_set()
-        write = Write(1, GRANT, [segment.entry])
-        assert pages[0].place(write, LARGE.layer_bytes) is None
-        assert board.take_seat(os.getpid()) not in seats
-        other.kill()
-        await until(quiet.is_set)
-        await until(lambda: board.take_seat(os.getpid()) in seats)
-
-    asyncio.run(test())
+    board, quiet = segment.board(), asyncio.Event()
+    assert board.former_copiers == [other.pid]
+    board.await_former(other.pid, quiet.set)
+    await looked_at(board)
+    assert not quiet.is_set()
+    write = Write(1, GRANT, [segment.entry])
+    assert pages[0].place(write, LARGE.layer_bytes) is None
+    assert board.take_seat(os.getpid()) not in seats
+    other.kill()
+    await until(quiet.is_set)
+    await until(lambda: board.take_seat(os.getpid()) in seats)
 
 
 def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
@@ -297,19 +281,16 @@ def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
         thread.join()
 
 
-def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen[bytes]) -> None:
-    async def test() -> None:
-        segment = Segment()
-        former = segment.board()
-        seat = taken(former, other.pid)
-        segment.is_copying(seat, GRANT)
-        segment.pages(seat).leave()
-        board, quiet = segment.board(), asyncio.Event()
-        assert board.former_copiers == []
-        board.await_former(other.pid, quiet.set)
-        await until(quiet.is_set)
-
-    asyncio.run(test())
+async def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen[bytes]) -> None:
+    segment = Segment()
+    former = segment.board()
+    seat = taken(former, other.pid)
+    segment.is_copying(seat, GRANT)
+    segment.pages(seat).leave()
+    board, quiet = segment.board(), asyncio.Event()
+    assert board.former_copiers == []
+    board.await_former(other.pid, quiet.set)
+    await until(quiet.is_set)
 
 
 def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
@@ -352,41 +333,37 @@ def test_a_process_that_cannot_be_watched_has_no_seat_and_one_warning(
         thread.join()
 
 
-def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
+async def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
     """A thread copies as fast as it can while the grant comes and goes."""
+    segment = Segment()
+    board = segment.board()
+    pages, write = segment.pages(taken(board, os.getpid())), Write(1, GRANT, [segment.entry])
+    has_ended, num_placed = threading.Event(), 0
 
-    async def test() -> None:
-        segment = Segment()
-        board = segment.board()
-        pages, write = segment.pages(taken(board, os.getpid())), Write(1, GRANT, [segment.entry])
-        has_ended, num_placed = threading.Event(), 0
+    def copy() -> None:
+        nonlocal num_placed
+        while not has_ended.is_set():
+            num_placed += pages.place(write, LARGE.layer_bytes) is not None
 
-        def copy() -> None:
-            nonlocal num_placed
-            while not has_ended.is_set():
-                num_placed += pages.place(write, LARGE.layer_bytes) is not None
-
-        thread = threading.Thread(target=copy)
-        thread.start()
-        page = np.frombuffer(segment.page(1), np.uint8)
-        num_busy = 0
-        try:
-            for _ in range(100):
-                before, quiet = num_placed, asyncio.Event()
-                assert board.open(GRANT)
-                await until(lambda before=before: num_placed > before)  # type: ignore[misc]
-                if not board.close(GRANT, quiet.set):
-                    num_busy += 1
-                    await until(quiet.is_set)
-                page[:] = 7  # somebody else's now
-                for _ in range(3):
-                    assert np.all(page == 7)
-        finally:
-            has_ended.set()
-            thread.join()
-        assert num_busy
-
-    asyncio.run(test())
+    thread = threading.Thread(target=copy)
+    thread.start()
+    page = np.frombuffer(segment.page(1), np.uint8)
+    num_busy = 0
+    try:
+        for _ in range(100):
+            before, quiet = num_placed, asyncio.Event()
+            assert board.open(GRANT)
+            await until(lambda before=before: num_placed > before)  # type: ignore[misc]
+            if not board.close(GRANT, quiet.set):
+                num_busy += 1
+                await until(quiet.is_set)
+            page[:] = 7  # somebody else's now
+            for _ in range(3):
+                assert np.all(page == 7)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert num_busy
 
 
 async def looked_at(board: Board) -> None:

@@ -9,7 +9,6 @@ from messenger.transport.frames import Frames
 from messenger.transport.stream import AHEAD_BYTES, Stream
 from messenger.wire.messages import Hello, Introduction, Probe
 from messenger.wire.protocol import Side, encode_frame
-from tests.messenger.fabric import run
 
 GREETINGS = encode_frame(Hello(1, b"")) + encode_frame(Introduction(b"", None, b"", 0))
 
@@ -20,41 +19,35 @@ def frames_of(near: socket.socket) -> Frames:
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 100, AHEAD_BYTES])
-def test_a_frame_is_ready_before_its_payload(payload_bytes: int) -> None:
-    async def test() -> None:
-        near, far = socket.socketpair()
-        with near, far:
-            frames = frames_of(near)
-            far.sendall(GREETINGS + encode_frame(Probe(), payload_bytes))
-            for _ in range(2):
-                await frames.next()
-            assert (await frames.next()).payload_bytes == payload_bytes
-            assert frames.stream.num_ahead == 0
-
-    run(test())
+async def test_a_frame_is_ready_before_its_payload(payload_bytes: int) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        frames = frames_of(near)
+        far.sendall(GREETINGS + encode_frame(Probe(), payload_bytes))
+        for _ in range(2):
+            await frames.next()
+        assert (await frames.next()).payload_bytes == payload_bytes
+        assert frames.stream.num_ahead == 0
 
 
-def test_frames_are_heard_until_one_takes_a_while() -> None:
-    async def test() -> None:
-        near, far = socket.socketpair()
-        with near, far:
-            frames = frames_of(near)
-            heard: list[str] = []
+async def test_frames_are_heard_until_one_takes_a_while() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        frames = frames_of(near)
+        heard: list[str] = []
 
-            def hear() -> bool:
-                while (frame := frames.ready()) is not None:
-                    heard.append(type(frame.message).__name__)
-                    if heard[-1] == "Probe":
-                        return True
-                return False
+        def hear() -> bool:
+            while (frame := frames.ready()) is not None:
+                heard.append(type(frame.message).__name__)
+                if heard[-1] == "Probe":
+                    return True
+            return False
 
-            hearing = asyncio.create_task(frames.heard(hear))
-            for byte in GREETINGS + encode_frame(Probe()):
-                assert not hearing.done()
-                far.sendall(bytes([byte]))
-                for _ in range(3):
-                    await asyncio.sleep(0)
-            await hearing
-            assert heard == ["Hello", "Introduction", "Probe"]
-
-    run(test())
+        hearing = asyncio.create_task(frames.heard(hear))
+        for byte in GREETINGS + encode_frame(Probe()):
+            assert not hearing.done()
+            far.sendall(bytes([byte]))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        await hearing
+        assert heard == ["Hello", "Introduction", "Probe"]

@@ -23,7 +23,7 @@ from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 from mooncake.security.keys import ClusterKey
 from mooncake.security.proofs import NONCE_BYTES
-from tests.messenger.fabric import TINY, Fabric, fabric, run, until
+from tests.messenger.fabric import TINY, Fabric, fabric, until
 from tests.messenger.proxy import listen
 from tests.messenger.wire import Wire
 
@@ -47,47 +47,38 @@ async def assert_turned_away(node: Fabric, wire: Wire) -> None:
     assert node.received.num_strangers == 1
 
 
-def test_a_sender_with_another_key_is_a_stranger_and_knows_why(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            with pytest.raises(TransferError, match="has another cluster key"):
-                await node.peers_with(ClusterKey.generate()).peer(node.address)
-            await until(lambda: node.num_served == 0)
-            assert node.received.num_strangers == 1
-            await node.assert_works()
-
-    run(test())
+async def test_a_sender_with_another_key_is_a_stranger_and_knows_why(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        with pytest.raises(TransferError, match="has another cluster key"):
+            await node.peers_with(ClusterKey.generate()).peer(node.address)
+        await until(lambda: node.num_served == 0)
+        assert node.received.num_strangers == 1
+        await node.assert_works()
 
 
-def test_a_sender_that_does_not_check_the_proof_gets_no_further(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node)
-            await wire.say(HELLO)
-            challenge = await wire.hear()
-            assert isinstance(challenge, Challenge)
-            proof = ClusterKey.generate().proof(b"messenger sender", challenge.nonce, NONCE)
-            await wire.say(introduction(node, proof))
-            await assert_turned_away(node, wire)
-
-    run(test())
+async def test_a_sender_that_does_not_check_the_proof_gets_no_further(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node)
+        await wire.say(HELLO)
+        challenge = await wire.hear()
+        assert isinstance(challenge, Challenge)
+        proof = ClusterKey.generate().proof(b"messenger sender", challenge.nonce, NONCE)
+        await wire.say(introduction(node, proof))
+        await assert_turned_away(node, wire)
 
 
-def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node)
-            await wire.say(Hello(99, NONCE))
-            answer = await wire.hear()
-            assert answer == Refused(
-                f"messenger protocol version differs: ours is {PROTOCOL_VERSION}, theirs is 99"
-            )
-            await wire.assert_closed()
-            wire.close()
-            await node.assert_works()
-            assert node.received.num_strangers == 0
-
-    run(test())
+async def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node)
+        await wire.say(Hello(99, NONCE))
+        answer = await wire.hear()
+        assert answer == Refused(
+            f"messenger protocol version differs: ours is {PROTOCOL_VERSION}, theirs is 99"
+        )
+        await wire.assert_closed()
+        wire.close()
+        await node.assert_works()
+        assert node.received.num_strangers == 0
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -98,62 +89,53 @@ def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
         ({"layout": KVLayout(1, 1, 1, 1, "float32")}, "KV layout differs"),
     ],
 )
-def test_another_model_is_refused_by_name(
+async def test_another_model_is_refused_by_name(
     tmp_path: Path, transport: str, changed: dict[str, object], reason: str
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY, transport=transport) as node:
-            with pytest.raises(TransferError, match=reason):
-                await node.peers_with(node.key, **changed).peer(node.address)
-            await until(lambda: node.num_served == 0)
-            assert node.received.num_strangers == 0
-            assert not node.seats_taken
-            await node.assert_works()
-
-    run(test())
+    async with fabric(tmp_path, TINY, transport=transport) as node:
+        with pytest.raises(TransferError, match=reason):
+            await node.peers_with(node.key, **changed).peer(node.address)
+        await until(lambda: node.num_served == 0)
+        assert node.received.num_strangers == 0
+        assert not node.seats_taken
+        await node.assert_works()
 
 
-def test_an_introduction_is_good_for_one_connection(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node)
-            await wire.say(HELLO)
-            challenge = await wire.hear()
-            assert isinstance(challenge, Challenge)
-            overheard = introduction(node, node.key.proof(b"messenger sender", challenge.nonce, NONCE))
-            await wire.say(overheard)
-            assert isinstance(await wire.hear(), Welcome)
+async def test_an_introduction_is_good_for_one_connection(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node)
+        await wire.say(HELLO)
+        challenge = await wire.hear()
+        assert isinstance(challenge, Challenge)
+        overheard = introduction(node, node.key.proof(b"messenger sender", challenge.nonce, NONCE))
+        await wire.say(overheard)
+        assert isinstance(await wire.hear(), Welcome)
+        wire.close()
+        again = await Wire.connect(node)
+        await again.say(HELLO)
+        assert isinstance(await again.hear(), Challenge)
+        await again.say(overheard)
+        await assert_turned_away(node, again)
+
+
+async def test_a_proof_cannot_be_thrown_back(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire, oracle = await Wire.connect(node), await Wire.connect(node)
+        await wire.say(HELLO)
+        challenge = await wire.hear()
+        assert isinstance(challenge, Challenge)
+        await oracle.say(Hello(PROTOCOL_VERSION, challenge.nonce))
+        borrowed = await oracle.hear()
+        assert isinstance(borrowed, Challenge)
+        for stolen in (challenge.proof, borrowed.proof):
+            node.received.num_strangers = 0
+            await wire.say(introduction(node, stolen))
+            await wire.assert_closed()
+            await until(lambda: node.received.num_strangers == 1)
             wire.close()
-            again = await Wire.connect(node)
-            await again.say(HELLO)
-            assert isinstance(await again.hear(), Challenge)
-            await again.say(overheard)
-            await assert_turned_away(node, again)
-
-    run(test())
-
-
-def test_a_proof_cannot_be_thrown_back(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire, oracle = await Wire.connect(node), await Wire.connect(node)
-            await wire.say(HELLO)
-            challenge = await wire.hear()
-            assert isinstance(challenge, Challenge)
-            await oracle.say(Hello(PROTOCOL_VERSION, challenge.nonce))
-            borrowed = await oracle.hear()
-            assert isinstance(borrowed, Challenge)
-            for stolen in (challenge.proof, borrowed.proof):
-                node.received.num_strangers = 0
-                await wire.say(introduction(node, stolen))
-                await wire.assert_closed()
-                await until(lambda: node.received.num_strangers == 1)
-                wire.close()
-                wire = oracle
-            wire.close()
-            await node.assert_works()
-
-    run(test())
+            wire = oracle
+        wire.close()
+        await node.assert_works()
 
 
 STRANGE_BYTES = {
@@ -177,88 +159,73 @@ STRANGE_BYTES = {
 
 @pytest.mark.parametrize("transport", [Transport.TCP, Transport.SHM])
 @pytest.mark.parametrize("data", STRANGE_BYTES.values(), ids=STRANGE_BYTES.keys())
-def test_garbage_costs_a_connection(tmp_path: Path, transport: Transport, data: bytes) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY, connect_timeout_s=PATIENCE_S) as node:
-            wire = await Wire.connect(node, transport)
-            with contextlib.suppress(ConnectionError):  # closed in the middle of it
-                await wire.say_bytes(data)
-            await assert_turned_away(node, wire)
-
-    run(test())
+async def test_garbage_costs_a_connection(tmp_path: Path, transport: Transport, data: bytes) -> None:
+    async with fabric(tmp_path, TINY, connect_timeout_s=PATIENCE_S) as node:
+        wire = await Wire.connect(node, transport)
+        with contextlib.suppress(ConnectionError):  # closed in the middle of it
+            await wire.say_bytes(data)
+        await assert_turned_away(node, wire)
 
 
 @pytest.mark.parametrize("transport", [Transport.TCP, Transport.SHM])
-def test_who_leaves_in_the_middle_is_counted_once(tmp_path: Path, transport: Transport) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            greeting = encode_frame(HELLO)
-            for num_bytes in range(0, len(greeting) + 1, 5):
-                wire = await Wire.connect(node, transport)
-                if num_bytes:
-                    await wire.say_bytes(greeting[:num_bytes])
-                wire.close()
-                await until(lambda: node.received.num_strangers)
-                await until(lambda: node.num_served == 0)
-                assert node.received.num_strangers == 1
-                node.received.num_strangers = 0
-            await node.assert_works()
-
-    run(test())
+async def test_who_leaves_in_the_middle_is_counted_once(tmp_path: Path, transport: Transport) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        greeting = encode_frame(HELLO)
+        for num_bytes in range(0, len(greeting) + 1, 5):
+            wire = await Wire.connect(node, transport)
+            if num_bytes:
+                await wire.say_bytes(greeting[:num_bytes])
+            wire.close()
+            await until(lambda: node.received.num_strangers)
+            await until(lambda: node.num_served == 0)
+            assert node.received.num_strangers == 1
+            node.received.num_strangers = 0
+        await node.assert_works()
 
 
-def test_silent_strangers_do_not_keep_others_waiting(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY, connect_timeout_s=PATIENCE_S) as node:
-            wires = [await Wire.connect(node) for _ in range(20)]
-            await until(lambda: node.num_served == len(wires))
-            await node.assert_works()
-            for wire in wires:
-                await wire.assert_closed()
-                wire.close()
-            await until(lambda: node.received.num_strangers == len(wires))
-
-    run(test())
+async def test_silent_strangers_do_not_keep_others_waiting(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY, connect_timeout_s=PATIENCE_S) as node:
+        wires = [await Wire.connect(node) for _ in range(20)]
+        await until(lambda: node.num_served == len(wires))
+        await node.assert_works()
+        for wire in wires:
+            await wire.assert_closed()
+            wire.close()
+        await until(lambda: node.received.num_strangers == len(wires))
 
 
 @pytest.mark.parametrize("num_descriptors", [1, 2, 5])
-def test_a_strangers_descriptors_are_closed(tmp_path: Path, num_descriptors: int) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node, Transport.SHM)
-            readable, writable = os.pipe()
-            os.set_blocking(readable, False)
-            socket.send_fds(wire.stream._sock, [b"\0" * 8], [writable] * num_descriptors)  # type: ignore[list-item, arg-type]
-            os.close(writable)
-            await assert_turned_away(node, wire)
-            assert os.read(readable, 1) == b""  # nobody can write to it any more
-            os.close(readable)
-
-    run(test())
+async def test_a_strangers_descriptors_are_closed(tmp_path: Path, num_descriptors: int) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node, Transport.SHM)
+        readable, writable = os.pipe()
+        os.set_blocking(readable, False)
+        socket.send_fds(wire.stream._sock, [b"\0" * 8], [writable] * num_descriptors)  # type: ignore[list-item, arg-type]
+        os.close(writable)
+        await assert_turned_away(node, wire)
+        assert os.read(readable, 1) == b""  # nobody can write to it any more
+        os.close(readable)
 
 
 @pytest.mark.parametrize("segment_bytes", [0, -1, 4096, 1 << 62])
 @pytest.mark.parametrize("with_descriptor", [False, True])
-def test_a_segment_that_is_none_costs_a_connection(
+async def test_a_segment_that_is_none_costs_a_connection(
     tmp_path: Path, segment_bytes: int, with_descriptor: bool
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node, Transport.SHM)
-            await wire.say(HELLO)
-            challenge = await wire.hear()
-            assert isinstance(challenge, Challenge)
-            proof = node.key.proof(b"messenger sender", challenge.nonce, NONCE)
-            empty = os.memfd_create("empty")
-            said = Introduction(proof, node.sender_identity, b"s" * 16, 0, segment_bytes)
-            await wire.say_bytes(encode_frame(said), fd=empty if with_descriptor else None)
-            os.close(empty)
-            await wire.assert_closed()
-            wire.close()
-            await node.assert_works()
-            assert node.received.num_strangers == 0
-
-    run(test())
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node, Transport.SHM)
+        await wire.say(HELLO)
+        challenge = await wire.hear()
+        assert isinstance(challenge, Challenge)
+        proof = node.key.proof(b"messenger sender", challenge.nonce, NONCE)
+        empty = os.memfd_create("empty")
+        said = Introduction(proof, node.sender_identity, b"s" * 16, 0, segment_bytes)
+        await wire.say_bytes(encode_frame(said), fd=empty if with_descriptor else None)
+        os.close(empty)
+        await wire.assert_closed()
+        wire.close()
+        await node.assert_works()
+        assert node.received.num_strangers == 0
 
 
 # -- the sender's side ------------------------------------------------------------------------------
@@ -319,64 +286,52 @@ async def leave(stream: Stream, hello: Hello) -> None:
         (answering(b"\x01"), r"no answer within 0\.2 s"),
     ],
 )
-def test_a_receiver_that_is_none_is_an_error_by_name(
+async def test_a_receiver_that_is_none_is_an_error_by_name(
     tmp_path: Path, answer: Callable[[Stream, Hello], Awaitable[None]], reason: str
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY, connect_timeout_s=PATIENCE_S) as node:
-            said = await meet(node, answer)
-            assert said.startswith("cannot reach messenger receiver (tcp 127.0.0.1:")
-            assert re.search(reason, said)
-            await node.assert_works()
-
-    run(test())
+    async with fabric(tmp_path, TINY, connect_timeout_s=PATIENCE_S) as node:
+        said = await meet(node, answer)
+        assert said.startswith("cannot reach messenger receiver (tcp 127.0.0.1:")
+        assert re.search(reason, said)
+        await node.assert_works()
 
 
-def test_who_is_turned_away_hears_why_unless_there_are_too_many(
+async def test_who_is_turned_away_hears_why_unless_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            reason = "its worker has not attached"
+    async with fabric(tmp_path, TINY) as node:
+        reason = "its worker has not attached"
 
-            async def answer(stream: Stream, hello: Hello) -> None:
-                await turn_away(stream, reason, node.key, node.received, Threshold(), timeout_s=1.0)
+        async def answer(stream: Stream, hello: Hello) -> None:
+            await turn_away(stream, reason, node.key, node.received, Threshold(), timeout_s=1.0)
 
-            assert f"refused: {reason}" in await meet(node, answer)
-            assert node.received.num_strangers == 0
-            monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
-            assert re.search("connection closed by the peer|reset", await meet(node, answer))
-            assert node.received.num_strangers == 1
-
-    run(test())
+        assert f"refused: {reason}" in await meet(node, answer)
+        assert node.received.num_strangers == 0
+        monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
+        assert re.search("connection closed by the peer|reset", await meet(node, answer))
+        assert node.received.num_strangers == 1
 
 
-def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node, Transport.SHM)
-            source = node.sender_memory.source
-            segment = Segment(len(source.buffer), source.read_only_fd)
-            welcome = await wire.introduce_probe(node, segment, takes_seat=True)
-            assert welcome.seat is None
-            assert node.seats_taken == set()
-            fd = wire.stream.take_fd()
-            with pytest.raises(PermissionError):
-                mmap.mmap(fd, mmap.PAGESIZE)
-            os.close(fd)
-            wire.close()
-
-    run(test())
+async def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node, Transport.SHM)
+        source = node.sender_memory.source
+        segment = Segment(len(source.buffer), source.read_only_fd)
+        welcome = await wire.introduce_probe(node, segment, takes_seat=True)
+        assert welcome.seat is None
+        assert node.seats_taken == set()
+        fd = wire.stream.take_fd()
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, mmap.PAGESIZE)
+        os.close(fd)
+        wire.close()
 
 
-def test_a_probe_of_unknown_identity_may_only_probe(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with fabric(tmp_path, TINY) as node:
-            wire = await Wire.connect(node)
-            await wire.introduce_probe(node)
-            await wire.say(Open(1, 1, "grant 1"))
-            await wire.assert_closed()
-            wire.close()
-            await node.assert_works()
-
-    run(test())
+async def test_a_probe_of_unknown_identity_may_only_probe(tmp_path: Path) -> None:
+    async with fabric(tmp_path, TINY) as node:
+        wire = await Wire.connect(node)
+        await wire.introduce_probe(node)
+        await wire.say(Open(1, 1, "grant 1"))
+        await wire.assert_closed()
+        wire.close()
+        await node.assert_works()

@@ -100,39 +100,36 @@ def test_a_descriptor_is_heard_when_it_can_be_read() -> None:
         assert hears(near.fileno(), 0)
 
 
-def test_a_loop_that_listens_hears_everybody() -> None:
+async def test_a_loop_that_listens_hears_everybody() -> None:
     """Descriptors, timers and other threads, whether they come while it listens or while it sleeps."""
 
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        pairs = [socket.socketpair() for _ in range(3)]
-        for pair in pairs:
-            for sock in pair:
-                sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    pairs = [socket.socketpair() for _ in range(3)]
+    for pair in pairs:
+        for sock in pair:
+            sock.setblocking(False)
 
-        async def echo(sock: socket.socket) -> None:
-            while data := await loop.sock_recv(sock, 100):
-                await loop.sock_sendall(sock, data)
+    async def echo(sock: socket.socket) -> None:
+        while data := await loop.sock_recv(sock, 100):
+            await loop.sock_sendall(sock, data)
 
-        echoing = [asyncio.create_task(echo(far)) for _, far in pairs]
-        for number in range(300):
-            near, _ = pairs[number % len(pairs)]
-            await loop.sock_sendall(near, b"%d" % number)
-            assert await loop.sock_recv(near, 100) == b"%d" % number
-            if number % 50 == 0:
-                await asyncio.sleep(0.001)
-        readable, writable = os.pipe()
-        threading.Thread(target=os.write, args=(writable, b"from a thread")).start()
-        assert await loop.run_in_executor(None, os.read, readable, 100) == b"from a thread"
-        for descriptor in (readable, writable):
-            os.close(descriptor)
-        for near, _ in pairs:
-            near.close()
-        await asyncio.gather(*echoing)
-        for _, far in pairs:
-            far.close()
-
-    _run(test())
+    echoing = [asyncio.create_task(echo(far)) for _, far in pairs]
+    for number in range(300):
+        near, _ = pairs[number % len(pairs)]
+        await loop.sock_sendall(near, b"%d" % number)
+        assert await loop.sock_recv(near, 100) == b"%d" % number
+        if number % 50 == 0:
+            await asyncio.sleep(0.001)
+    readable, writable = os.pipe()
+    threading.Thread(target=os.write, args=(writable, b"from a thread")).start()
+    assert await loop.run_in_executor(None, os.read, readable, 100) == b"from a thread"
+    for descriptor in (readable, writable):
+        os.close(descriptor)
+    for near, _ in pairs:
+        near.close()
+    await asyncio.gather(*echoing)
+    for _, far in pairs:
+        far.close()
 
 
 class Chatterbox:
@@ -148,72 +145,66 @@ class Chatterbox:
         return True
 
 
-def test_who_speaks_without_end_keeps_nobody_else_from_being_heard() -> None:
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, ListeningLoop)
-        near, far = socket.socketpair()
-        silent, _far = socket.socketpair()
-        is_heard, is_due = asyncio.Event(), asyncio.Event()
-        order: list[str] = []
+async def test_who_speaks_without_end_keeps_nobody_else_from_being_heard() -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, ListeningLoop)
+    near, far = socket.socketpair()
+    silent, _far = socket.socketpair()
+    is_heard, is_due = asyncio.Event(), asyncio.Event()
+    order: list[str] = []
 
-        def hear_other() -> None:
-            order.append("other")
-            loop.remove_reader(near)
-            is_heard.set()
+    def hear_other() -> None:
+        order.append("other")
+        loop.remove_reader(near)
+        is_heard.set()
 
-        loop.add_reader(silent, order.append, "speaker")
-        loop.add_reader(near, hear_other)
-        loop.listener.speaker = Chatterbox(silent.fileno())
-        ticks = itertools.count(0.0, 1e-6)  # however others want the processor
-        loop.listener._patience = Patience(LISTEN_S, lambda: next(ticks))
-        while not order:
-            await asyncio.sleep(2 * LISTEN_S)
-        order.clear()
-        far.send(b"hear me")
-        await is_heard.wait()
-        assert order == ["speaker", "other"], "in the same turn, behind what was received before"
-        loop.call_later(0.001, is_due.set)
-        await is_due.wait()
-        loop.listener.speaker = None
-        loop.remove_reader(silent)
-        for sock in (near, far, silent, _far):
-            sock.close()
-
-    _run(test())
+    loop.add_reader(silent, order.append, "speaker")
+    loop.add_reader(near, hear_other)
+    loop.listener.speaker = Chatterbox(silent.fileno())
+    ticks = itertools.count(0.0, 1e-6)  # however others want the processor
+    loop.listener._patience = Patience(LISTEN_S, lambda: next(ticks))
+    while not order:
+        await asyncio.sleep(2 * LISTEN_S)
+    order.clear()
+    far.send(b"hear me")
+    await is_heard.wait()
+    assert order == ["speaker", "other"], "in the same turn, behind what was received before"
+    loop.call_later(0.001, is_due.set)
+    await is_due.wait()
+    loop.listener.speaker = None
+    loop.remove_reader(silent)
+    for sock in (near, far, silent, _far):
+        sock.close()
 
 
-def test_a_loop_knows_whether_anybody_waits_for_a_turn() -> None:
-    async def test() -> None:
-        loop, (near, far) = asyncio.get_running_loop(), socket.socketpair()
-        with near, far:
-            assert not others_wait()
-            loop.call_soon(lambda: None)
-            assert others_wait()
+async def test_a_loop_knows_whether_anybody_waits_for_a_turn() -> None:
+    loop, (near, far) = asyncio.get_running_loop(), socket.socketpair()
+    with near, far:
+        assert not others_wait()
+        loop.call_soon(lambda: None)
+        assert others_wait()
+        await asyncio.sleep(0)
+        assert not others_wait()
+
+        loop.add_reader(near, lambda: near.recv(100))
+        assert not others_wait()
+        far.send(b"something")
+        assert others_wait()
+        while others_wait():
             await asyncio.sleep(0)
-            assert not others_wait()
+        loop.remove_reader(near)
 
-            loop.add_reader(near, lambda: near.recv(100))
-            assert not others_wait()
-            far.send(b"something")
-            assert others_wait()
-            while others_wait():
-                await asyncio.sleep(0)
-            loop.remove_reader(near)
+        loop.call_later(60, lambda: None).cancel()
+        is_due = asyncio.Event()
+        loop.call_later(0, is_due.set)
+        assert others_wait()
+        await is_due.wait()
+        assert not others_wait()
 
-            loop.call_later(60, lambda: None).cancel()
-            is_due = asyncio.Event()
-            loop.call_later(0, is_due.set)
-            assert others_wait()
-            await is_due.wait()
-            assert not others_wait()
-
-            thread = threading.Thread(target=loop.call_soon_threadsafe, args=(is_due.clear,))
-            thread.start()
-            thread.join()
-            assert others_wait()
-
-    _run(test())
+        thread = threading.Thread(target=loop.call_soon_threadsafe, args=(is_due.clear,))
+        thread.start()
+        thread.join()
+        assert others_wait()
 
 
 def test_on_another_loop_somebody_may_always_wait() -> None:

@@ -16,7 +16,7 @@ from messenger.transport.direct import DirectPlacement
 from messenger.transport.outbox import Outbox
 from messenger.transport.stream import Stream
 from mooncake.errors import TransferError
-from tests.messenger.fabric import DEADLINE_S, run, until
+from tests.messenger.fabric import DEADLINE_S, until
 from tests.messenger.proxy import listen
 
 MIB = 1 << 20
@@ -53,462 +53,384 @@ both_families = pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INE
 
 
 @both_families
-def test_everything_arrives_in_order_however_it_is_split(family: int) -> None:
-    async def test() -> None:
-        draw = random.Random(1)
-        async with pair(family) as (near, far):
-            data = draw.randbytes(3 * MIB)
-            sizes = [0, 1, 2, 8, 100, 4095, 4096, 4097, 16 << 10, 100_000]
+async def test_everything_arrives_in_order_however_it_is_split(family: int) -> None:
+    draw = random.Random(1)
+    async with pair(family) as (near, far):
+        data = draw.randbytes(3 * MIB)
+        sizes = [0, 1, 2, 8, 100, 4095, 4096, 4097, 16 << 10, 100_000]
 
-            async def send() -> None:
-                rest = memoryview(data)
-                while rest:
-                    buffers = []
-                    for _ in range(draw.randint(1, 5)):
-                        size = draw.choice(sizes)
-                        buffers.append(rest[:size])
-                        rest = rest[size:]
-                    await near.send(buffers)
+        async def send() -> None:
+            rest = memoryview(data)
+            while rest:
+                buffers = []
+                for _ in range(draw.randint(1, 5)):
+                    size = draw.choice(sizes)
+                    buffers.append(rest[:size])
+                    rest = rest[size:]
+                await near.send(buffers)
 
-            sending = asyncio.create_task(send())
-            received = bytearray()
-            while len(received) < len(data):
-                room = [bytearray(draw.choice(sizes[1:])) for _ in range(draw.randint(1, 3))]
-                num_bytes = await far.receive_some([memoryview(buffer) for buffer in room])
-                received += b"".join(room)[:num_bytes]
-            await sending
-            assert bytes(received) == data
-
-    run(test())
+        sending = asyncio.create_task(send())
+        received = bytearray()
+        while len(received) < len(data):
+            room = [bytearray(draw.choice(sizes[1:])) for _ in range(draw.randint(1, 3))]
+            num_bytes = await far.receive_some([memoryview(buffer) for buffer in room])
+            received += b"".join(room)[:num_bytes]
+        await sending
+        assert bytes(received) == data
 
 
-def test_more_buffers_than_the_kernel_takes_at_once() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            data = random.Random(2).randbytes(3 * 3000)
-            view, into = memoryview(data), bytearray(len(data))
-            sending = asyncio.create_task(near.send([view[at : at + 3] for at in range(0, len(data), 3)]))
-            await far.receive_into([memoryview(into)[at : at + 3] for at in range(0, len(data), 3)])
-            await sending
-            assert bytes(into) == data
-
-    run(test())
+async def test_more_buffers_than_the_kernel_takes_at_once() -> None:
+    async with pair() as (near, far):
+        data = random.Random(2).randbytes(3 * 3000)
+        view, into = memoryview(data), bytearray(len(data))
+        sending = asyncio.create_task(near.send([view[at : at + 3] for at in range(0, len(data), 3)]))
+        await far.receive_into([memoryview(into)[at : at + 3] for at in range(0, len(data), 3)])
+        await sending
+        assert bytes(into) == data
 
 
-def test_between_processes_of_one_host_nothing_is_paced() -> None:
-    async def test() -> None:
-        async with pair(socket.AF_INET) as streams:
-            for stream in streams:
-                name = stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)  # type: ignore[union-attr]
-                assert name.rstrip(b"\0") == b"reno"
-
-    run(test())
+async def test_between_processes_of_one_host_nothing_is_paced() -> None:
+    async with pair(socket.AF_INET) as streams:
+        for stream in streams:
+            name = stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)  # type: ignore[union-attr]
+            assert name.rstrip(b"\0") == b"reno"
 
 
 @both_families
-def test_large_buffers_are_filled_behind_small_ones(family: int) -> None:
-    async def test() -> None:
-        async with pair(family) as (near, far):
-            data = random.Random(3).randbytes(MIB + 8)
-            sending = asyncio.create_task(near.send([data]))
-            header, body = bytearray(8), bytearray(MIB)
-            await far.receive_into([memoryview(header)])
-            await far.receive_into([memoryview(body)])
-            await sending
-            assert bytes(header + body) == data
-
-    run(test())
+async def test_large_buffers_are_filled_behind_small_ones(family: int) -> None:
+    async with pair(family) as (near, far):
+        data = random.Random(3).randbytes(MIB + 8)
+        sending = asyncio.create_task(near.send([data]))
+        header, body = bytearray(8), bytearray(MIB)
+        await far.receive_into([memoryview(header)])
+        await far.receive_into([memoryview(body)])
+        await sending
+        assert bytes(header + body) == data
 
 
-def test_a_peer_that_closes_ends_the_waiting() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            receiving = asyncio.create_task(far.receive_into([memoryview(bytearray(10))]))
-            await near.send([b"123"])
-            near.close()
-            with pytest.raises(ConnectionResetError, match="closed by the peer"):
-                await receiving
-
-    run(test())
+async def test_a_peer_that_closes_ends_the_waiting() -> None:
+    async with pair() as (near, far):
+        receiving = asyncio.create_task(far.receive_into([memoryview(bytearray(10))]))
+        await near.send([b"123"])
+        near.close()
+        with pytest.raises(ConnectionResetError, match="closed by the peer"):
+            await receiving
 
 
-def test_closing_ends_whoever_waits_here() -> None:
-    async def test() -> None:
-        async with pair() as (near, _):
-            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
-            sending = asyncio.create_task(near.send([bytes(8 * MIB)]))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            near.close()
-            for waiting in (receiving, sending):
-                with pytest.raises(ConnectionError):
-                    await waiting
-            with pytest.raises(OSError, match=r"closed|descriptor"):
-                await near.receive_some([memoryview(bytearray(10))])
-            with pytest.raises(OSError, match=r"closed|descriptor"):
-                await near.send([b"1"])
-
-    run(test())
-
-
-def test_shutting_down_ends_both_directions_and_may_be_repeated() -> None:
-    async def test() -> None:
-        async with pair() as (near, _):
-            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
-            sending = asyncio.create_task(near.send([bytes(8 * MIB)]))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            for _ in range(2):
-                near.shut_down()
-            for waiting in (receiving, sending):
-                with pytest.raises(ConnectionError):
-                    await waiting
-
-    run(test())
-
-
-def test_a_reset_is_an_error_on_both_directions() -> None:
-    async def test() -> None:
-        async with pair(socket.AF_INET) as (near, far):
-            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
-            await asyncio.sleep(0)
-            far._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            far.close()
+async def test_closing_ends_whoever_waits_here() -> None:
+    async with pair() as (near, _):
+        receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
+        sending = asyncio.create_task(near.send([bytes(8 * MIB)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        near.close()
+        for waiting in (receiving, sending):
             with pytest.raises(ConnectionError):
-                await receiving
+                await waiting
+        with pytest.raises(OSError, match=r"closed|descriptor"):
+            await near.receive_some([memoryview(bytearray(10))])
+        with pytest.raises(OSError, match=r"closed|descriptor"):
+            await near.send([b"1"])
+
+
+async def test_shutting_down_ends_both_directions_and_may_be_repeated() -> None:
+    async with pair() as (near, _):
+        receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
+        sending = asyncio.create_task(near.send([bytes(8 * MIB)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for _ in range(2):
+            near.shut_down()
+        for waiting in (receiving, sending):
             with pytest.raises(ConnectionError):
-                await near.send([bytes(MIB)])
-
-    run(test())
+                await waiting
 
 
-def test_a_cancelled_receiver_leaves_the_socket_usable_to_close() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            receiving = asyncio.create_task(far.receive_some([memoryview(bytearray(10))]))
+async def test_a_reset_is_an_error_on_both_directions() -> None:
+    async with pair(socket.AF_INET) as (near, far):
+        receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(10))]))
+        await asyncio.sleep(0)
+        far._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        far.close()
+        with pytest.raises(ConnectionError):
+            await receiving
+        with pytest.raises(ConnectionError):
+            await near.send([bytes(MIB)])
+
+
+async def test_a_cancelled_receiver_leaves_the_socket_usable_to_close() -> None:
+    async with pair() as (near, far):
+        receiving = asyncio.create_task(far.receive_some([memoryview(bytearray(10))]))
+        await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        await near.send([b"for nobody"])  # wakes it, and nobody waits
+        for _ in range(3):
             await asyncio.sleep(0)
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
-            await near.send([b"for nobody"])  # wakes it, and nobody waits
-            for _ in range(3):
+
+
+async def test_a_descriptor_travels_beside_its_bytes() -> None:
+    async with pair() as (near, far):
+        readable, writable = os.pipe()
+        await near.send([b"hello"], fd=writable)
+        os.close(writable)
+        into = bytearray(5)
+        await far.receive_into([memoryview(into)])
+        fd = far.take_fd()
+        assert fd is not None
+        assert far.take_fd() is None
+        os.write(fd, b"it is the pipe")
+        os.close(fd)
+        assert os.read(readable, 100) == b"it is the pipe"
+        os.close(readable)
+
+
+async def test_descriptors_that_nobody_takes_are_closed() -> None:
+    async with pair() as (near, far):
+        readable, writable = os.pipe()
+        for _ in range(3):
+            await near.send([b"x"], fd=writable)
+            await far.receive_into([memoryview(bytearray(1))])
+        os.close(writable)
+        far.close()
+        assert os.read(readable, 1) == b""
+        os.close(readable)
+
+
+async def test_an_outbox_keeps_the_order_and_never_waits() -> None:
+    async with pair() as (near, far):
+        emptied: list[bool] = []
+        outbox = Outbox(near, lambda: emptied.append(True))
+        messages = [bytes([number % 251]) * (1 + 1000 * number) for number in range(100)]
+        for message in messages:
+            outbox.post(message[:1], message[1:])
+        assert len(outbox) > 0
+        assert not emptied
+        for message in messages:
+            into = bytearray(len(message))
+            await far.receive_into([memoryview(into)])
+            assert into == message
+        await until(lambda: emptied)
+        assert len(outbox) == 0
+        outbox.post(b"at once")
+        assert len(outbox) == 0
+        await outbox.close()
+
+
+async def test_an_outbox_that_is_closed_sends_no_more() -> None:
+    async with pair() as (near, far):
+        outbox = Outbox(near)
+        outbox.post(bytes(8 * MIB))
+        outbox.post(b"more")
+        await outbox.close()
+        near.close()
+        with pytest.raises(ConnectionError):
+            await far.receive_into([memoryview(bytearray(8 * MIB + 4))])
+
+
+async def test_an_outbox_whose_peer_has_gone_shuts_its_stream_down() -> None:
+    async with pair() as (near, far):
+        outbox = Outbox(near)
+        receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(1))]))
+        outbox.post(bytes(8 * MIB))
+        await asyncio.sleep(0)
+        far.close()
+        with pytest.raises(ConnectionError):
+            await receiving
+        await outbox.close()
+        with pytest.raises(OSError, match=r"pipe|reset"):
+            Outbox(near).post(b"too late")
+
+
+async def test_others_have_their_turn_while_bytes_come_fast() -> None:
+    async with pair() as (near, far):
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
                 await asyncio.sleep(0)
 
-    run(test())
+        counting = asyncio.create_task(count())
+        into = memoryview(bytearray(16 * MIB))
+        sending = asyncio.create_task(near.send([bytes(16 * MIB)]))
+        await far.receive_into([into])
+        await sending
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+        assert num_turns >= 16
 
 
-def test_a_descriptor_travels_beside_its_bytes() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            readable, writable = os.pipe()
-            await near.send([b"hello"], fd=writable)
-            os.close(writable)
-            into = bytearray(5)
-            await far.receive_into([memoryview(into)])
-            fd = far.take_fd()
-            assert fd is not None
-            assert far.take_fd() is None
-            os.write(fd, b"it is the pipe")
-            os.close(fd)
-            assert os.read(readable, 100) == b"it is the pipe"
-            os.close(readable)
-
-    run(test())
+async def test_nobody_has_a_turn_who_does_not_wait_for_it() -> None:
+    async with pair() as (near, _):
+        order = list[str]()
+        near.moved(MIB)
+        with pytest.raises(StopIteration):
+            near.take_turns().send(None)
+        assert not near.is_turn_over
+        asyncio.get_running_loop().call_soon(order.append, "other")
+        await near.take_turns()
+        assert order == [], "it is not time"
+        near.moved(MIB)
+        await near.take_turns()
+        assert order == ["other"]
 
 
-def test_descriptors_that_nobody_takes_are_closed() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            readable, writable = os.pipe()
-            for _ in range(3):
-                await near.send([b"x"], fd=writable)
-                await far.receive_into([memoryview(bytearray(1))])
-            os.close(writable)
-            far.close()
-            assert os.read(readable, 1) == b""
-            os.close(readable)
-
-    run(test())
+async def test_what_is_ahead_is_taken_in_pieces_and_the_rest_follows() -> None:
+    async with pair() as (near, far):
+        data = random.Random(4).randbytes(MIB)
+        sending = asyncio.create_task(near.send([data]))
+        await far.more(lambda: True)
+        assert far.ahead == data[: far.num_ahead]
+        far.take(3)
+        into = memoryview(bytearray(len(data) - 3))
+        await far.receive_into([into[:5], into[5:]])
+        await sending
+        assert into == data[3:]
 
 
-def test_an_outbox_keeps_the_order_and_never_waits() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            emptied: list[bool] = []
-            outbox = Outbox(near, lambda: emptied.append(True))
-            messages = [bytes([number % 251]) * (1 + 1000 * number) for number in range(100)]
-            for message in messages:
-                outbox.post(message[:1], message[1:])
-            assert len(outbox) > 0
-            assert not emptied
-            for message in messages:
-                into = bytearray(len(message))
-                await far.receive_into([memoryview(into)])
-                assert into == message
-            await until(lambda: emptied)
-            assert len(outbox) == 0
-            outbox.post(b"at once")
-            assert len(outbox) == 0
-            await outbox.close()
-
-    run(test())
+async def test_there_is_room_for_as_much_as_is_wanted() -> None:
+    async with pair() as (near, far):
+        data = random.Random(5).randbytes(300_000)
+        sending = asyncio.create_task(near.send([data]))
+        await far.more(lambda: True)
+        far.take(1)
+        far.wanted_bytes = len(data) - 1
+        await far.more(lambda: far.num_ahead == len(data) - 1)
+        await sending
+        assert far.ahead == data[1:]
+        far.take(far.num_ahead)
+        await near.send([b"more"])
+        await far.more(lambda: far.num_ahead == 4)
+        assert far.ahead == b"more"
 
 
-def test_an_outbox_that_is_closed_sends_no_more() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            outbox = Outbox(near)
-            outbox.post(bytes(8 * MIB))
-            outbox.post(b"more")
-            await outbox.close()
-            near.close()
-            with pytest.raises(ConnectionError):
-                await far.receive_into([memoryview(bytearray(8 * MIB + 4))])
+async def test_what_comes_is_offered_until_it_is_enough() -> None:
+    async with pair() as (near, far):
+        taken = b""
 
-    run(test())
-
-
-def test_an_outbox_whose_peer_has_gone_shuts_its_stream_down() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            outbox = Outbox(near)
-            receiving = asyncio.create_task(near.receive_some([memoryview(bytearray(1))]))
-            outbox.post(bytes(8 * MIB))
-            await asyncio.sleep(0)
-            far.close()
-            with pytest.raises(ConnectionError):
-                await receiving
-            await outbox.close()
-            with pytest.raises(OSError, match=r"pipe|reset"):
-                Outbox(near).post(b"too late")
-
-    run(test())
-
-
-def test_others_have_their_turn_while_bytes_come_fast() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            num_turns = 0
-
-            async def count() -> None:
-                nonlocal num_turns
-                while True:
-                    num_turns += 1
-                    await asyncio.sleep(0)
-
-            counting = asyncio.create_task(count())
-            into = memoryview(bytearray(16 * MIB))
-            sending = asyncio.create_task(near.send([bytes(16 * MIB)]))
-            await far.receive_into([into])
-            await sending
-            counting.cancel()
-            await asyncio.gather(counting, return_exceptions=True)
-            assert num_turns >= 16
-
-    run(test())
-
-
-def test_nobody_has_a_turn_who_does_not_wait_for_it() -> None:
-    async def test() -> None:
-        async with pair() as (near, _):
-            order = list[str]()
-            near.moved(MIB)
-            with pytest.raises(StopIteration):
-                near.take_turns().send(None)
-            assert not near.is_turn_over
-            asyncio.get_running_loop().call_soon(order.append, "other")
-            await near.take_turns()
-            assert order == [], "it is not time"
-            near.moved(MIB)
-            await near.take_turns()
-            assert order == ["other"]
-
-    run(test())
-
-
-def test_what_is_ahead_is_taken_in_pieces_and_the_rest_follows() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            data = random.Random(4).randbytes(MIB)
-            sending = asyncio.create_task(near.send([data]))
-            await far.more(lambda: True)
-            assert far.ahead == data[: far.num_ahead]
-            far.take(3)
-            into = memoryview(bytearray(len(data) - 3))
-            await far.receive_into([into[:5], into[5:]])
-            await sending
-            assert into == data[3:]
-
-    run(test())
-
-
-def test_there_is_room_for_as_much_as_is_wanted() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            data = random.Random(5).randbytes(300_000)
-            sending = asyncio.create_task(near.send([data]))
-            await far.more(lambda: True)
-            far.take(1)
-            far.wanted_bytes = len(data) - 1
-            await far.more(lambda: far.num_ahead == len(data) - 1)
-            await sending
-            assert far.ahead == data[1:]
+        def take() -> bool:
+            nonlocal taken
+            taken += bytes(far.ahead)
             far.take(far.num_ahead)
-            await near.send([b"more"])
-            await far.more(lambda: far.num_ahead == 4)
-            assert far.ahead == b"more"
+            return taken.endswith(b".")
 
-    run(test())
+        waiting = asyncio.create_task(far.more(take))
+        for piece in (b"1", b"2", b"3."):
+            await near.send([piece])
+            while taken[-1:] != piece[-1:]:
+                assert not waiting.done()
+                await asyncio.sleep(0)
+        await waiting
+        assert taken == b"123."
 
 
-def test_what_comes_is_offered_until_it_is_enough() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            taken = b""
+async def test_another_may_look_for_what_somebody_waits_for() -> None:
+    async with pair() as (near, far):
+        assert not far.may_poll, "nobody waits"
+        waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
+        await asyncio.sleep(0)
+        far.poll()
+        assert far.num_ahead == 0
+        await near.send([b"12"])
+        far.poll()
+        assert far.ahead == b"12"
+        assert far.may_poll, "it still waits"
+        await near.send([b"3"])
+        far.poll()
+        assert not far.may_poll
+        await waiting
+        assert far.ahead == b"123"
 
-            def take() -> bool:
-                nonlocal taken
-                taken += bytes(far.ahead)
-                far.take(far.num_ahead)
-                return taken.endswith(b".")
 
-            waiting = asyncio.create_task(far.more(take))
-            for piece in (b"1", b"2", b"3."):
-                await near.send([piece])
-                while taken[-1:] != piece[-1:]:
-                    assert not waiting.done()
-                    await asyncio.sleep(0)
+async def test_what_comes_is_received_while_somebody_listens_for_it() -> None:
+    async with listened() as (near, far):
+        waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
+        await asyncio.sleep(0)
+        assert not far.listen(0.001), "nothing is said"
+        await near.send([b"12"])
+        assert far.listen(DEADLINE_S)
+        assert far.ahead == b"12"
+        assert not far.may_listen, "the rest comes behind it"
+        far.poll()
+        assert far.may_poll, "it still waits"
+        await near.send([b"3"])
+        assert far.listen(DEADLINE_S)
+        far.poll()
+        assert not far.may_poll
+        await waiting
+        assert far.ahead == b"123"
+
+
+async def test_what_was_received_while_somebody_listened_is_not_waited_for() -> None:
+    async with listened() as (near, far):
+        waiting = asyncio.create_task(far.more(lambda: False))
+        await asyncio.sleep(0)
+        await near.send([b"1"])
+        assert far.listen(DEADLINE_S)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await far.more(lambda: far.ahead == b"1")
+
+
+async def test_nobody_is_listened_to_while_others_have_something_to_say() -> None:
+    async with listened() as (_, far), pair() as (other_near, other_far):
+        waiting = [asyncio.create_task(each.more(lambda: True)) for each in (far, other_far)]
+        await asyncio.sleep(0)
+        await other_near.send([b"1"])
+        begun_s = time.monotonic()
+        assert not far.listen(DEADLINE_S)
+        assert time.monotonic() < begun_s + DEADLINE_S / 2
+        await waiting[1]
+        waiting[0].cancel()
+        await asyncio.gather(waiting[0], return_exceptions=True)
+
+
+async def test_a_connection_that_ends_while_somebody_listens_is_lost() -> None:
+    async with listened() as (near, far):
+        waiting = asyncio.create_task(far.more(lambda: True))
+        await asyncio.sleep(0)
+        near.close()
+        assert far.listen(DEADLINE_S)
+        assert far._failure is not None
+        assert far._failure.__traceback__ is None, "its frames would keep the stream"
+        far.poll()
+        with pytest.raises(ConnectionResetError, match="closed by the peer"):
             await waiting
-            assert taken == b"123."
-
-    run(test())
+        assert far._failure is None
 
 
-def test_another_may_look_for_what_somebody_waits_for() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            assert not far.may_poll, "nobody waits"
-            waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
-            await asyncio.sleep(0)
-            far.poll()
-            assert far.num_ahead == 0
-            await near.send([b"12"])
-            far.poll()
-            assert far.ahead == b"12"
-            assert far.may_poll, "it still waits"
-            await near.send([b"3"])
-            far.poll()
-            assert not far.may_poll
+async def test_an_error_of_who_takes_ends_the_waiting() -> None:
+    async with pair() as (near, far):
+
+        def take() -> bool:
+            raise TransferError("not like this")
+
+        waiting = asyncio.create_task(far.more(take))
+        await asyncio.sleep(0)
+        await near.send([b"1"])
+        with pytest.raises(TransferError, match="not like this"):
             await waiting
-            assert far.ahead == b"123"
-
-    run(test())
 
 
-def test_what_comes_is_received_while_somebody_listens_for_it() -> None:
-    async def test() -> None:
-        async with listened() as (near, far):
-            waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
-            await asyncio.sleep(0)
-            assert not far.listen(0.001), "nothing is said"
-            await near.send([b"12"])
-            assert far.listen(DEADLINE_S)
-            assert far.ahead == b"12"
-            assert not far.may_listen, "the rest comes behind it"
-            far.poll()
-            assert far.may_poll, "it still waits"
-            await near.send([b"3"])
-            assert far.listen(DEADLINE_S)
-            far.poll()
-            assert not far.may_poll
-            await waiting
-            assert far.ahead == b"123"
+async def test_sending_counts_as_a_turn() -> None:
+    async with pair() as (near, far):
+        num_turns = 0
 
-    run(test())
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
 
-
-def test_what_was_received_while_somebody_listened_is_not_waited_for() -> None:
-    async def test() -> None:
-        async with listened() as (near, far):
-            waiting = asyncio.create_task(far.more(lambda: False))
-            await asyncio.sleep(0)
-            await near.send([b"1"])
-            assert far.listen(DEADLINE_S)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await far.more(lambda: far.ahead == b"1")
-
-    run(test())
-
-
-def test_nobody_is_listened_to_while_others_have_something_to_say() -> None:
-    async def test() -> None:
-        async with listened() as (_, far), pair() as (other_near, other_far):
-            waiting = [asyncio.create_task(each.more(lambda: True)) for each in (far, other_far)]
-            await asyncio.sleep(0)
-            await other_near.send([b"1"])
-            begun_s = time.monotonic()
-            assert not far.listen(DEADLINE_S)
-            assert time.monotonic() < begun_s + DEADLINE_S / 2
-            await waiting[1]
-            waiting[0].cancel()
-            await asyncio.gather(waiting[0], return_exceptions=True)
-
-    run(test())
-
-
-def test_a_connection_that_ends_while_somebody_listens_is_lost() -> None:
-    async def test() -> None:
-        async with listened() as (near, far):
-            waiting = asyncio.create_task(far.more(lambda: True))
-            await asyncio.sleep(0)
-            near.close()
-            assert far.listen(DEADLINE_S)
-            assert far._failure is not None
-            assert far._failure.__traceback__ is None, "its frames would keep the stream"
-            far.poll()
-            with pytest.raises(ConnectionResetError, match="closed by the peer"):
-                await waiting
-            assert far._failure is None
-
-    run(test())
-
-
-def test_an_error_of_who_takes_ends_the_waiting() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-
-            def take() -> bool:
-                raise TransferError("not like this")
-
-            waiting = asyncio.create_task(far.more(take))
-            await asyncio.sleep(0)
-            await near.send([b"1"])
-            with pytest.raises(TransferError, match="not like this"):
-                await waiting
-
-    run(test())
-
-
-def test_sending_counts_as_a_turn() -> None:
-    async def test() -> None:
-        async with pair() as (near, far):
-            num_turns = 0
-
-            async def count() -> None:
-                nonlocal num_turns
-                while True:
-                    num_turns += 1
-                    await asyncio.sleep(0)
-
-            counting = asyncio.create_task(count())
-            into = memoryview(bytearray(100_000))
-            for _ in range(100):
-                rest = near.send_now([memoryview(bytes(100_000))])
-                await near.take_turns()
-                await near.send(rest)
-                await far.receive_into([into])
-            counting.cancel()
-            await asyncio.gather(counting, return_exceptions=True)
-            assert num_turns >= 100 * 100_000 // MIB
-
-    run(test())
+        counting = asyncio.create_task(count())
+        into = memoryview(bytearray(100_000))
+        for _ in range(100):
+            rest = near.send_now([memoryview(bytes(100_000))])
+            await near.take_turns()
+            await near.send(rest)
+            await far.receive_into([into])
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+        assert num_turns >= 100 * 100_000 // MIB

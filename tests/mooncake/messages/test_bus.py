@@ -1,6 +1,5 @@
 import asyncio
 import select
-from collections.abc import Awaitable
 from pathlib import Path
 
 import msgspec
@@ -23,59 +22,43 @@ from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Abort, ToWorker
 from mooncake.security.curve import LARGEST_FRAME_BYTES, use_key
 from mooncake.security.keys import ClusterKey
-from tests.deadline import DEADLINE_S
 
 ABORT = Abort(Ref(1, "r", 2))
 WORKER = peer_identity("p0", 1)
 KEY = ClusterKey.generate()
 
 
-def run(test: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await test
-
-    asyncio.run(bounded())
-
-
-def test_messages_arrive_with_their_senders_identity(tmp_path: Path) -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
-        await dealer.send(Cancel("r"))
-        assert await router.recv() == (WORKER, Cancel("r"))
-        await router.send(WORKER, ABORT)
-        assert await dealer.recv() == ABORT
-        router.close()
-        dealer.close()
-
-    run(test())
+async def test_messages_arrive_with_their_senders_identity(tmp_path: Path) -> None:
+    router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+    dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+    await dealer.send(Cancel("r"))
+    assert await router.recv() == (WORKER, Cancel("r"))
+    await router.send(WORKER, ABORT)
+    assert await dealer.recv() == ABORT
+    router.close()
+    dealer.close()
 
 
-def test_a_message_that_a_send_has_come_upon_wakes_whoever_waits_for_it(tmp_path: Path) -> None:
+async def test_a_message_that_a_send_has_come_upon_wakes_whoever_waits_for_it(tmp_path: Path) -> None:
     """libzmq takes the descriptor's signal back then."""
-
-    async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+    router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+    dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+    await dealer.send(Cancel("r"))
+    await router.recv()
+    waiting = asyncio.create_task(dealer.recv())
+    await asyncio.sleep(0)
+    await router.send(WORKER, ABORT)
+    # From here on the event loop does not turn before the signal has come and is gone.
+    assert select.select([dealer._descriptor], [], [], 5.0)[0]
+    for _ in range(1_000_000):
         await dealer.send(Cancel("r"))
-        await router.recv()
-        waiting = asyncio.create_task(dealer.recv())
-        await asyncio.sleep(0)
-        await router.send(WORKER, ABORT)
-        # From here on the event loop does not turn before the signal has come and is gone.
-        assert select.select([dealer._descriptor], [], [], 5.0)[0]
-        for _ in range(1_000_000):
-            await dealer.send(Cancel("r"))
-            if not select.select([dealer._descriptor], [], [], 0)[0]:
-                break
-        else:
-            pytest.fail("sending did not take the signal back")
-        assert await waiting == ABORT
-        router.close()
-        dealer.close()
-
-    run(test())
+        if not select.select([dealer._descriptor], [], [], 0)[0]:
+            break
+    else:
+        pytest.fail("sending did not take the signal back")
+    assert await waiting == ABORT
+    router.close()
+    dealer.close()
 
 
 class FullSocket:
@@ -88,21 +71,18 @@ class FullSocket:
         return [WORKER, msgspec.msgpack.encode(Cancel("r"))]
 
 
-def test_messages_without_end_leave_others_their_turns(tmp_path: Path) -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
-        socket = router._socket
-        router._socket = FullSocket()  # type: ignore[assignment]
-        turns = asyncio.create_task(take_turns(3))
-        num_messages = 0
-        while not turns.done() and num_messages < 10 * MAX_IN_A_ROW:
-            await router.recv()
-            num_messages += 1
-        assert turns.done()
-        router._socket = socket
-        router.close()
-
-    run(test())
+async def test_messages_without_end_leave_others_their_turns(tmp_path: Path) -> None:
+    router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+    socket = router._socket
+    router._socket = FullSocket()  # type: ignore[assignment]
+    turns = asyncio.create_task(take_turns(3))
+    num_messages = 0
+    while not turns.done() and num_messages < 10 * MAX_IN_A_ROW:
+        await router.recv()
+        num_messages += 1
+    assert turns.done()
+    router._socket = socket
+    router.close()
 
 
 async def take_turns(num: int) -> None:
@@ -110,20 +90,17 @@ async def take_turns(num: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_sending_to_an_unknown_or_earlier_peer_is_an_error(tmp_path: Path) -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
-        with pytest.raises(PeerGoneError, match="Abort"):
-            await router.send(WORKER, ABORT)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, peer_identity("p0", 2), ToWorker, KEY)
-        await dealer.send(Cancel("r"))
-        await router.recv()
-        with pytest.raises(PeerGoneError):
-            await router.send(WORKER, ABORT)
-        router.close()
-        dealer.close()
-
-    run(test())
+async def test_sending_to_an_unknown_or_earlier_peer_is_an_error(tmp_path: Path) -> None:
+    router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+    with pytest.raises(PeerGoneError, match="Abort"):
+        await router.send(WORKER, ABORT)
+    dealer: Dealer[ToWorker] = Dealer(router.endpoint, peer_identity("p0", 2), ToWorker, KEY)
+    await dealer.send(Cancel("r"))
+    await router.recv()
+    with pytest.raises(PeerGoneError):
+        await router.send(WORKER, ABORT)
+    router.close()
+    dealer.close()
 
 
 def in_frames(payload: bytes) -> list[bytes]:
@@ -131,96 +108,81 @@ def in_frames(payload: bytes) -> list[bytes]:
     return [payload[start : start + LARGEST_FRAME_BYTES] for start in starts]
 
 
-def test_malformed_messages_are_counted_and_do_no_harm(
+async def test_malformed_messages_are_counted_and_do_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
-        sender = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        use_key(sender, KEY)
-        sender.connect(router.endpoint)
-        wrong_type = msgspec.msgpack.encode(ABORT)  # goes to workers, never to the conductor
-        not_unicode = b"\x81\xa4type\xa4\xff\xff\xff\xff"
-        deep = b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xa4type\xa6Cancel"
-        long_tag = b"\x81\xa4type\xdb" + (1 << 17).to_bytes(4, "big") + b"A" * (1 << 17)
-        malformed = (
-            [b""],
-            [b"\xff" * 100],
-            [wrong_type],
-            [b"a", b"b", b"c"],
-            [not_unicode],
-            in_frames(deep),
-            in_frames(long_tag),
-            in_frames(bytes(LARGEST_MESSAGE_BYTES + 1)),
-        )
-        for frames in malformed:
-            await sender.send_multipart(frames)
-        await sender.send(msgspec.msgpack.encode(Cancel("r")))
-        assert (await router.recv())[1] == Cancel("r")
-        assert router.num_malformed == len(malformed)
-        assert max(map(len, caplog.messages)) < 1000
-        router.close()
-        sender.close(linger=0)
-
-    run(test())
+    router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+    sender = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    use_key(sender, KEY)
+    sender.connect(router.endpoint)
+    wrong_type = msgspec.msgpack.encode(ABORT)  # goes to workers, never to the conductor
+    not_unicode = b"\x81\xa4type\xa4\xff\xff\xff\xff"
+    deep = b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xa4type\xa6Cancel"
+    long_tag = b"\x81\xa4type\xdb" + (1 << 17).to_bytes(4, "big") + b"A" * (1 << 17)
+    malformed = (
+        [b""],
+        [b"\xff" * 100],
+        [wrong_type],
+        [b"a", b"b", b"c"],
+        [not_unicode],
+        in_frames(deep),
+        in_frames(long_tag),
+        in_frames(bytes(LARGEST_MESSAGE_BYTES + 1)),
+    )
+    for frames in malformed:
+        await sender.send_multipart(frames)
+    await sender.send(msgspec.msgpack.encode(Cancel("r")))
+    assert (await router.recv())[1] == Cancel("r")
+    assert router.num_malformed == len(malformed)
+    assert max(map(len, caplog.messages)) < 1000
+    router.close()
+    sender.close(linger=0)
 
 
-def test_endpoints_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
-        with pytest.raises(ConfigError, match=router.endpoint):
-            Router(router.endpoint, ToConductor, KEY)
-        with pytest.raises(ConfigError, match="nonsense"):
-            Dealer("nonsense", WORKER, ToWorker, KEY)
-        router.close()
-
-    run(test())
+async def test_endpoints_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
+    with pytest.raises(ConfigError, match=router.endpoint):
+        Router(router.endpoint, ToConductor, KEY)
+    with pytest.raises(ConfigError, match="nonsense"):
+        Dealer("nonsense", WORKER, ToWorker, KEY)
+    router.close()
 
 
-def test_closed_router_frees_its_endpoint_at_once() -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
-        for _ in range(5):
-            await dealer.send(Cancel("r"))
-            assert await router.recv() == (WORKER, Cancel("r"))
-            router.close()
-            router.close()
-            router = Router(router.endpoint, ToConductor, KEY)
-        router.close()
-        dealer.close()
-
-    run(test())
-
-
-def test_a_dealer_knows_that_its_connection_broke() -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+async def test_closed_router_frees_its_endpoint_at_once() -> None:
+    router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
+    dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+    for _ in range(5):
         await dealer.send(Cancel("r"))
-        await router.recv()
-        assert not dealer.has_reconnected
+        assert await router.recv() == (WORKER, Cancel("r"))
+        router.close()
         router.close()
         router = Router(router.endpoint, ToConductor, KEY)
-        while not dealer.has_reconnected:
-            await asyncio.sleep(0.01)
-        router.close()
-        dealer.close()
-
-    run(test())
+    router.close()
+    dealer.close()
 
 
-def test_message_that_no_router_takes_is_an_error(tmp_path: Path) -> None:
-    async def test() -> None:
-        router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
-        dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
-        envelope_bytes = len(msgspec.msgpack.encode(Cancel("r" * (1 << 20)))) - (1 << 20)
-        largest = Cancel("r" * (LARGEST_MESSAGE_BYTES - envelope_bytes))
-        with pytest.raises(PeerGoneError, match=f"of {LARGEST_MESSAGE_BYTES + 1} bytes .* takes"):
-            await dealer.send(Cancel(largest.request_id + "r"))
-        await dealer.send(largest)
-        assert await router.recv() == (WORKER, largest)
-        router.close()
-        dealer.close()
+async def test_a_dealer_knows_that_its_connection_broke() -> None:
+    router: Router[ToConductor] = Router("tcp://127.0.0.1:*", ToConductor, KEY)
+    dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+    await dealer.send(Cancel("r"))
+    await router.recv()
+    assert not dealer.has_reconnected
+    router.close()
+    router = Router(router.endpoint, ToConductor, KEY)
+    while not dealer.has_reconnected:
+        await asyncio.sleep(0.01)
+    router.close()
+    dealer.close()
 
-    run(test())
+
+async def test_message_that_no_router_takes_is_an_error(tmp_path: Path) -> None:
+    router: Router[ToConductor] = Router(f"ipc://{tmp_path}/a", ToConductor, KEY)
+    dealer: Dealer[ToWorker] = Dealer(router.endpoint, WORKER, ToWorker, KEY)
+    envelope_bytes = len(msgspec.msgpack.encode(Cancel("r" * (1 << 20)))) - (1 << 20)
+    largest = Cancel("r" * (LARGEST_MESSAGE_BYTES - envelope_bytes))
+    with pytest.raises(PeerGoneError, match=f"of {LARGEST_MESSAGE_BYTES + 1} bytes .* takes"):
+        await dealer.send(Cancel(largest.request_id + "r"))
+    await dealer.send(largest)
+    assert await router.recv() == (WORKER, largest)
+    router.close()
+    dealer.close()

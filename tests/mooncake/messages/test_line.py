@@ -1,59 +1,40 @@
 """Messages within one process come in order, and none is lost with a reader that gives up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
 from mooncake.messages.line import Inbox, Line
-from tests.deadline import DEADLINE_S
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await test()
-
-    asyncio.run(main())
-
-
-def test_each_end_gets_what_the_other_sends_as_it_is() -> None:
-    async def test() -> None:
-        to_left, to_right = Inbox[list[int]](), Inbox[str]()
-        left, right = Line(to_right, to_left), Line(to_left, to_right)
-        message = [1]
-        await left.send("a")
-        await left.send("b")
-        await right.send(message)
-        assert [await right.recv(), await right.recv()] == ["a", "b"]
-        assert await left.recv() is message
-
-    run(test)
+async def test_each_end_gets_what_the_other_sends_as_it_is() -> None:
+    to_left, to_right = Inbox[list[int]](), Inbox[str]()
+    left, right = Line(to_right, to_left), Line(to_left, to_right)
+    message = [1]
+    await left.send("a")
+    await left.send("b")
+    await right.send(message)
+    assert [await right.recv(), await right.recv()] == ["a", "b"]
+    assert await left.recv() is message
 
 
-def test_a_reader_that_gives_up_takes_no_message_with_it() -> None:
-    async def test() -> None:
-        inbox = Inbox[str]()
-        reader = asyncio.create_task(inbox.get())
-        await asyncio.sleep(0)
-        inbox.put_nowait("came as it gave up")
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        inbox.put_nowait("came later")
-        assert len(inbox) == 2
-        assert [await inbox.get(), await inbox.get()] == ["came as it gave up", "came later"]
-
-    run(test)
+async def test_a_reader_that_gives_up_takes_no_message_with_it() -> None:
+    inbox = Inbox[str]()
+    reader = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    inbox.put_nowait("came as it gave up")
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    inbox.put_nowait("came later")
+    assert len(inbox) == 2
+    assert [await inbox.get(), await inbox.get()] == ["came as it gave up", "came later"]
 
 
-def test_a_reader_that_waits_is_woken_once_for_all_there_is() -> None:
-    async def test() -> None:
-        inbox = Inbox[int]()
-        reader = asyncio.create_task(inbox.get())
-        await asyncio.sleep(0)
-        for message in range(3):
-            inbox.put_nowait(message)
-        assert [await reader, await inbox.get(), await inbox.get()] == [0, 1, 2]
-
-    run(test)
+async def test_a_reader_that_waits_is_woken_once_for_all_there_is() -> None:
+    inbox = Inbox[int]()
+    reader = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    for message in range(3):
+        inbox.put_nowait(message)
+    assert [await reader, await inbox.get(), await inbox.get()] == [0, 1, 2]

@@ -139,18 +139,15 @@ def test_a_vocabulary_that_cannot_be_prepared_is_told_of_when_a_grammar_comes() 
         grammars.compile(OBJECT)
 
 
-def test_a_grammar_is_compiled_once_while_it_is_kept(vocabulary: Vocabulary) -> None:
-    async def test() -> None:
-        grammars = Grammars(lambda: vocabulary)
-        first = await grammars.get('start: "a"')
-        for number in range(31):
-            await grammars.get(f'start: "{number}"')
-        assert await grammars.get('start: "a"') is first
-        await grammars.get('start: "more"')
-        assert await grammars.get('start: "a"') is first
-        for number in range(32):
-            await grammars.get(f'start: "again {number}"')
-        assert await grammars.get('start: "a"') is not first
-        assert grammars.num_waiting == 0
-
-    asyncio.run(test())
+async def test_a_grammar_is_compiled_once_while_it_is_kept(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    first = await grammars.get('start: "a"')
+    for number in range(31):
+        await grammars.get(f'start: "{number}"')
+    assert await grammars.get('start: "a"') is first
+    await grammars.get('start: "more"')
+    assert await grammars.get('start: "a"') is first
+    for number in range(32):
+        await grammars.get(f'start: "again {number}"')
+    assert await grammars.get('start: "a"') is not first
+    assert grammars.num_waiting == 0

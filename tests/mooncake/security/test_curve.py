@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,6 @@ from tests.deadline import DEADLINE_S
 KEY, OTHER_KEY = ClusterKey.generate(), ClusterKey.generate()
 FRIEND = peer_identity("p0", 1)
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + b"\x00" + bytes(31)
-
-
-def run(test: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * DEADLINE_S):
-            await test
-
-    asyncio.run(bounded())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -95,20 +87,16 @@ STRANGERS: list[Callable[[zmq.asyncio.Socket], None]] = [
 
 @pytest.mark.parametrize("prepare", STRANGERS)
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_socket_without_the_key_is_refused(
+async def test_socket_without_the_key_is_refused(
     tmp_path: Path, transport: str, prepare: Callable[[zmq.asyncio.Socket], None]
 ) -> None:
     endpoint = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/a"
-
-    async def test() -> None:
-        with routing(endpoint) as router:
-            with stranger(router.endpoint, prepare):
-                # One that wants no encryption may hang up on us before we have read what it wants.
-                await until(lambda: router.num_refused + router.num_unfinished >= 1)
-            await assert_serves(router, "after a stranger")
-            assert router.num_malformed == 0
-
-    run(test())
+    with routing(endpoint) as router:
+        with stranger(router.endpoint, prepare):
+            # One that wants no encryption may hang up on us before we have read what it wants.
+            await until(lambda: router.num_refused + router.num_unfinished >= 1)
+        await assert_serves(router, "after a stranger")
+        assert router.num_malformed == 0
 
 
 def bytes_that_are_no_handshake() -> list[bytes]:
@@ -135,25 +123,22 @@ def throw(port: int, content: bytes) -> None:
                 pass
 
 
-def test_bytes_that_are_no_handshake_cost_a_closed_connection_each() -> None:
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router:
-            port = int(router.endpoint.rpartition(":")[2])
-            friend: Dealer[ToWorker] = Dealer(router.endpoint, FRIEND, ToWorker, KEY)
-            await friend.send(Cancel("before"))
-            assert await router.recv() == (FRIEND, Cancel("before"))
-            for number, content in enumerate(bytes_that_are_no_handshake(), start=1):
-                await asyncio.to_thread(throw, port, content)
-                await until(lambda expected=number: router.num_refused == expected)  # type: ignore[misc]
-            await friend.send(Cancel("after"))
-            assert await router.recv() == (FRIEND, Cancel("after"))
-            assert router.num_malformed == router.num_unfinished == 0
-            friend.close()
-
-    run(test())
+async def test_bytes_that_are_no_handshake_cost_a_closed_connection_each() -> None:
+    with routing("tcp://127.0.0.1:*") as router:
+        port = int(router.endpoint.rpartition(":")[2])
+        friend: Dealer[ToWorker] = Dealer(router.endpoint, FRIEND, ToWorker, KEY)
+        await friend.send(Cancel("before"))
+        assert await router.recv() == (FRIEND, Cancel("before"))
+        for number, content in enumerate(bytes_that_are_no_handshake(), start=1):
+            await asyncio.to_thread(throw, port, content)
+            await until(lambda expected=number: router.num_refused == expected)  # type: ignore[misc]
+        await friend.send(Cancel("after"))
+        assert await router.recv() == (FRIEND, Cancel("after"))
+        assert router.num_malformed == router.num_unfinished == 0
+        friend.close()
 
 
-def test_many_strangers_at_once_are_all_counted_and_friends_get_through() -> None:
+async def test_many_strangers_at_once_are_all_counted_and_friends_get_through() -> None:
     num_strangers = 200
 
     def storm(port: int) -> None:
@@ -162,192 +147,160 @@ def test_many_strangers_at_once_are_all_counted_and_friends_get_through() -> Non
             with sock, contextlib.suppress(ConnectionError):
                 sock.sendall(random.Random(number).randbytes(500))
 
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router:
-            thread = threading.Thread(target=storm, args=(int(router.endpoint.rpartition(":")[2]),))
-            thread.start()
-            for number in range(5):
-                await assert_serves(router, f"during the storm {number}")
-            await asyncio.to_thread(thread.join)
-            await until(lambda: router.num_refused + router.num_unfinished == num_strangers)
-
-    run(test())
+    with routing("tcp://127.0.0.1:*") as router:
+        thread = threading.Thread(target=storm, args=(int(router.endpoint.rpartition(":")[2]),))
+        thread.start()
+        for number in range(5):
+            await assert_serves(router, f"during the storm {number}")
+        await asyncio.to_thread(thread.join)
+        await until(lambda: router.num_refused + router.num_unfinished == num_strangers)
 
 
-def test_silent_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curve, "HANDSHAKE_S", 0.1)
-
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router:
-            port = int(router.endpoint.rpartition(":")[2])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            while await reader.read(1000):
-                pass
-            await until(lambda: router.num_unfinished == 1)
-            writer.close()
-
-    run(test())
+    with routing("tcp://127.0.0.1:*") as router:
+        port = int(router.endpoint.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while await reader.read(1000):
+            pass
+        await until(lambda: router.num_unfinished == 1)
+        writer.close()
 
 
-def test_peers_that_leave_in_the_middle_are_not_said_to_have_another_key(
+async def test_peers_that_leave_in_the_middle_are_not_said_to_have_another_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nobody knows which they have: a process of this cluster on a busy machine is cut off like that too."""
 
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router:
-            port = int(router.endpoint.rpartition(":")[2])
-            for number, content in enumerate([b"", b"\xff", ZMTP_GREETING] * 2, start=1):
-                await asyncio.to_thread(throw, port, content)
-                await until(lambda expected=number: router.num_unfinished == expected)  # type: ignore[misc]
-            await until(lambda: "6 connections so far ended in the middle" in caplog.text)
-            assert router.num_refused == 0
-
-    with caplog.at_level(logging.WARNING):
-        run(test())
+    with caplog.at_level(logging.WARNING), routing("tcp://127.0.0.1:*") as router:
+        port = int(router.endpoint.rpartition(":")[2])
+        for number, content in enumerate([b"", b"\xff", ZMTP_GREETING] * 2, start=1):
+            await asyncio.to_thread(throw, port, content)
+            await until(lambda expected=number: router.num_unfinished == expected)  # type: ignore[misc]
+        await until(lambda: "6 connections so far ended in the middle" in caplog.text)
+        assert router.num_refused == 0
     assert "do not have this cluster's key" not in caplog.text
 
 
-def test_peer_gets_in_while_the_event_loop_is_busy(tmp_path: Path) -> None:
+async def test_peer_gets_in_while_the_event_loop_is_busy(tmp_path: Path) -> None:
     """However long it is: who waits for its turn there has not shown another key."""
-
-    async def test() -> None:
-        with routing(f"ipc://{tmp_path}/a") as router:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
-                sock.linger = 0
-                use_key(sock, KEY)
-                with sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-                    sock.connect(router.endpoint)
-                    assert monitor.poll(int(1000 * DEADLINE_S)), "and nothing else runs in this loop"
-                sock.disable_monitor()
-            assert router.num_refused == router.num_unfinished == 0
-
-    run(test())
+    with routing(f"ipc://{tmp_path}/a") as router:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+            sock.linger = 0
+            use_key(sock, KEY)
+            with sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+                sock.connect(router.endpoint)
+                assert monitor.poll(int(1000 * DEADLINE_S)), "and nothing else runs in this loop"
+            sock.disable_monitor()
+        assert router.num_refused == router.num_unfinished == 0
 
 
-def test_crowd_of_silent_peers_makes_room_for_a_friend(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crowd_of_silent_peers_makes_room_for_a_friend(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than may be there at once, who would stay for an hour."""
     monkeypatch.setattr(curve, "HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(handshakes, "MOST_UNAUTHENTICATED", 8)
-
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router, contextlib.ExitStack() as crowd:
-            address = ("127.0.0.1", int(router.endpoint.rpartition(":")[2]))
-            await assert_serves(router, "before")
-            friend: Dealer[ToWorker] = Dealer(router.endpoint, FRIEND, ToWorker, KEY)
-            await friend.send(Cancel("first"))
-            assert await router.recv() == (FRIEND, Cancel("first"))
-            silent = [crowd.enter_context(socket.create_connection(address)) for _ in range(20)]
-            await until(lambda: router.num_unfinished == 12)
-            await friend.send(Cancel("it is no part of the crowd"))
-            assert await router.recv() == (FRIEND, Cancel("it is no part of the crowd"))
-            friend.close()
-            for sock in silent[:12]:
-                sock.settimeout(DEADLINE_S)
-                while sock.recv(1000):
-                    pass
-            assert router.num_unfinished == 12, "the others may stay"
-
-    run(test())
+    with routing("tcp://127.0.0.1:*") as router, contextlib.ExitStack() as crowd:
+        address = ("127.0.0.1", int(router.endpoint.rpartition(":")[2]))
+        await assert_serves(router, "before")
+        friend: Dealer[ToWorker] = Dealer(router.endpoint, FRIEND, ToWorker, KEY)
+        await friend.send(Cancel("first"))
+        assert await router.recv() == (FRIEND, Cancel("first"))
+        silent = [crowd.enter_context(socket.create_connection(address)) for _ in range(20)]
+        await until(lambda: router.num_unfinished == 12)
+        await friend.send(Cancel("it is no part of the crowd"))
+        assert await router.recv() == (FRIEND, Cancel("it is no part of the crowd"))
+        friend.close()
+        for sock in silent[:12]:
+            sock.settimeout(DEADLINE_S)
+            while sock.recv(1000):
+                pass
+        assert router.num_unfinished == 12, "the others may stay"
 
 
-def test_what_crosses_is_encrypted() -> None:
+async def test_what_crosses_is_encrypted() -> None:
     """A relay between the two sees neither the message nor its sender."""
     seen = bytearray()
 
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router:
-            port = int(router.endpoint.rpartition(":")[2])
+    with routing("tcp://127.0.0.1:*") as router:
+        port = int(router.endpoint.rpartition(":")[2])
 
-            async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                with contextlib.suppress(ConnectionError):
-                    while data := await reader.read(65536):
-                        seen.extend(data)
-                        writer.write(data)
-                writer.close()
+        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    seen.extend(data)
+                    writer.write(data)
+            writer.close()
 
-            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
-                await asyncio.gather(copy(reader, upstream_writer), copy(upstream_reader, writer))
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(copy(reader, upstream_writer), copy(upstream_reader, writer))
 
-            server = await asyncio.start_server(relay, "127.0.0.1", 0)
-            endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            dealer: Dealer[ToWorker] = Dealer(endpoint, FRIEND, ToWorker, KEY)
-            await dealer.send(Cancel("a secret prompt"))
-            assert await router.recv() == (FRIEND, Cancel("a secret prompt"))
-            dealer.close()
-            server.close()
-
-    run(test())
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        dealer: Dealer[ToWorker] = Dealer(endpoint, FRIEND, ToWorker, KEY)
+        await dealer.send(Cancel("a secret prompt"))
+        assert await router.recv() == (FRIEND, Cancel("a secret prompt"))
+        dealer.close()
+        server.close()
     assert b"CURVE" in seen
     assert not [word for word in (b"secret prompt", FRIEND, b"Cancel") if word in seen]
 
 
-def test_client_with_another_key_warns_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        with routing("tcp://127.0.0.1:*") as router:
-            dealer: Dealer[ToWorker] = Dealer(router.endpoint, FRIEND, ToWorker, OTHER_KEY)
-            await until(lambda: f"{router.endpoint} has closed 3 connections" in caplog.text)
-            dealer.close()
-
-    with caplog.at_level(logging.WARNING):
-        run(test())
+async def test_client_with_another_key_warns_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), routing("tcp://127.0.0.1:*") as router:
+        dealer: Dealer[ToWorker] = Dealer(router.endpoint, FRIEND, ToWorker, OTHER_KEY)
+        await until(lambda: f"{router.endpoint} has closed 3 connections" in caplog.text)
+        dealer.close()
     assert f"key id {OTHER_KEY.key_id}" in caplog.text
     assert "security.key_file" in caplog.text
     assert "refused 1 connections so far" in caplog.text
     assert len(caplog.messages) < 10
 
 
-def test_client_does_not_talk_to_a_server_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as impostor:
-            impostor.linger = 0
-            impostor.curve_server = True
-            impostor.curve_secretkey = OTHER_KEY.curve_pair()[1]
-            port = impostor.bind_to_random_port("tcp://127.0.0.1")
-            with socket.socket() as plain:
-                plain.bind(("127.0.0.1", 0))
-                plain.listen()
-                plain.setblocking(False)
-                dealers: list[Dealer[ToWorker]] = [
-                    Dealer(f"tcp://127.0.0.1:{number}", FRIEND, ToWorker, KEY)
-                    for number in (port, plain.getsockname()[1])
-                ]
-                for dealer in dealers:
-                    await dealer.send(Cancel("a secret prompt"))
-                loop = asyncio.get_running_loop()
-                connection, _ = await loop.sock_accept(plain)
-                connection.setblocking(False)
-                await loop.sock_sendall(connection, ZMTP_GREETING[:32] + b"\x01" + bytes(31))
-                received = b""
-                while len(received) < 64 + 202:  # greeting and HELLO; it then waits for the server's proof
-                    received += await loop.sock_recv(connection, 65536)
-                connection.close()
-                assert b"secret prompt" not in received
-                assert FRIEND not in received
-                await until(lambda: f"127.0.0.1:{port} has closed 3 connections" in caplog.text)
-                assert not await impostor.poll(0)
-                for dealer in dealers:
-                    dealer.close()
-
-    run(test())
+async def test_client_does_not_talk_to_a_server_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as impostor:
+        impostor.linger = 0
+        impostor.curve_server = True
+        impostor.curve_secretkey = OTHER_KEY.curve_pair()[1]
+        port = impostor.bind_to_random_port("tcp://127.0.0.1")
+        with socket.socket() as plain:
+            plain.bind(("127.0.0.1", 0))
+            plain.listen()
+            plain.setblocking(False)
+            dealers: list[Dealer[ToWorker]] = [
+                Dealer(f"tcp://127.0.0.1:{number}", FRIEND, ToWorker, KEY)
+                for number in (port, plain.getsockname()[1])
+            ]
+            for dealer in dealers:
+                await dealer.send(Cancel("a secret prompt"))
+            loop = asyncio.get_running_loop()
+            connection, _ = await loop.sock_accept(plain)
+            connection.setblocking(False)
+            await loop.sock_sendall(connection, ZMTP_GREETING[:32] + b"\x01" + bytes(31))
+            received = b""
+            while len(received) < 64 + 202:  # greeting and HELLO; it then waits for the server's proof
+                received += await loop.sock_recv(connection, 65536)
+            connection.close()
+            assert b"secret prompt" not in received
+            assert FRIEND not in received
+            await until(lambda: f"127.0.0.1:{port} has closed 3 connections" in caplog.text)
+            assert not await impostor.poll(0)
+            for dealer in dealers:
+                dealer.close()
 
 
-def test_gates_with_different_keys_live_beside_each_other(tmp_path: Path) -> None:
-    async def test() -> None:
-        gates = {key: Gate(key, zmq.ROUTER) for key in (KEY, OTHER_KEY)}
-        with zmq.asyncio.Context() as context:
-            for key, gate in gates.items():
-                server, client = gate.sockets[0], context.socket(zmq.DEALER)
-                server.bind(f"ipc://{tmp_path}/{key.key_id}")
-                use_key(client, key)
-                client.linger = 0
-                client.connect(f"ipc://{tmp_path}/{key.key_id}")
-                await client.send(key.key_id.encode())
-                assert (await server.recv_multipart())[1] == key.key_id.encode()
-                client.close()
-        for gate in gates.values():
-            assert gate.num_refused == 0
-            gate.close()
-
-    run(test())
+async def test_gates_with_different_keys_live_beside_each_other(tmp_path: Path) -> None:
+    gates = {key: Gate(key, zmq.ROUTER) for key in (KEY, OTHER_KEY)}
+    with zmq.asyncio.Context() as context:
+        for key, gate in gates.items():
+            server, client = gate.sockets[0], context.socket(zmq.DEALER)
+            server.bind(f"ipc://{tmp_path}/{key.key_id}")
+            use_key(client, key)
+            client.linger = 0
+            client.connect(f"ipc://{tmp_path}/{key.key_id}")
+            await client.send(key.key_id.encode())
+            assert (await server.recv_multipart())[1] == key.key_id.encode()
+            client.close()
+    for gate in gates.values():
+        assert gate.num_refused == 0
+        gate.close()

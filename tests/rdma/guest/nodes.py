@@ -1,12 +1,9 @@
 """Helpers of the tests: a device with memory, two of them joined in this process, one in another process."""
 
-import asyncio
-import functools
 import mmap
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char
-from typing import ParamSpec
 
 import msgspec
 import numpy as np
@@ -18,24 +15,8 @@ from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import OPEN, WINDOW_BIND, RdmaMemory, register_range
 from messenger.wire.rdma_info import EndpointInfo
-from tests.deadline import DEADLINE_S
 
 MIB = 1 << 20
-P = ParamSpec("P")
-
-
-def on_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """Runs an async test, with a deadline."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                await test(*args, **kwargs)
-
-        asyncio.run(bounded())
-
-    return run
 
 
 class Node:

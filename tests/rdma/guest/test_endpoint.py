@@ -8,14 +8,13 @@ import pytest
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.wire.rdma_info import EndpointInfo, LinkLayer
-from tests.rdma.guest.nodes import MIB, is_idle, joined, node, on_loop, scattered, two_nodes
+from tests.rdma.guest.nodes import MIB, is_idle, joined, node, scattered, two_nodes
 from tests.rdma.guest.peer import peer_process
 
 DEAD_PEER_S = 2.0
 LARGE_BYTES = 64 * MIB
 
 
-@on_loop
 async def test_written_bytes_are_in_the_peers_memory_and_nothing_beside_them_changed() -> None:
     with node("rxe0") as here:
         here.fill_randomly(1)
@@ -30,7 +29,6 @@ async def test_written_bytes_are_in_the_peers_memory_and_nothing_beside_them_cha
             endpoint.close()
 
 
-@on_loop
 async def test_64_mib_in_slices_arrive_and_come_back() -> None:
     with node("rxe0", LARGE_BYTES) as here:
         here.fill_randomly(2)
@@ -49,7 +47,6 @@ async def test_64_mib_in_slices_arrive_and_come_back() -> None:
             endpoint.close()
 
 
-@on_loop
 async def test_many_transfers_at_once_do_not_mix() -> None:
     num_transfers, num_bytes = 200, 40_000
     with two_nodes(2 * num_transfers * num_bytes) as (here, there, endpoint, _other):
@@ -69,7 +66,6 @@ async def test_many_transfers_at_once_do_not_mix() -> None:
         assert is_idle(endpoint)
 
 
-@on_loop
 async def test_small_transfer_does_not_wait_for_the_large_one_before_it() -> None:
     with two_nodes(LARGE_BYTES) as (_here, there, endpoint, _other):
         large = asyncio.create_task(
@@ -81,7 +77,6 @@ async def test_small_transfer_does_not_wait_for_the_large_one_before_it() -> Non
         await large
 
 
-@on_loop
 async def test_killed_peer_is_reported_in_time_to_every_call() -> None:
     with node("rxe0", LARGE_BYTES) as here:
         async with peer_process(LARGE_BYTES) as peer:
@@ -101,7 +96,6 @@ async def test_killed_peer_is_reported_in_time_to_every_call() -> None:
             assert endpoint.failure.remedy is Remedy.OTHER_PATH
 
 
-@on_loop
 async def test_peer_that_died_while_nothing_was_sent_is_reported_in_time() -> None:
     with node("rxe0") as here:
         async with peer_process(MIB) as peer:
@@ -116,7 +110,6 @@ async def test_peer_that_died_while_nothing_was_sent_is_reported_in_time() -> No
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
-@on_loop
 async def test_wrong_key_is_refused_for_good(direction: str) -> None:
     with two_nodes() as (_here, there, endpoint, _other):
         before = there.digest(0, MIB)
@@ -129,7 +122,6 @@ async def test_wrong_key_is_refused_for_good(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
-@on_loop
 async def test_range_outside_the_peers_memory_is_refused_for_good(direction: str) -> None:
     with two_nodes() as (_here, there, endpoint, _other):
         with pytest.raises(RdmaError, match="refused access") as caught:
@@ -139,7 +131,6 @@ async def test_range_outside_the_peers_memory_is_refused_for_good(direction: str
         assert caught.value.remedy is Remedy.GIVE_UP
 
 
-@on_loop
 async def test_wrong_local_range_is_refused_and_breaks_nothing() -> None:
     with two_nodes() as (_here, there, endpoint, _other):
         with pytest.raises(RdmaError, match="expected a range within") as caught:
@@ -148,7 +139,6 @@ async def test_wrong_local_range_is_refused_and_breaks_nothing() -> None:
         await endpoint.write([(MIB - 50, there.memory.address, 50)], there.memory.remote_key)
 
 
-@on_loop
 async def test_one_refused_call_ends_all_calls_and_later_ones() -> None:
     with two_nodes(16 * MIB) as (_here, there, endpoint, _other):
         base, key = there.memory.address, there.memory.remote_key
@@ -162,7 +152,6 @@ async def test_one_refused_call_ends_all_calls_and_later_ones() -> None:
         assert caught.value.remedy is Remedy.RETRY
 
 
-@on_loop
 async def test_new_pair_works_after_the_old_one_broke() -> None:
     with node("rxe0") as here:
         here.fill_randomly(7)
@@ -178,7 +167,6 @@ async def test_new_pair_works_after_the_old_one_broke() -> None:
             endpoint.close()
 
 
-@on_loop
 async def test_nothing_lands_after_revoke_while_the_peer_writes() -> None:
     num_bytes = 8 * MIB
     with node("rxe0", num_bytes) as here:
@@ -194,7 +182,6 @@ async def test_nothing_lands_after_revoke_while_the_peer_writes() -> None:
             assert here.digest(0, num_bytes) == then
 
 
-@on_loop
 async def test_cancelled_read_leaves_its_memory_alone() -> None:
     with two_nodes(LARGE_BYTES) as (here, there, endpoint, _other):
         there.fill_randomly(8)
@@ -213,7 +200,6 @@ async def test_cancelled_read_leaves_its_memory_alone() -> None:
         assert is_idle(endpoint)
 
 
-@on_loop
 async def test_transfer_of_nothing_is_done_at_once() -> None:
     with two_nodes() as (_here, there, endpoint, _other):
         await endpoint.write([], there.memory.remote_key)
@@ -240,7 +226,6 @@ BAD_GID = "0000:0000:0000:0000:0000:ffff:0a4d"
         {"max_message_bytes": 0},
     ],
 )
-@on_loop
 async def test_senseless_address_is_an_error(changes: dict[str, object]) -> None:
     with node("rxe0") as here, node("rxe1") as there:
         endpoint, other = here.endpoint(), there.endpoint()
@@ -252,7 +237,6 @@ async def test_senseless_address_is_an_error(changes: dict[str, object]) -> None
         other.close()
 
 
-@on_loop
 async def test_closing_ends_calls_under_way() -> None:
     with two_nodes(LARGE_BYTES) as (_here, there, endpoint, _other):
         call = asyncio.create_task(
@@ -266,7 +250,6 @@ async def test_closing_ends_calls_under_way() -> None:
         assert caught.value.remedy is Remedy.RETRY
 
 
-@on_loop
 async def test_both_sides_write_to_each_other() -> None:
     with node("rxe0", 4 * MIB) as here, node("rxe1", 4 * MIB) as there:
         here.fill_randomly(9)
@@ -283,7 +266,6 @@ async def test_both_sides_write_to_each_other() -> None:
         assert here.digest(0, 4 * MIB) == there.digest(0, 4 * MIB)
 
 
-@on_loop
 async def test_closed_endpoint_refuses_everything() -> None:
     with node("rxe0") as here, node("rxe1") as there:
         endpoint, other = Endpoint(here.adapter, here.memory, "nobody"), there.endpoint()

@@ -11,12 +11,11 @@ import pytest
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.devices import find_devices
 from messenger.rdma.errors import RdmaUnavailableError, Remedy
-from tests.rdma.guest.nodes import MIB, joined, node, on_loop
+from tests.rdma.guest.nodes import MIB, joined, node
 
 NOBODY = 65534
 
 
-@on_loop
 async def test_descriptor_that_the_device_cannot_map_is_a_clean_error() -> None:
     with node("rxe0") as here:
         descriptor = os.memfd_create("no dma-buf")

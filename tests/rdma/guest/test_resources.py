@@ -11,7 +11,7 @@ import pytest
 
 from messenger.rdma import windows
 from messenger.rdma.errors import RdmaError
-from tests.rdma.guest.nodes import joined, node, on_loop, two_nodes
+from tests.rdma.guest.nodes import joined, node, two_nodes
 
 
 def verbs_objects() -> Counter[str]:
@@ -44,7 +44,6 @@ def allocated_bytes() -> int:
     return int(mallinfo2().uordblks)
 
 
-@on_loop
 async def test_hundred_connections_leave_nothing() -> None:
     with node("rxe0") as here, node("rxe1") as there:
         with joined(here, there):
@@ -64,7 +63,6 @@ async def test_hundred_connections_leave_nothing() -> None:
         assert num_descriptors() == descriptors
 
 
-@on_loop
 async def test_closed_adapters_leave_nothing() -> None:
     with two_nodes():
         pass
@@ -76,7 +74,6 @@ async def test_closed_adapters_leave_nothing() -> None:
     assert num_descriptors() == descriptors
 
 
-@on_loop
 async def test_transfers_and_windows_do_not_add_up_in_memory() -> None:
     with two_nodes() as (_here, there, endpoint, other):
         other.adapter.has_windows = True

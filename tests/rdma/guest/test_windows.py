@@ -16,7 +16,7 @@ from messenger.rdma import windows
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.windows import Access, Range
-from tests.rdma.guest.nodes import MIB, Node, is_idle, joined, node, on_loop, two_nodes
+from tests.rdma.guest.nodes import MIB, Node, is_idle, joined, node, two_nodes
 from tests.rdma.guest.peer import peer_process
 
 PAGE = 64 * 1024
@@ -40,7 +40,6 @@ both_ways = pytest.mark.parametrize("way", Way)
 
 
 @both_ways
-@on_loop
 async def test_granted_range_can_be_written(way: Way) -> None:
     with way.two_nodes() as (here, there, endpoint, other):
         here.fill_randomly(1)
@@ -57,7 +56,6 @@ async def test_granted_range_can_be_written(way: Way) -> None:
     ("offset", "num_bytes"),
     [(PAGE - 1, 10), (2 * PAGE - 9, 10), (0, 10), (PAGE - 1, PAGE + 2), (PAGE + 1, PAGE)],
 )
-@on_loop
 async def test_range_outside_the_window_is_refused(offset: int, num_bytes: int) -> None:
     with Way.REGISTRATIONS.two_nodes() as (here, there, endpoint, other):
         here.fill_randomly(1)
@@ -70,7 +68,6 @@ async def test_range_outside_the_window_is_refused(offset: int, num_bytes: int) 
 
 
 @both_ways
-@on_loop
 async def test_writers_window_cannot_be_read_and_readers_not_written(way: Way) -> None:
     with way.two_nodes() as (_here, there, endpoint, other):
         grant = await windows.grant(other, there.memory, [Range(0, PAGE)], Access.WRITE)
@@ -83,7 +80,6 @@ async def test_writers_window_cannot_be_read_and_readers_not_written(way: Way) -
             await endpoint.write([(0, there.memory.address, PAGE)], grant.remote_keys[0])
 
 
-@on_loop
 async def test_key_of_a_window_is_good_for_one_peer_only() -> None:
     with Way.WINDOWS.two_nodes() as (here, there, endpoint, other):
         grant = await windows.grant(other, there.memory, [Range(0, PAGE)])
@@ -92,7 +88,6 @@ async def test_key_of_a_window_is_good_for_one_peer_only() -> None:
         await endpoint.write([(0, there.memory.address, PAGE)], grant.remote_keys[0])
 
 
-@on_loop
 async def test_memory_that_is_not_open_is_reached_by_grants_only() -> None:
     with two_nodes(is_open=False) as (_here, there, endpoint, other):
         grant = await windows.grant(other, there.memory, [Range(0, PAGE)])
@@ -101,7 +96,6 @@ async def test_memory_that_is_not_open_is_reached_by_grants_only() -> None:
             await endpoint.write([(0, there.memory.address, PAGE)], there.memory.remote_key)
 
 
-@on_loop
 async def test_device_is_told_the_range_of_a_window() -> None:
     with Way.WINDOWS.two_nodes() as (_here, there, _endpoint, other):
         beyond = replace(there.memory, size_bytes=2 * MIB)
@@ -114,7 +108,6 @@ async def test_device_is_told_the_range_of_a_window() -> None:
 
 
 @both_ways
-@on_loop
 async def test_revoked_key_is_refused_and_the_others_are_not(way: Way) -> None:
     with way.two_nodes() as (_here, there, endpoint, other):
         revoked = await windows.grant(other, there.memory, [Range(0, PAGE), Range(2 * PAGE, PAGE)])
@@ -127,7 +120,6 @@ async def test_revoked_key_is_refused_and_the_others_are_not(way: Way) -> None:
 
 
 @both_ways
-@on_loop
 async def test_nothing_lands_after_a_grant_is_revoked_while_the_peer_writes(way: Way) -> None:
     num_bytes = 8 * MIB
     with node("rxe0", num_bytes, is_open=False) as here:
@@ -147,7 +139,6 @@ async def test_nothing_lands_after_a_grant_is_revoked_while_the_peer_writes(way:
 
 
 @both_ways
-@on_loop
 async def test_endpoint_with_open_windows_is_in_use_and_closes_with_them(way: Way) -> None:
     with way.two_nodes() as (_here, there, _endpoint, other):
         grant = await windows.grant(other, there.memory, [Range(0, PAGE)] * 100)
@@ -159,7 +150,6 @@ async def test_endpoint_with_open_windows_is_in_use_and_closes_with_them(way: Wa
 
 
 @both_ways
-@on_loop
 async def test_thousand_windows_come_and_go(way: Way) -> None:
     with way.two_nodes() as (here, there, endpoint, other):
         for seed in range(10):
@@ -174,7 +164,6 @@ async def test_thousand_windows_come_and_go(way: Way) -> None:
 
 
 @pytest.mark.parametrize("wrong", [Range(-1, 10), Range(0, 0), Range(MIB - 5, 10), Range(1 << 62, 1 << 62)])
-@on_loop
 async def test_window_outside_the_memory_is_an_error(wrong: Range) -> None:
     with two_nodes() as (_here, there, _endpoint, other):
         with pytest.raises(RdmaError, match="not within"):
@@ -184,7 +173,6 @@ async def test_window_outside_the_memory_is_an_error(wrong: Range) -> None:
 
 
 @both_ways
-@on_loop
 async def test_grant_on_a_broken_endpoint_is_an_error(way: Way) -> None:
     with way.two_nodes() as (_here, there, _endpoint, other):
         other.close()
@@ -192,7 +180,6 @@ async def test_grant_on_a_broken_endpoint_is_an_error(way: Way) -> None:
             await windows.grant(other, there.memory, [Range(0, PAGE)])
 
 
-@on_loop
 async def test_cancelled_grant_leaves_no_window_open() -> None:
     with Way.WINDOWS.two_nodes() as (_here, there, _endpoint, other):
         granting = asyncio.create_task(windows.grant(other, there.memory, [Range(0, PAGE)] * 50))

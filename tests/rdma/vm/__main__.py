@@ -23,10 +23,11 @@ from tests.rdma.vm.machine import MachineError, run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600.0
-# To import is slow in an emulated machine: not torch, as the conftest.py of all tests does, and one plugin.
+# To import is slow in an emulated machine: not torch, as the conftest.py of all tests does, and two plugins.
 GUEST_TESTS = [
     *("env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", "python3", "-m", "pytest", "-p", "no:cacheprovider"),
-    *("-p", "pytest_timeout", "--confcutdir=tests/rdma/guest", "-q", "tests/rdma/guest"),
+    *("-p", "pytest_timeout", "-p", "pytest_asyncio.plugin"),
+    *("--confcutdir=tests/rdma/guest", "-q", "tests/rdma/guest"),
 ]
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import DecodeLoad
-from tests.kvstore.nodes import run
 from workers.decode.double_check import DoubleCheck, TooSlowError
 from workers.decode.meter import DecodeMeter
 from workers.decode.sequence import Sequence
@@ -48,76 +47,61 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_those_that_do_not_fit_wait_and_join_in_the_order_in_which_they_came() -> None:
-    async def test() -> None:
-        decoding = Decoding(3)
-        first, second = (asyncio.ensure_future(decoding.join(LONG_S)) for _ in range(2))
-        decoding.check.look_again()
-        await settled()
-        assert not first.done()
-        decoding.leave()
-        await settled()
-        assert (first.done(), second.done()) == (True, False)
-        assert len(decoding.batch) == 3
-        decoding.leave()
-        await second
-        assert decoding.batch[-1] is second.result()
-
-    run(test())
+async def test_those_that_do_not_fit_wait_and_join_in_the_order_in_which_they_came() -> None:
+    decoding = Decoding(3)
+    first, second = (asyncio.ensure_future(decoding.join(LONG_S)) for _ in range(2))
+    decoding.check.look_again()
+    await settled()
+    assert not first.done()
+    decoding.leave()
+    await settled()
+    assert (first.done(), second.done()) == (True, False)
+    assert len(decoding.batch) == 3
+    decoding.leave()
+    await second
+    assert decoding.batch[-1] is second.result()
 
 
-def test_who_may_not_wait_is_refused_at_once_and_says_what_was_predicted() -> None:
-    async def test() -> None:
-        for time_left_s in (None, 0.0, -1.0):
-            with pytest.raises(TooSlowError, match="40") as refusal:
-                await Decoding(3).join(time_left_s)
-            assert refusal.value.batch_size == 4
-            assert refusal.value.predicted_tbt_s == pytest.approx(4 * REQUEST_S)
-        for size in (0, 2):
-            await Decoding(size).join(-1.0)
-
-    run(test())
+async def test_who_may_not_wait_is_refused_at_once_and_says_what_was_predicted() -> None:
+    for time_left_s in (None, 0.0, -1.0):
+        with pytest.raises(TooSlowError, match="40") as refusal:
+            await Decoding(3).join(time_left_s)
+        assert refusal.value.batch_size == 4
+        assert refusal.value.predicted_tbt_s == pytest.approx(4 * REQUEST_S)
+    for size in (0, 2):
+        await Decoding(size).join(-1.0)
 
 
-def test_whose_time_is_over_is_refused_and_the_next_one_stands_first() -> None:
-    async def test() -> None:
-        decoding = Decoding(3)
-        first = asyncio.ensure_future(decoding.join(0.01))
-        await settled()
-        second = asyncio.ensure_future(decoding.join(LONG_S))
-        with pytest.raises(TooSlowError):
-            await first
-        decoding.leave()
-        await second
-
-    run(test())
+async def test_whose_time_is_over_is_refused_and_the_next_one_stands_first() -> None:
+    decoding = Decoding(3)
+    first = asyncio.ensure_future(decoding.join(0.01))
+    await settled()
+    second = asyncio.ensure_future(decoding.join(LONG_S))
+    with pytest.raises(TooSlowError):
+        await first
+    decoding.leave()
+    await second
 
 
-def test_its_load_is_all_that_it_has_and_says_who_waits() -> None:
-    async def test() -> None:
-        decoding = Decoding(3)
-        waiting = asyncio.ensure_future(decoding.join(LONG_S))
-        await settled()
-        reserved = [decoding.sequence(), decoding.sequence()]
-        assert decoding.check.load([*decoding.batch, *reserved]) == DecodeLoad(5, 1, 5 * REQUEST_S)
-        decoding.leave()
-        await waiting
-        assert decoding.check.load(decoding.batch) == DecodeLoad(3, 0, 3 * REQUEST_S)
-
-    run(test())
+async def test_its_load_is_all_that_it_has_and_says_who_waits() -> None:
+    decoding = Decoding(3)
+    waiting = asyncio.ensure_future(decoding.join(LONG_S))
+    await settled()
+    reserved = [decoding.sequence(), decoding.sequence()]
+    assert decoding.check.load([*decoding.batch, *reserved]) == DecodeLoad(5, 1, 5 * REQUEST_S)
+    decoding.leave()
+    await waiting
+    assert decoding.check.load(decoding.batch) == DecodeLoad(3, 0, 3 * REQUEST_S)
 
 
-def test_who_is_cancelled_leaves_its_place_to_the_next_one() -> None:
-    async def test() -> None:
-        decoding = Decoding(3)
-        first, second = (asyncio.ensure_future(decoding.join(LONG_S)) for _ in range(2))
-        await settled()
-        first.cancel()
-        decoding.leave()
-        await second
-        assert first.cancelled()
-
-    run(test())
+async def test_who_is_cancelled_leaves_its_place_to_the_next_one() -> None:
+    decoding = Decoding(3)
+    first, second = (asyncio.ensure_future(decoding.join(LONG_S)) for _ in range(2))
+    await settled()
+    first.cancel()
+    decoding.leave()
+    await second
+    assert first.cancelled()
 
 
 def test_waiting_for_its_turn_is_waiting_for_the_batch_and_not_for_its_kvcache() -> None:

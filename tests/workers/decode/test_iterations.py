@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from workers.decode.iterations import Iterations
 from workers.decode.sequence import Sequence as DecodedSequence
 from workers.engine.batch import Chunk
@@ -87,102 +87,87 @@ class Lab:
         return [iteration.tokens for iteration in ended]
 
 
-def test_an_iteration_begins_with_tokens_that_nobody_has_received_yet() -> None:
-    async def test() -> None:
-        lab, a, b = Lab(), sequence(0, 10, 20), sequence(1, 10, 10, 70)
-        lab.iterations.plan([a, b])
-        await lab.until_computing(1)
-        assert lab.iterations.receive() == []
-        lab.iterations.plan([b, a])
-        lab.executor.may_go_on.release(1)
-        await lab.until_computing(2)
-        assert lab.executor.batches == [([20, 70], [1, 2]), ([71, 21], [3, 2])]
-        assert (a.tokens, b.tokens) == ([10, 20], [10, 10, 70])
-        assert await lab.receive() == [[21, 71]]
-        lab.executor.may_go_on.release(1)
-        assert await lab.receive() == [[72, 22]]
-        assert not a.is_in_flight
-        await lab.iterations.close()
-
-    run(test())
+async def test_an_iteration_begins_with_tokens_that_nobody_has_received_yet() -> None:
+    lab, a, b = Lab(), sequence(0, 10, 20), sequence(1, 10, 10, 70)
+    lab.iterations.plan([a, b])
+    await lab.until_computing(1)
+    assert lab.iterations.receive() == []
+    lab.iterations.plan([b, a])
+    lab.executor.may_go_on.release(1)
+    await lab.until_computing(2)
+    assert lab.executor.batches == [([20, 70], [1, 2]), ([71, 21], [3, 2])]
+    assert (a.tokens, b.tokens) == ([10, 20], [10, 10, 70])
+    assert await lab.receive() == [[21, 71]]
+    lab.executor.may_go_on.release(1)
+    assert await lab.receive() == [[72, 22]]
+    assert not a.is_in_flight
+    await lab.iterations.close()
 
 
-def test_rules_see_tokens_that_nobody_has_received_yet() -> None:
-    async def test() -> None:
-        lab = Lab()
-        plain, worded = sequence(0, 10, 20), sequence(1, 10, 30, bad_words=((31, 32),), num_logprobs=0)
-        penalized = sequence(2, 10, 40, frequency_penalty=1.7, repetition_penalty=1.1, logit_bias={46: 4.0})
-        lab.iterations.plan([plain, worded, penalized])
-        await lab.until_computing(1)
-        assert lab.iterations.receive() == []
-        lab.iterations.plan([penalized, worded, plain])
-        lab.executor.may_go_on.release(1)
-        await lab.until_computing(2)
-        assert await lab.receive() == [[21, 31, 46]]
-        lab.executor.may_go_on.release(1)
-        # 32 is forbidden after 31 only; 46 has been drawn: 4 / 1.1 - 1.7 is less than 2.
-        assert await lab.receive() == [[47, 36, 22]]
-        await lab.iterations.close()
-
-    run(test())
+async def test_rules_see_tokens_that_nobody_has_received_yet() -> None:
+    lab = Lab()
+    plain, worded = sequence(0, 10, 20), sequence(1, 10, 30, bad_words=((31, 32),), num_logprobs=0)
+    penalized = sequence(2, 10, 40, frequency_penalty=1.7, repetition_penalty=1.1, logit_bias={46: 4.0})
+    lab.iterations.plan([plain, worded, penalized])
+    await lab.until_computing(1)
+    assert lab.iterations.receive() == []
+    lab.iterations.plan([penalized, worded, plain])
+    lab.executor.may_go_on.release(1)
+    await lab.until_computing(2)
+    assert await lab.receive() == [[21, 31, 46]]
+    lab.executor.may_go_on.release(1)
+    # 32 is forbidden after 31 only; 46 has been drawn: 4 / 1.1 - 1.7 is less than 2.
+    assert await lab.receive() == [[47, 36, 22]]
+    await lab.iterations.close()
 
 
-def test_says_when_the_next_one_can_be_planned() -> None:
-    async def test() -> None:
-        lab, a = Lab(), sequence(0, 10, 20)
-        lab.iterations.plan([a])
-        async with asyncio.timeout(DEADLINE_S):
-            await lab.turn.wait()  # it runs
-        assert lab.iterations.receive() == []
-        lab.turn.clear()
-        lab.iterations.plan([a])
-        lab.executor.may_go_on.release(1)
-        async with asyncio.timeout(DEADLINE_S):
-            await lab.turn.wait()
-        assert len(lab.iterations.receive()) == 1
-        assert a.is_in_flight  # with the second one, which was not taken back
-        lab.executor.may_go_on.release(1)
-        await lab.iterations.close()
-
-    run(test())
+async def test_says_when_the_next_one_can_be_planned() -> None:
+    lab, a = Lab(), sequence(0, 10, 20)
+    lab.iterations.plan([a])
+    async with asyncio.timeout(DEADLINE_S):
+        await lab.turn.wait()  # it runs
+    assert lab.iterations.receive() == []
+    lab.turn.clear()
+    lab.iterations.plan([a])
+    lab.executor.may_go_on.release(1)
+    async with asyncio.timeout(DEADLINE_S):
+        await lab.turn.wait()
+    assert len(lab.iterations.receive()) == 1
+    assert a.is_in_flight  # with the second one, which was not taken back
+    lab.executor.may_go_on.release(1)
+    await lab.iterations.close()
 
 
-def test_who_comes_while_one_runs_is_part_of_the_next() -> None:
-    async def test() -> None:
-        lab, old, gone, new = Lab(), sequence(0, 10, 20), sequence(1, 10, 40), sequence(2, 10, 70)
-        lab.iterations.plan([old, gone])
-        await lab.until_computing(1)
-        assert lab.iterations.receive() == []
-        lab.iterations.plan([old, gone])
-        assert lab.iterations.receive() == []  # takes that back
-        assert (old.is_in_flight, gone.is_in_flight, new.is_in_flight) == (True, True, False)
-        lab.iterations.plan([old, new])
-        lab.executor.may_go_on.release(2)
-        await lab.until_computing(2)
-        assert lab.executor.batches[1] == ([21, 70], [2, 1])
-        await lab.receive()
-        assert not gone.is_in_flight
-        await lab.iterations.close()
-
-    run(test())
+async def test_who_comes_while_one_runs_is_part_of_the_next() -> None:
+    lab, old, gone, new = Lab(), sequence(0, 10, 20), sequence(1, 10, 40), sequence(2, 10, 70)
+    lab.iterations.plan([old, gone])
+    await lab.until_computing(1)
+    assert lab.iterations.receive() == []
+    lab.iterations.plan([old, gone])
+    assert lab.iterations.receive() == []  # takes that back
+    assert (old.is_in_flight, gone.is_in_flight, new.is_in_flight) == (True, True, False)
+    lab.iterations.plan([old, new])
+    lab.executor.may_go_on.release(2)
+    await lab.until_computing(2)
+    assert lab.executor.batches[1] == ([21, 70], [2, 1])
+    await lab.receive()
+    assert not gone.is_in_flight
+    await lab.iterations.close()
 
 
-def test_what_is_taken_back_leaves_nothing_in_flight() -> None:
-    async def test() -> None:
-        lab, a = Lab(), sequence(0, 10, 20)
-        lab.iterations.plan([a])
-        await lab.until_computing(1)
-        lab.iterations.receive()
-        lab.iterations.plan([a])
-        lab.iterations.receive()
-        lab.executor.may_go_on.release(1)
-        assert await lab.receive() == [[21]]
-        assert not a.is_in_flight
-        lab.iterations.plan([a])
-        await lab.until_computing(2)
-        lab.executor.may_go_on.release(1)
-        assert await lab.receive() == [[22]]
-        assert [tokens for tokens, _ in lab.executor.batches] == [[20], [21]]
-        await lab.iterations.close()
-
-    run(test())
+async def test_what_is_taken_back_leaves_nothing_in_flight() -> None:
+    lab, a = Lab(), sequence(0, 10, 20)
+    lab.iterations.plan([a])
+    await lab.until_computing(1)
+    lab.iterations.receive()
+    lab.iterations.plan([a])
+    lab.iterations.receive()
+    lab.executor.may_go_on.release(1)
+    assert await lab.receive() == [[21]]
+    assert not a.is_in_flight
+    lab.iterations.plan([a])
+    await lab.until_computing(2)
+    lab.executor.may_go_on.release(1)
+    assert await lab.receive() == [[22]]
+    assert [tokens for tokens, _ in lab.executor.batches] == [[20], [21]]
+    await lab.iterations.close()

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from mooncake.messages.requests import Flow
-from tests.kvstore.nodes import run
 from workers.decode.reserving_turns import ReservingTurns
 
 A, B = Flow("a", "n=128"), Flow("b", "1")
@@ -37,80 +36,65 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_whoever_holds_least_goes_first() -> None:
-    async def test() -> None:
-        pool, may_end = Pool(), asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(pool.reserve(A, 1, may_end))
-            await settle()
-            for flow in (A, A, Flow("a", "2"), B):
-                group.create_task(pool.reserve(flow, 1))
-            await settle()
-            assert pool.order == [A]
-            may_end.set()
-        assert pool.order == [A, B, Flow("a", "2"), A, A]
-
-    run(test())
+async def test_whoever_holds_least_goes_first() -> None:
+    pool, may_end = Pool(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pool.reserve(A, 1, may_end))
+        await settle()
+        for flow in (A, A, Flow("a", "2"), B):
+            group.create_task(pool.reserve(flow, 1))
+        await settle()
+        assert pool.order == [A]
+        may_end.set()
+    assert pool.order == [A, B, Flow("a", "2"), A, A]
 
 
 @pytest.mark.parametrize(("flow", "most"), [(A, 5), (Flow("a", ""), 7)])
-def test_pages_are_left_for_other_answers_and_tenants(flow: Flow, most: int) -> None:
-    async def test() -> None:
-        pool = Pool()
-        flows = [flow if flow.answer_id else Flow("a", str(index)) for index in range(9)]
-        async with asyncio.TaskGroup() as group:
-            for each in flows:
-                group.create_task(pool.reserve(each, 10))
-            await settle()
-            assert len(pool.order) == most
-            group.create_task(pool.reserve(B, 10))
-            await settle()
-            assert len(pool.order) == most + 1
-            for index in range(most, 9):
-                pool.release(pool.order[0 if index < most else index - most], 10)
-                await settle()
-        assert len(pool.order) == 10
-
-    run(test())
-
-
-def test_a_prompt_of_most_of_the_pool_has_its_turn_when_its_tenant_holds_nothing() -> None:
-    async def test() -> None:
-        pool = Pool()
-        await pool.reserve(A, 10)
-        large = asyncio.create_task(pool.reserve(A, 95))
+async def test_pages_are_left_for_other_answers_and_tenants(flow: Flow, most: int) -> None:
+    pool = Pool()
+    flows = [flow if flow.answer_id else Flow("a", str(index)) for index in range(9)]
+    async with asyncio.TaskGroup() as group:
+        for each in flows:
+            group.create_task(pool.reserve(each, 10))
         await settle()
-        assert pool.order == [A]
-        pool.release(A, 10)
-        await large
+        assert len(pool.order) == most
+        group.create_task(pool.reserve(B, 10))
+        await settle()
+        assert len(pool.order) == most + 1
+        for index in range(most, 9):
+            pool.release(pool.order[0 if index < most else index - most], 10)
+            await settle()
+    assert len(pool.order) == 10
 
-    run(test())
+
+async def test_a_prompt_of_most_of_the_pool_has_its_turn_when_its_tenant_holds_nothing() -> None:
+    pool = Pool()
+    await pool.reserve(A, 10)
+    large = asyncio.create_task(pool.reserve(A, 95))
+    await settle()
+    assert pool.order == [A]
+    pool.release(A, 10)
+    await large
 
 
 @pytest.mark.parametrize("num_steps", range(4))
-def test_who_is_cancelled_holds_nobody_up(num_steps: int) -> None:
-    async def test() -> None:
-        pool, never = Pool(), asyncio.Event()
-        cancelled = asyncio.create_task(pool.reserve(A, 1, never))
-        for _ in range(num_steps):
-            await asyncio.sleep(0)
-        cancelled.cancel()
-        await pool.reserve(B, 1)
-        assert pool.held == [(B, 1)]
-
-    run(test())
+async def test_who_is_cancelled_holds_nobody_up(num_steps: int) -> None:
+    pool, never = Pool(), asyncio.Event()
+    cancelled = asyncio.create_task(pool.reserve(A, 1, never))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    await pool.reserve(B, 1)
+    assert pool.held == [(B, 1)]
 
 
-def test_a_turn_ends_although_whoever_waits_has_just_been_cancelled() -> None:
-    async def test() -> None:
-        pool = Pool()
-        first = asyncio.create_task(pool.reserve(A, 1, asyncio.Event()))
-        cancelled = asyncio.create_task(pool.reserve(B, 1))
-        await settle()
-        first.cancel()  # its turn ends before the other task knows
-        cancelled.cancel()
-        ended = await asyncio.gather(first, cancelled, return_exceptions=True)
-        assert [type(error) for error in ended] == [asyncio.CancelledError] * 2
-        await pool.reserve(A, 1)
-
-    run(test())
+async def test_a_turn_ends_although_whoever_waits_has_just_been_cancelled() -> None:
+    pool = Pool()
+    first = asyncio.create_task(pool.reserve(A, 1, asyncio.Event()))
+    cancelled = asyncio.create_task(pool.reserve(B, 1))
+    await settle()
+    first.cancel()  # its turn ends before the other task knows
+    cancelled.cancel()
+    ended = await asyncio.gather(first, cancelled, return_exceptions=True)
+    assert [type(error) for error in ended] == [asyncio.CancelledError] * 2
+    await pool.reserve(A, 1)

@@ -12,7 +12,7 @@ import transformers
 
 from mooncake.messages.requests import Ref, SamplingParams
 from mooncake.messages.workers import Decode, Joining, Reserve, ToWorker
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from tests.kvstore.nodes import until as pool_until
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Brake, Gate
@@ -56,306 +56,269 @@ def decode_of(cluster: MiniCluster) -> InstanceUnderTest:
 # -- beside the batch -------------------------------------------------------------------------------
 
 
-def test_batch_goes_on_while_a_request_is_loaded(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
-    gate, prompts = Gate(load=1), [prompt_of(1, 20), prompt_of(2, 30)]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
-            gate.open()
-            brake = Brake(decode_of(cluster).executor)
-            running = cluster.submit("running", prompts[0], greedy(300))
-            await more_tokens(running)
-            gate.close()
-            with brake.on():
-                joining = cluster.submit("joining", prompts[1], greedy(12))
-                await gate.reached()
-            await more_tokens(running)
-            assert len(joining.tokens) == 1  # prefill's
-            gate.open()
-            assert await tokens_of(joining) == reference(model, prompts[1], 12)
-            assert await tokens_of(running) == reference(model, prompts[0], 300)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
-
-
-def test_what_has_become_of_a_request_on_its_way_into_the_batch_is_told_once(
+async def test_batch_goes_on_while_a_request_is_loaded(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            answer = cluster.submit("r", prompt_of(1, 20), greedy(300))
-            await more_tokens(answer)
-            arrived, joined = decode_of(cluster).decode.take_joining()
-            assert arrived == Joining(Ref(1, "r", 1), arrived.arrival_s, None)
-            assert arrived.arrival_s is not None
-            assert joined.joining_s is not None
-            assert joined == Joining(Ref(1, "r", 1), arrived.arrival_s, joined.joining_s)
-            assert await tokens_of(answer) == reference(model, prompt_of(1, 20), 300)
-            assert decode_of(cluster).decode.take_joining() == []
+    gate, prompts = Gate(load=1), [prompt_of(1, 20), prompt_of(2, 30)]
+    async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
+        gate.open()
+        brake = Brake(decode_of(cluster).executor)
+        running = cluster.submit("running", prompts[0], greedy(300))
+        await more_tokens(running)
+        gate.close()
+        with brake.on():
+            joining = cluster.submit("joining", prompts[1], greedy(12))
+            await gate.reached()
+        await more_tokens(running)
+        assert len(joining.tokens) == 1  # prefill's
+        gate.open()
+        assert await tokens_of(joining) == reference(model, prompts[1], 12)
+        assert await tokens_of(running) == reference(model, prompts[0], 300)
+        await cluster.assert_nothing_is_held()
 
-    run(test())
+
+async def test_what_has_become_of_a_request_on_its_way_into_the_batch_is_told_once(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    async with mini_cluster(model, tmp_path) as cluster:
+        answer = cluster.submit("r", prompt_of(1, 20), greedy(300))
+        await more_tokens(answer)
+        arrived, joined = decode_of(cluster).decode.take_joining()
+        assert arrived == Joining(Ref(1, "r", 1), arrived.arrival_s, None)
+        assert arrived.arrival_s is not None
+        assert joined.joining_s is not None
+        assert joined == Joining(Ref(1, "r", 1), arrived.arrival_s, joined.joining_s)
+        assert await tokens_of(answer) == reference(model, prompt_of(1, 20), 300)
+        assert decode_of(cluster).decode.take_joining() == []
 
 
-def test_the_first_iteration_of_a_suspect_is_shared_with_nobody(
+async def test_the_first_iteration_of_a_suspect_is_shared_with_nobody(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompts = {"running": prompt_of(1, 10), "suspect": prompt_of(2, 70)}
     passes: list[list[bool]] = []
     """of each, whether its rows are the suspect's"""
 
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            decode, may_go_on = decode_of(cluster), threading.Event()
-            compute, obey = decode.executor.decode, decode.obey
+    async with mini_cluster(model, tmp_path) as cluster:
+        decode, may_go_on = decode_of(cluster), threading.Event()
+        compute, obey = decode.executor.decode, decode.obey
 
-            def noted(batch: Batch, draws: Draws) -> Drawn:
-                passes.append([kv_len > 60 for kv_len in batch.kv_lens])
-                assert may_go_on.wait(DEADLINE_S)
-                return compute(batch, draws)
+        def noted(batch: Batch, draws: Draws) -> Drawn:
+            passes.append([kv_len > 60 for kv_len in batch.kv_lens])
+            assert may_go_on.wait(DEADLINE_S)
+            return compute(batch, draws)
 
-            def obey_suspiciously(message: ToWorker) -> None:
-                if isinstance(message, Reserve) and message.ref.request_id == "suspect":
-                    message = msgspec.structs.replace(message, alone=True)
-                obey(message)
+        def obey_suspiciously(message: ToWorker) -> None:
+            if isinstance(message, Reserve) and message.ref.request_id == "suspect":
+                message = msgspec.structs.replace(message, alone=True)
+            obey(message)
 
-            decode.executor.decode, decode.obey = noted, obey_suspiciously  # type: ignore[method-assign]
-            running = cluster.submit("running", prompts["running"], greedy(40))
-            await until(lambda: bool(passes))
-            suspect = cluster.submit("suspect", prompts["suspect"], greedy(10))
-            await until(lambda: decode.decode.num_running == 2)
-            may_go_on.set()
-            assert await tokens_of(suspect) == reference(model, prompts["suspect"], 10)
-            assert await tokens_of(running) == reference(model, prompts["running"], 40)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+        decode.executor.decode, decode.obey = noted, obey_suspiciously  # type: ignore[method-assign]
+        running = cluster.submit("running", prompts["running"], greedy(40))
+        await until(lambda: bool(passes))
+        suspect = cluster.submit("suspect", prompts["suspect"], greedy(10))
+        await until(lambda: decode.decode.num_running == 2)
+        may_go_on.set()
+        assert await tokens_of(suspect) == reference(model, prompts["suspect"], 10)
+        assert await tokens_of(running) == reference(model, prompts["running"], 40)
+        await cluster.assert_nothing_is_held()
     [first, *others] = [rows for rows in passes if True in rows]
     assert first == [True]
     assert sorted(others[0]) == [False, True], "then it is one of the batch"
 
 
-def test_batch_goes_on_while_an_answer_is_sealed(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_batch_goes_on_while_an_answer_is_sealed(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
     gate, prompts = Gate(store=1), [prompt_of(1, 20), prompt_of(2, 30)]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
-            brake = Brake(decode_of(cluster).executor)
-            running = cluster.submit("running", prompts[0], greedy(300))
-            await more_tokens(running)
-            with brake.on():
-                ended = cluster.submit("ended", prompts[1], greedy(12))
-                await until(lambda: decode_of(cluster).decode.num_running == 2)
-            assert await tokens_of(ended) == reference(model, prompts[1], 12)
-            with brake.on():
-                await gate.reached()
-            await more_tokens(running)
-            gate.open()
-            assert await tokens_of(running) == reference(model, prompts[0], 300)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
+        brake = Brake(decode_of(cluster).executor)
+        running = cluster.submit("running", prompts[0], greedy(300))
+        await more_tokens(running)
+        with brake.on():
+            ended = cluster.submit("ended", prompts[1], greedy(12))
+            await until(lambda: decode_of(cluster).decode.num_running == 2)
+        assert await tokens_of(ended) == reference(model, prompts[1], 12)
+        with brake.on():
+            await gate.reached()
+        await more_tokens(running)
+        gate.open()
+        assert await tokens_of(running) == reference(model, prompts[0], 300)
+        await cluster.assert_nothing_is_held()
 
 
-def test_another_tenants_answer_ends_while_one_tenant_wants_all_slots(
+async def test_another_tenants_answer_ends_while_one_tenant_wants_all_slots(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompts = [prompt_of(seed, 20) for seed in range(4)]
+    async with mini_cluster(model, tmp_path, Sizes(max_batch=2, num_pool_pages=256)) as cluster:
+        executor, may_go_on, are_many = decode_of(cluster).executor, threading.Event(), threading.Event()
+        compute, prepare, numbers = executor.decode, executor.prepare, itertools.count()
 
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(max_batch=2, num_pool_pages=256)) as cluster:
-            executor, may_go_on, are_many = decode_of(cluster).executor, threading.Event(), threading.Event()
-            compute, prepare, numbers = executor.decode, executor.prepare, itertools.count()
+        def slow(batch: Batch, draws: Draws) -> Drawn:
+            if next(numbers) == 8:
+                may_go_on.clear()  # until the short one has its slot
+                are_many.set()
+            assert may_go_on.wait(DEADLINE_S)
+            return compute(batch, draws)
 
-            def slow(batch: Batch, draws: Draws) -> Drawn:
-                if next(numbers) == 8:
-                    may_go_on.clear()  # until the short one has its slot
-                    are_many.set()
-                assert may_go_on.wait(DEADLINE_S)
-                return compute(batch, draws)
+        def noted(chunks: Sequence[Chunk]) -> Batch:
+            if "short" in cluster.answers and any(chunk.start == 20 for chunk in chunks):
+                may_go_on.set()
+            return prepare(chunks)
 
-            def noted(chunks: Sequence[Chunk]) -> Batch:
-                if "short" in cluster.answers and any(chunk.start == 20 for chunk in chunks):
-                    may_go_on.set()
-                return prepare(chunks)
-
-            executor.decode, executor.prepare = slow, noted  # type: ignore[method-assign]
-            heavy = [
-                cluster.submit(f"heavy {index}", prompt, greedy(40), tenant="a")
-                for index, prompt in enumerate(prompts[:3])
-            ]
-            await until(lambda: all(answer.tokens for answer in heavy))
-            may_go_on.set()
-            await until(are_many.is_set)
-            short = cluster.submit("short", prompts[3], greedy(12), tenant="b")
-            assert await tokens_of(short) == reference(model, prompts[3], 12)
-            assert not any(answer.ended.is_set() for answer in heavy)
-            for prompt, answer in zip(prompts, heavy, strict=False):
-                assert await tokens_of(answer) == reference(model, prompt, 40)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+        executor.decode, executor.prepare = slow, noted  # type: ignore[method-assign]
+        heavy = [
+            cluster.submit(f"heavy {index}", prompt, greedy(40), tenant="a")
+            for index, prompt in enumerate(prompts[:3])
+        ]
+        await until(lambda: all(answer.tokens for answer in heavy))
+        may_go_on.set()
+        await until(are_many.is_set)
+        short = cluster.submit("short", prompts[3], greedy(12), tenant="b")
+        assert await tokens_of(short) == reference(model, prompts[3], 12)
+        assert not any(answer.ended.is_set() for answer in heavy)
+        for prompt, answer in zip(prompts, heavy, strict=False):
+            assert await tokens_of(answer) == reference(model, prompt, 40)
+        await cluster.assert_nothing_is_held()
 
 
-def test_an_iteration_is_planned_while_the_one_before_runs(
+async def test_an_iteration_is_planned_while_the_one_before_runs(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            decode = decode_of(cluster)
-            executor, may_go_on = decode.executor, threading.Event()
-            compute, prepare, prepared = executor.decode, executor.prepare, []
+    async with mini_cluster(model, tmp_path) as cluster:
+        decode = decode_of(cluster)
+        executor, may_go_on = decode.executor, threading.Event()
+        compute, prepare, prepared = executor.decode, executor.prepare, []
 
-            def slow(batch: Batch, draws: Draws) -> Drawn:
-                assert may_go_on.wait(DEADLINE_S)
-                return compute(batch, draws)
+        def slow(batch: Batch, draws: Draws) -> Drawn:
+            assert may_go_on.wait(DEADLINE_S)
+            return compute(batch, draws)
 
-            def noted(chunks: Sequence[Chunk]) -> Batch:
-                prepared.append([chunk.start for chunk in chunks])
-                return prepare(chunks)
+        def noted(chunks: Sequence[Chunk]) -> Batch:
+            prepared.append([chunk.start for chunk in chunks])
+            return prepare(chunks)
 
-            executor.decode, executor.prepare = slow, noted  # type: ignore[method-assign]
-            answer = cluster.submit("r", prompt_of(1, 20), greedy(30))
-            await until(lambda: prepared[-1:] == [[21]])
-            assert len(answer.tokens) == 1
-            may_go_on.set()
-            assert await tokens_of(answer) == reference(model, prompt_of(1, 20), 30)
-
-    run(test())
+        executor.decode, executor.prepare = slow, noted  # type: ignore[method-assign]
+        answer = cluster.submit("r", prompt_of(1, 20), greedy(30))
+        await until(lambda: prepared[-1:] == [[21]])
+        assert len(answer.tokens) == 1
+        may_go_on.set()
+        assert await tokens_of(answer) == reference(model, prompt_of(1, 20), 30)
 
 
-def test_a_stop_token_ends_a_sequence_that_is_in_flight(
+async def test_a_stop_token_ends_a_sequence_that_is_in_flight(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompts = [prompt_of(seed, 15 + seed) for seed in range(6)]
     expected = [reference(model, prompt, 20) for prompt in prompts]
     stops = [tokens[5 + 2 * index] for index, tokens in enumerate(expected)]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            answers = [
-                cluster.submit(str(index), prompt, greedy(20, stop))
-                for index, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))
-            ]
-            for answer, tokens, stop in zip(answers, expected, stops, strict=True):
-                assert await tokens_of(answer) == tokens[: tokens.index(stop) + 1]
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        answers = [
+            cluster.submit(str(index), prompt, greedy(20, stop))
+            for index, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))
+        ]
+        for answer, tokens, stop in zip(answers, expected, stops, strict=True):
+            assert await tokens_of(answer) == tokens[: tokens.index(stop) + 1]
+        await cluster.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("idle_cores", [frozenset({0, 1}), frozenset[int]()])
-def test_gives_way_to_prompts_on_its_own_cores_only(
+async def test_gives_way_to_prompts_on_its_own_cores_only(
     model: transformers.PreTrainedModel, tmp_path: Path, idle_cores: frozenset[int]
 ) -> None:
     prompts = [prompt_of(seed, 20) for seed in range(4)]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(idle_cores=idle_cores)) as cluster:
-            [prefill, decode] = cluster.instances
-            meter, held = decode.decode.meter, list[ToWorker]()
-            brake = Brake(decode.executor)
-            predict(decode, 0.05)
-            running = cluster.submit("running", prompts[0], greedy(100))
+    async with mini_cluster(model, tmp_path, Sizes(idle_cores=idle_cores)) as cluster:
+        [prefill, decode] = cluster.instances
+        meter, held = decode.decode.meter, list[ToWorker]()
+        brake = Brake(decode.executor)
+        predict(decode, 0.05)
+        running = cluster.submit("running", prompts[0], greedy(100))
+        await more_tokens(running)
+        assert meter.stats.pause_s == 0
+        prefill.obey = held.append  # type: ignore[method-assign]
+        with brake.on():
+            joining = [cluster.submit(str(index), prompts[index], greedy(12)) for index in (1, 2, 3)]
+            await until(lambda: len(held) == 3)
+        if idle_cores:
+            await until(lambda: meter.stats.pause_s > 0.05)
+        else:
             await more_tokens(running)
             assert meter.stats.pause_s == 0
-            prefill.obey = held.append  # type: ignore[method-assign]
-            with brake.on():
-                joining = [cluster.submit(str(index), prompts[index], greedy(12)) for index in (1, 2, 3)]
-                await until(lambda: len(held) == 3)
-            if idle_cores:
-                await until(lambda: meter.stats.pause_s > 0.05)
-            else:
-                await more_tokens(running)
-                assert meter.stats.pause_s == 0
-            for message in held:
-                InstanceUnderTest.obey(prefill, message)
-            assert await tokens_of(running) == reference(model, prompts[0], 100)
-            for answer, prompt in zip(joining, prompts[1:], strict=True):
-                assert await tokens_of(answer) == reference(model, prompt, 12)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+        for message in held:
+            InstanceUnderTest.obey(prefill, message)
+        assert await tokens_of(running) == reference(model, prompts[0], 100)
+        for answer, prompt in zip(joining, prompts[1:], strict=True):
+            assert await tokens_of(answer) == reference(model, prompt, 12)
+        await cluster.assert_nothing_is_held()
 
 
 # -- the next turn ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "salt"), [(20, ""), (20, "tenant"), (3, "")])
-def test_next_turn_finds_the_answer(
+async def test_next_turn_finds_the_answer(
     model: transformers.PreTrainedModel, tmp_path: Path, length: int, salt: str
 ) -> None:
     """Decode's blocks are part of the pool (Mooncake, section 3). An answer's last token has no KVCache."""
     prompt = prompt_of(7, length)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            first = await tokens_of(cluster.submit("first", prompt, greedy(30), salt))
-            await cluster.idle()
-            turn = [*prompt, *first, *prompt_of(8, 9)]
-            second = cluster.submit("second", turn, greedy(5), salt)
-            assert await tokens_of(second) == reference(model, turn, 5)
-            assert second.num_cached_tokens == (length + 29) // 8 * 8
-            other = cluster.submit("other", turn, greedy(5), "another tenant")
-            await tokens_of(other)
-            assert other.num_cached_tokens == 0
-            await cluster.assert_nothing_is_held()
-            stats = decode_of(cluster).decode.meter.stats
-            assert stats.num_unsealed == 0
-            assert stats.num_sealed_blocks >= (length + 29) // 8 - length // 8
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        first = await tokens_of(cluster.submit("first", prompt, greedy(30), salt))
+        await cluster.idle()
+        turn = [*prompt, *first, *prompt_of(8, 9)]
+        second = cluster.submit("second", turn, greedy(5), salt)
+        assert await tokens_of(second) == reference(model, turn, 5)
+        assert second.num_cached_tokens == (length + 29) // 8 * 8
+        other = cluster.submit("other", turn, greedy(5), "another tenant")
+        await tokens_of(other)
+        assert other.num_cached_tokens == 0
+        await cluster.assert_nothing_is_held()
+        stats = decode_of(cluster).decode.meter.stats
+        assert stats.num_unsealed == 0
+        assert stats.num_sealed_blocks >= (length + 29) // 8 - length // 8
 
 
-def test_an_answer_without_room_in_the_pool_is_not_kept(
+async def test_an_answer_without_room_in_the_pool_is_not_kept(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt = prompt_of(9, 20)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path) as cluster:
-            pool, brake = decode_of(cluster).pool, Brake(decode_of(cluster).executor)
-            answer = cluster.submit("first", prompt, greedy(100))
-            await more_tokens(answer)
-            with brake.on():
-                taken = await pool.reserve([], pool.num_pages - 3)
-            assert await tokens_of(answer) == reference(model, prompt, 100)
-            await cluster.idle()
-            stats = decode_of(cluster).decode.meter.stats
-            assert (stats.num_sealed_blocks, stats.num_unsealed) == (0, 1)
-            await pool.release(taken.reservation_id)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path) as cluster:
+        pool, brake = decode_of(cluster).pool, Brake(decode_of(cluster).executor)
+        answer = cluster.submit("first", prompt, greedy(100))
+        await more_tokens(answer)
+        with brake.on():
+            taken = await pool.reserve([], pool.num_pages - 3)
+        assert await tokens_of(answer) == reference(model, prompt, 100)
+        await cluster.idle()
+        stats = decode_of(cluster).decode.meter.stats
+        assert (stats.num_sealed_blocks, stats.num_unsealed) == (0, 1)
+        await pool.release(taken.reservation_id)
+        await cluster.assert_nothing_is_held()
 
 
-def test_next_turn_is_computed_where_its_history_is(
+async def test_next_turn_is_computed_where_its_history_is(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     """Inlined prefill (Mooncake, section 5): only the new part of the conversation is short."""
     prompt = prompt_of(7, 44)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(inline_prefill_tokens=24)) as cluster:
-            [prefill, decode] = cluster.instances
-            first = await tokens_of(cluster.submit("first", prompt, greedy(30)))
-            await cluster.idle()
-            turn = [*prompt, *first, *prompt_of(8, 9)]
-            second = cluster.submit("second", turn, greedy(20))
-            assert await tokens_of(second) == reference(model, turn, 20)
-            assert second.num_cached_tokens == 72
-            await cluster.idle()
-            meter = decode.decode.meter
-            assert (meter.num_inlined, meter.num_not_inlined) == (1, 1)
-            assert meter.num_prompt_tokens == {"dram": 72, "computed": len(turn) - 72}
-            assert prefill.prefill.num_tokens == {"computed": 44}
-            third = [*turn, *second.tokens, *prompt_of(9, 5)]
-            answer = cluster.submit("third", third, greedy(5))
-            assert await tokens_of(answer) == reference(model, third, 5)
-            assert answer.num_cached_tokens == (len(turn) + 19) // 8 * 8
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, Sizes(inline_prefill_tokens=24)) as cluster:
+        [prefill, decode] = cluster.instances
+        first = await tokens_of(cluster.submit("first", prompt, greedy(30)))
+        await cluster.idle()
+        turn = [*prompt, *first, *prompt_of(8, 9)]
+        second = cluster.submit("second", turn, greedy(20))
+        assert await tokens_of(second) == reference(model, turn, 20)
+        assert second.num_cached_tokens == 72
+        await cluster.idle()
+        meter = decode.decode.meter
+        assert (meter.num_inlined, meter.num_not_inlined) == (1, 1)
+        assert meter.num_prompt_tokens == {"dram": 72, "computed": len(turn) - 72}
+        assert prefill.prefill.num_tokens == {"computed": 44}
+        third = [*turn, *second.tokens, *prompt_of(9, 5)]
+        answer = cluster.submit("third", third, greedy(5))
+        assert await tokens_of(answer) == reference(model, third, 5)
+        assert answer.num_cached_tokens == (len(turn) + 19) // 8 * 8
+        await cluster.assert_nothing_is_held()
 
 
 # -- preemption -------------------------------------------------------------------------------------
@@ -365,52 +328,43 @@ def test_next_turn_is_computed_where_its_history_is(
     ("place", "length", "salt"),
     [("pool", 20, ""), ("pool", 20, "tenant"), ("pool", 2, "tenant"), ("host", 20, "")],
 )
-def test_tokens_are_those_without_preemption(
+async def test_tokens_are_those_without_preemption(
     model: transformers.PreTrainedModel, tmp_path: Path, place: str, length: int, salt: str
 ) -> None:
     prompts = [prompt_of(seed, length + seed) for seed in range(3)]
     sizes = Sizes(num_device_pages=14)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            decode = decode_of(cluster)
-            with Brake(decode.executor).on():
-                answers = [
-                    cluster.submit(str(index), prompt, greedy(60), salt)
-                    for index, prompt in enumerate(prompts)
-                ]
-                await until(lambda: decode.decode.num_running == len(prompts))
-                if place == "host":
-                    stats = await pool_until(decode.pool, lambda stats: stats.num_reservations == 0)
-                    await decode.pool.reserve([], stats.num_pages)
-            for answer, prompt in zip(answers, prompts, strict=True):
-                assert await tokens_of(answer) == reference(model, prompt, 60)
-            assert decode.decode.meter.stats.num_preemptions[place]
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        decode = decode_of(cluster)
+        with Brake(decode.executor).on():
+            answers = [
+                cluster.submit(str(index), prompt, greedy(60), salt) for index, prompt in enumerate(prompts)
+            ]
+            await until(lambda: decode.decode.num_running == len(prompts))
+            if place == "host":
+                stats = await pool_until(decode.pool, lambda stats: stats.num_reservations == 0)
+                await decode.pool.reserve([], stats.num_pages)
+        for answer, prompt in zip(answers, prompts, strict=True):
+            assert await tokens_of(answer) == reference(model, prompt, 60)
+        assert decode.decode.meter.stats.num_preemptions[place]
 
 
 # -- damage -----------------------------------------------------------------------------------------
 
 
-def test_a_block_that_is_damaged_before_it_is_loaded_is_computed_again(
+async def test_a_block_that_is_damaged_before_it_is_loaded_is_computed_again(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     gate, prompt = Gate(load=0), prompt_of(1, 44)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
-            pool = decode_of(cluster).pool
-            answer = cluster.submit("r", prompt, greedy(12))
-            await gate.reached()
-            table = pool.segment.page_table()
-            pages = [page for page in range(pool.num_pages) if any(table.checksums(page, range(4)))]
-            pool.segment.layer_view(pages[0], 2)[5] ^= 1
-            gate.open()
-            assert await tokens_of(answer) == reference(model, prompt, 12)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
+        pool = decode_of(cluster).pool
+        answer = cluster.submit("r", prompt, greedy(12))
+        await gate.reached()
+        table = pool.segment.page_table()
+        pages = [page for page in range(pool.num_pages) if any(table.checksums(page, range(4)))]
+        pool.segment.layer_view(pages[0], 2)[5] ^= 1
+        gate.open()
+        assert await tokens_of(answer) == reference(model, prompt, 12)
+        await cluster.assert_nothing_is_held()
 
 
 # -- the double check -------------------------------------------------------------------------------
@@ -437,114 +391,100 @@ def predict(instance: InstanceUnderTest, seconds: float) -> Prediction:
     return prediction
 
 
-def test_refuses_what_would_make_the_batch_too_slow(
+async def test_refuses_what_would_make_the_batch_too_slow(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05)) as cluster:
-            prediction = predict(decode_of(cluster), 0.06)
-            brake = Brake(decode_of(cluster).executor)
-            first = cluster.submit("first", prompt_of(1, 20), greedy(300))
-            await more_tokens(first)
-            with brake.on():
-                second = cluster.submit("second", prompt_of(2, 30), greedy(5))
-                await second.ended.wait()
-            assert (second.tokens, second.error is not None) == ([], True)
-            assert "60.0 ms" in str(second.error)
-            batch_size, num_kv_tokens = prediction.asked[-1]
-            assert batch_size == 2
-            assert 60 <= num_kv_tokens <= 20 + 30 + len(first.tokens)
-            cluster.cancel("first")
-            await cluster.assert_nothing_is_held()
-            assert decode_of(cluster).decode.meter.stats.num_refusals == 1
-            alone = cluster.submit("alone", prompt_of(2, 30), greedy(5))
-            await tokens_of(alone)
-
-    run(test())
+    async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05)) as cluster:
+        prediction = predict(decode_of(cluster), 0.06)
+        brake = Brake(decode_of(cluster).executor)
+        first = cluster.submit("first", prompt_of(1, 20), greedy(300))
+        await more_tokens(first)
+        with brake.on():
+            second = cluster.submit("second", prompt_of(2, 30), greedy(5))
+            await second.ended.wait()
+        assert (second.tokens, second.error is not None) == ([], True)
+        assert "60.0 ms" in str(second.error)
+        batch_size, num_kv_tokens = prediction.asked[-1]
+        assert batch_size == 2
+        assert 60 <= num_kv_tokens <= 20 + 30 + len(first.tokens)
+        cluster.cancel("first")
+        await cluster.assert_nothing_is_held()
+        assert decode_of(cluster).decode.meter.stats.num_refusals == 1
+        alone = cluster.submit("alone", prompt_of(2, 30), greedy(5))
+        await tokens_of(alone)
 
 
-def test_who_waits_for_its_turn_has_it_when_the_only_other_one_has_gone(
+async def test_who_waits_for_its_turn_has_it_when_the_only_other_one_has_gone(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     gate, sizes = Gate(load=1), Sizes(ttft_slo_s=3600, tbt_slo_s=0.05)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes, decode_copies=gate.make) as cluster:
-            prediction = predict(decode_of(cluster), 0.06)
-            cluster.submit("before", prompt_of(1, 20), greedy(5))
-            await gate.reached()  # its pages are given back when no iteration is to come
-            waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(5))
-            await until(lambda: len(prediction.asked) >= 2)  # when it is reserved, and when it is prefilled
-            cluster.cancel("before")
-            gate.open()
-            assert await tokens_of(waiting) == reference(model, prompt_of(2, 30), 5)
-            await cluster.assert_nothing_is_held()
-            assert decode_of(cluster).decode.meter.stats.num_refusals == 0
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes, decode_copies=gate.make) as cluster:
+        prediction = predict(decode_of(cluster), 0.06)
+        cluster.submit("before", prompt_of(1, 20), greedy(5))
+        await gate.reached()  # its pages are given back when no iteration is to come
+        waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(5))
+        await until(lambda: len(prediction.asked) >= 2)  # when it is reserved, and when it is prefilled
+        cluster.cancel("before")
+        gate.open()
+        assert await tokens_of(waiting) == reference(model, prompt_of(2, 30), 5)
+        await cluster.assert_nothing_is_held()
+        assert decode_of(cluster).decode.meter.stats.num_refusals == 0
 
 
-def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
+async def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05, num_decode=2)) as cluster:
-            [_, d0, d1] = cluster.instances
-            predict(d0, 0.01)
-            brakes = [Brake(instance.executor) for instance in (d0, d1)]
-            first = cluster.submit("first", prompt_of(1, 20), greedy(300))
-            await more_tokens(first)
-            assert d0.decode.num_running == 1
+    async with mini_cluster(model, tmp_path, Sizes(tbt_slo_s=0.05, num_decode=2)) as cluster:
+        [_, d0, d1] = cluster.instances
+        predict(d0, 0.01)
+        brakes = [Brake(instance.executor) for instance in (d0, d1)]
+        first = cluster.submit("first", prompt_of(1, 20), greedy(300))
+        await more_tokens(first)
+        assert d0.decode.num_running == 1
 
-            def obey(message: ToWorker) -> None:
-                if isinstance(message, Decode):
-                    predict(d0, 0.06)
-                InstanceUnderTest.obey(d0, message)
+        def obey(message: ToWorker) -> None:
+            if isinstance(message, Decode):
+                predict(d0, 0.06)
+            InstanceUnderTest.obey(d0, message)
 
-            with brakes[0].on():
-                blocking = cluster.submit("blocking", prompt_of(3, 60), greedy(300))
-                await more_tokens(blocking)
-                assert d1.decode.num_running == 1
-                d0.obey = obey  # type: ignore[method-assign]
-                with brakes[1].on():
-                    second = cluster.submit("second", prompt_of(2, 30), greedy(5))
-                    await until(lambda: d0.decode.meter.stats.num_refusals == 1)
-            assert await tokens_of(second) == reference(model, prompt_of(2, 30), 5)
-            assert d0.decode.meter.stats.num_refusals == 1
-            for name in ("first", "blocking"):
-                cluster.cancel(name)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+        with brakes[0].on():
+            blocking = cluster.submit("blocking", prompt_of(3, 60), greedy(300))
+            await more_tokens(blocking)
+            assert d1.decode.num_running == 1
+            d0.obey = obey  # type: ignore[method-assign]
+            with brakes[1].on():
+                second = cluster.submit("second", prompt_of(2, 30), greedy(5))
+                await until(lambda: d0.decode.meter.stats.num_refusals == 1)
+        assert await tokens_of(second) == reference(model, prompt_of(2, 30), 5)
+        assert d0.decode.meter.stats.num_refusals == 1
+        for name in ("first", "blocking"):
+            cluster.cancel(name)
+        await cluster.assert_nothing_is_held()
 
 
-def test_a_prompt_is_inlined_beside_others_once_its_cost_is_known(
+async def test_a_prompt_is_inlined_beside_others_once_its_cost_is_known(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     sizes = Sizes(tbt_slo_s=0.05, inline_prefill_tokens=30)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            decode = decode_of(cluster)
-            meter = decode.decode.meter
-            predict(decode, 0.01)
-            brake = Brake(decode.executor)
-            first = cluster.submit("first", prompt_of(1, 20), greedy(300))  # alone
-            await more_tokens(first)
-            assert (meter.num_inlined, meter.num_not_inlined) == (1, 0)
-            for per_token_s, expected in ((0.001, (2, 0)), (0.003, (2, 1))):
-                meter.prompt_cost = PromptCost()
-                meter.prompt_cost.observe(20, 20 * per_token_s)
-                prompt = prompt_of(int(1e4 * per_token_s), 20)
-                with brake.on():
-                    answer = cluster.submit(f"at {per_token_s}", prompt, greedy(5))
-                    await until(lambda: meter.num_inlined + meter.num_not_inlined == sum(expected))  # noqa: B023
-                    assert (meter.num_inlined, meter.num_not_inlined) == expected
-                assert await tokens_of(answer) == reference(model, prompt, 5)
-            cluster.cancel("first")
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        decode = decode_of(cluster)
+        meter = decode.decode.meter
+        predict(decode, 0.01)
+        brake = Brake(decode.executor)
+        first = cluster.submit("first", prompt_of(1, 20), greedy(300))  # alone
+        await more_tokens(first)
+        assert (meter.num_inlined, meter.num_not_inlined) == (1, 0)
+        for per_token_s, expected in ((0.001, (2, 0)), (0.003, (2, 1))):
+            meter.prompt_cost = PromptCost()
+            meter.prompt_cost.observe(20, 20 * per_token_s)
+            prompt = prompt_of(int(1e4 * per_token_s), 20)
+            with brake.on():
+                answer = cluster.submit(f"at {per_token_s}", prompt, greedy(5))
+                await until(lambda: meter.num_inlined + meter.num_not_inlined == sum(expected))  # noqa: B023
+                assert (meter.num_inlined, meter.num_not_inlined) == expected
+            assert await tokens_of(answer) == reference(model, prompt, 5)
+        cluster.cancel("first")
+        await cluster.assert_nothing_is_held()
 
 
 # -- cancel -----------------------------------------------------------------------------------------
@@ -564,76 +504,67 @@ async def assert_gone_at_once(cluster: MiniCluster, name: str, num_free_pages: i
 
 
 @pytest.mark.parametrize("step", ["load", "store"])
-def test_cancel_while_blocks_are_copied(
+async def test_cancel_while_blocks_are_copied(
     model: transformers.PreTrainedModel, tmp_path: Path, step: str
 ) -> None:
     gate = Gate(load=1) if step == "load" else Gate(store=1)
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
-            cluster.submit("r", prompt_of(1, 30), greedy(12))
-            await gate.reached()
-            num_pages = decode_of(cluster).executor.kv.num_pages
-            assert decode_of(cluster).executor.kv.num_free_pages < num_pages
-            if step == "load":  # the layer that is being copied ends
-                cluster.cancel("r")
-            gate.open()
-            await assert_gone_at_once(cluster, "r", num_pages)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, decode_copies=gate.make) as cluster:
+        cluster.submit("r", prompt_of(1, 30), greedy(12))
+        await gate.reached()
+        num_pages = decode_of(cluster).executor.kv.num_pages
+        assert decode_of(cluster).executor.kv.num_free_pages < num_pages
+        if step == "load":  # the layer that is being copied ends
+            cluster.cancel("r")
+        gate.open()
+        await assert_gone_at_once(cluster, "r", num_pages)
+        await cluster.assert_nothing_is_held()
 
 
-def test_cancel_while_it_gives_way_to_others(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_cancel_while_it_gives_way_to_others(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
     gate, prompts = Gate(store=1), [prompt_of(1, 20), prompt_of(2, 20)]
-
-    async def test() -> None:
-        sizes = Sizes(num_device_pages=10)
-        async with mini_cluster(model, tmp_path, sizes, decode_copies=gate.make) as cluster:
-            brake = Brake(decode_of(cluster).executor)
-            older = cluster.submit("older", prompts[0], greedy(60))
-            await more_tokens(older, 1)
-            with brake.on():
-                newer = cluster.submit("newer", prompts[1], greedy(60))
-                await until(lambda: decode_of(cluster).decode.num_running == 2)
-            await gate.reached()
-            assert len(newer.tokens) < 60  # it is not stored because it has ended
-            cluster.cancel("newer")
-            gate.open()
-            await assert_gone_at_once(cluster, "newer", 0)
-            assert await tokens_of(older) == reference(model, prompts[0], 60)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    sizes = Sizes(num_device_pages=10)
+    async with mini_cluster(model, tmp_path, sizes, decode_copies=gate.make) as cluster:
+        brake = Brake(decode_of(cluster).executor)
+        older = cluster.submit("older", prompts[0], greedy(60))
+        await more_tokens(older, 1)
+        with brake.on():
+            newer = cluster.submit("newer", prompts[1], greedy(60))
+            await until(lambda: decode_of(cluster).decode.num_running == 2)
+        await gate.reached()
+        assert len(newer.tokens) < 60  # it is not stored because it has ended
+        cluster.cancel("newer")
+        gate.open()
+        await assert_gone_at_once(cluster, "newer", 0)
+        assert await tokens_of(older) == reference(model, prompts[0], 60)
+        await cluster.assert_nothing_is_held()
 
 
-def test_cancel_while_it_waits_or_runs(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, Sizes(max_batch=1)) as cluster:
-            decode = decode_of(cluster)
-            num_pages = decode.executor.kv.num_pages
-            brake = Brake(decode.executor)
-            running = cluster.submit("running", prompt_of(1, 30), greedy(300))
-            await more_tokens(running)
-            with brake.on():
-                waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(300))
-                await until(lambda: len(waiting.tokens) == 1)
-                await assert_gone_at_once(cluster, "waiting", 0)
-            assert len(running.tokens) < 300
-            await assert_gone_at_once(cluster, "running", num_pages)
-            pool = decode.pool
-            taken = await pool.reserve([], pool.num_pages - 1)
-            cluster.submit("reserving", prompt_of(3, 30), greedy(5))
-            await until(lambda: len(decode.decode_jobs.refs) == 1)
-            await assert_gone_at_once(cluster, "reserving", num_pages)
-            await pool.release(taken.reservation_id)
-            orders: list[ToWorker] = []
-            decode.obey = lambda order: (  # type: ignore[method-assign]
-                orders.append(order) if isinstance(order, Decode) else InstanceUnderTest.obey(decode, order)
-            )
-            cluster.submit("ordered", prompt_of(4, 30), greedy(5))
-            await until(lambda: len(orders) == 1)
-            await assert_gone_at_once(cluster, "ordered", num_pages)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+async def test_cancel_while_it_waits_or_runs(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    async with mini_cluster(model, tmp_path, Sizes(max_batch=1)) as cluster:
+        decode = decode_of(cluster)
+        num_pages = decode.executor.kv.num_pages
+        brake = Brake(decode.executor)
+        running = cluster.submit("running", prompt_of(1, 30), greedy(300))
+        await more_tokens(running)
+        with brake.on():
+            waiting = cluster.submit("waiting", prompt_of(2, 30), greedy(300))
+            await until(lambda: len(waiting.tokens) == 1)
+            await assert_gone_at_once(cluster, "waiting", 0)
+        assert len(running.tokens) < 300
+        await assert_gone_at_once(cluster, "running", num_pages)
+        pool = decode.pool
+        taken = await pool.reserve([], pool.num_pages - 1)
+        cluster.submit("reserving", prompt_of(3, 30), greedy(5))
+        await until(lambda: len(decode.decode_jobs.refs) == 1)
+        await assert_gone_at_once(cluster, "reserving", num_pages)
+        await pool.release(taken.reservation_id)
+        orders: list[ToWorker] = []
+        decode.obey = lambda order: (  # type: ignore[method-assign]
+            orders.append(order) if isinstance(order, Decode) else InstanceUnderTest.obey(decode, order)
+        )
+        cluster.submit("ordered", prompt_of(4, 30), greedy(5))
+        await until(lambda: len(orders) == 1)
+        await assert_gone_at_once(cluster, "ordered", num_pages)
+        await cluster.assert_nothing_is_held()

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from mooncake.messages.requests import SamplingParams
-from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.mini_cluster import Sizes, mini_cluster
 from tests.workers.test_runners import prompt_of, reference, tokens_of
@@ -49,7 +48,7 @@ def generated(model: transformers.PreTrainedModel, prompt: Sequence[int], **wish
 
 
 @EVERYWHERE
-def test_greedy_tokens_under_rules_are_those_of_transformers(
+async def test_greedy_tokens_under_rules_are_those_of_transformers(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
 ) -> None:
     plain = [reference(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -74,23 +73,19 @@ def test_greedy_tokens_under_rules_are_those_of_transformers(
         {"stop_token_ids": (stop,), "min_tokens": 9},
         {"repetition_penalty": 1.1, "logit_bias": bias},
     ]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            answers = [
-                cluster.submit(str(index), prompt, msgspec.structs.replace(GREEDY, **fields))
-                for index, (prompt, fields) in enumerate(zip(PROMPTS, wishes, strict=True))
-            ]
-            neutral = cluster.submit("neutral", PROMPTS[0], GREEDY)
-            assert [await tokens_of(answer) for answer in answers] == expected
-            assert await tokens_of(neutral) == plain[0]
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        answers = [
+            cluster.submit(str(index), prompt, msgspec.structs.replace(GREEDY, **fields))
+            for index, (prompt, fields) in enumerate(zip(PROMPTS, wishes, strict=True))
+        ]
+        neutral = cluster.submit("neutral", PROMPTS[0], GREEDY)
+        assert [await tokens_of(answer) for answer in answers] == expected
+        assert await tokens_of(neutral) == plain[0]
+        await cluster.assert_nothing_is_held()
 
 
 @EVERYWHERE
-def test_draws_under_rules_depend_on_the_seed_alone(
+async def test_draws_under_rules_depend_on_the_seed_alone(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
 ) -> None:
     wishes = SamplingParams(
@@ -104,30 +99,26 @@ def test_draws_under_rules_depend_on_the_seed_alone(
         bad_words=((1, 2), (30,)),
         num_logprobs=2,
     )
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            alone = [
-                await tokens_of(cluster.submit(f"alone-{index}", prompt, wishes))
-                for index, prompt in enumerate(PROMPTS)
-            ]
-            together = [
-                cluster.submit(f"together-{index}", prompt, wishes) for index, prompt in enumerate(PROMPTS)
-            ]
-            assert [await tokens_of(answer) for answer in together] == alone
-            unpenalized = msgspec.structs.replace(wishes, presence_penalty=0.0, frequency_penalty=0.0)
-            other = [
-                await tokens_of(cluster.submit(f"other-{index}", prompt, unpenalized))
-                for index, prompt in enumerate(PROMPTS)
-            ]
-            assert other != alone
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        alone = [
+            await tokens_of(cluster.submit(f"alone-{index}", prompt, wishes))
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        together = [
+            cluster.submit(f"together-{index}", prompt, wishes) for index, prompt in enumerate(PROMPTS)
+        ]
+        assert [await tokens_of(answer) for answer in together] == alone
+        unpenalized = msgspec.structs.replace(wishes, presence_penalty=0.0, frequency_penalty=0.0)
+        other = [
+            await tokens_of(cluster.submit(f"other-{index}", prompt, unpenalized))
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        assert other != alone
+        await cluster.assert_nothing_is_held()
 
 
 @EVERYWHERE
-def test_logprobs_are_those_of_the_models_own_logits(
+async def test_logprobs_are_those_of_the_models_own_logits(
     model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
 ) -> None:
     wishes = [
@@ -136,29 +127,25 @@ def test_logprobs_are_those_of_the_models_own_logits(
         SamplingParams(NUM_TOKENS, temperature=1.3, presence_penalty=1.5, seed=3, num_logprobs=20),
         GREEDY,
     ]
-
-    async def test() -> None:
-        async with mini_cluster(model, tmp_path, sizes) as cluster:
-            answers = [
-                cluster.submit(str(index), prompt, sampling)
-                for index, (prompt, sampling) in enumerate(zip(PROMPTS, wishes, strict=True))
-            ]
-            for prompt, sampling, answer in zip(PROMPTS, wishes, answers, strict=True):
-                tokens = await tokens_of(answer)
-                if sampling.num_logprobs is None:
-                    assert answer.logprobs == []
-                    continue
-                with torch.inference_mode():
-                    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-                expected = logits.float().log_softmax(-1)
-                assert len(answer.logprobs) == NUM_TOKENS
-                for row, (token, logprobs) in enumerate(zip(tokens, answer.logprobs, strict=True)):
-                    assert logprobs.logprob == pytest.approx(expected[row, token].item(), abs=1e-4)
-                    assert len(logprobs.top_token_ids) == sampling.num_logprobs
-                    of_top = expected[row, logprobs.top_token_ids].tolist()
-                    assert logprobs.top_logprobs == pytest.approx(of_top, abs=1e-4)
-                    likeliest = expected[row].topk(sampling.num_logprobs).values.tolist()
-                    assert logprobs.top_logprobs == pytest.approx(likeliest, abs=1e-4)
-            await cluster.assert_nothing_is_held()
-
-    run(test())
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        answers = [
+            cluster.submit(str(index), prompt, sampling)
+            for index, (prompt, sampling) in enumerate(zip(PROMPTS, wishes, strict=True))
+        ]
+        for prompt, sampling, answer in zip(PROMPTS, wishes, answers, strict=True):
+            tokens = await tokens_of(answer)
+            if sampling.num_logprobs is None:
+                assert answer.logprobs == []
+                continue
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.float().log_softmax(-1)
+            assert len(answer.logprobs) == NUM_TOKENS
+            for row, (token, logprobs) in enumerate(zip(tokens, answer.logprobs, strict=True)):
+                assert logprobs.logprob == pytest.approx(expected[row, token].item(), abs=1e-4)
+                assert len(logprobs.top_token_ids) == sampling.num_logprobs
+                of_top = expected[row, logprobs.top_token_ids].tolist()
+                assert logprobs.top_logprobs == pytest.approx(of_top, abs=1e-4)
+                likeliest = expected[row].topk(sampling.num_logprobs).values.tolist()
+                assert logprobs.top_logprobs == pytest.approx(likeliest, abs=1e-4)
+        await cluster.assert_nothing_is_held()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.kvstore.nodes import run
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.prefill_lab import Setting, prefill_lab
@@ -22,62 +21,50 @@ def model() -> transformers.PreTrainedModel:
     return tiny_model("smollm2")
 
 
-def test_computation_waits_for_no_store(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_computation_waits_for_no_store(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     prompt, gate = prompt_of(1, 50), Gate(store=0)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = lab.plain(prompt)
-            async with lab.running(Setting(25, make_copies=gate.make)):
-                receiving = await lab.order(prompt)
-                await gate.reached()
-                while gate.num_marks < 2 * NUM_LAYERS:  # every layer of both passes has been computed
-                    await asyncio.sleep(0.001)
-                assert gate.stored_layers == []
-                assert not receiving.answered.done()  # whose KVCache is not on its way yet
-                gate.open()
-                result = await receiving.result()
-            assert gate.stored_layers == [0, 1, 2, 3] * 2
-            assert_equal(result, plain, 0, same_arithmetic=False)
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = lab.plain(prompt)
+        async with lab.running(Setting(25, make_copies=gate.make)):
+            receiving = await lab.order(prompt)
+            await gate.reached()
+            while gate.num_marks < 2 * NUM_LAYERS:  # every layer of both passes has been computed
+                await asyncio.sleep(0.001)
+            assert gate.stored_layers == []
+            assert not receiving.answered.done()  # whose KVCache is not on its way yet
+            gate.open()
+            result = await receiving.result()
+        assert gate.stored_layers == [0, 1, 2, 3] * 2
+        assert_equal(result, plain, 0, same_arithmetic=False)
 
 
-def test_layer_is_computed_while_the_next_one_is_loaded(
+async def test_layer_is_computed_while_the_next_one_is_loaded(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     prompt, gate = prompt_of(2, 50), Gate(load=2)
-
-    async def test() -> None:
-        async with prefill_lab(model, tmp_path) as lab:
-            plain = lab.plain(prompt)
-            lab.put(lab.prefill_node, lab.keys_of(prompt)[:3], plain.blocks[:3])
-            async with lab.running(Setting(make_copies=gate.make)):
-                receiving = await lab.order(prompt)
-                await gate.reached()
-                while gate.stored_layers != [0, 1]:
-                    await asyncio.sleep(0.001)
-                gate.open()
-                assert_equal(await receiving.result(), plain, 3, same_arithmetic=False)
-            assert gate.stored_layers == [0, 1, 2, 3]
-
-    run(test())
+    async with prefill_lab(model, tmp_path) as lab:
+        plain = lab.plain(prompt)
+        lab.put(lab.prefill_node, lab.keys_of(prompt)[:3], plain.blocks[:3])
+        async with lab.running(Setting(make_copies=gate.make)):
+            receiving = await lab.order(prompt)
+            await gate.reached()
+            while gate.stored_layers != [0, 1]:
+                await asyncio.sleep(0.001)
+            gate.open()
+            assert_equal(await receiving.result(), plain, 3, same_arithmetic=False)
+        assert gate.stored_layers == [0, 1, 2, 3]
 
 
-def test_without_overlap_a_layer_is_stored_before_the_next_is_computed(
+async def test_without_overlap_a_layer_is_stored_before_the_next_is_computed(
     model: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
     gate = Gate(store=1)
-
-    async def test() -> None:
-        async with (
-            prefill_lab(model, tmp_path) as lab,
-            lab.running(Setting(overlap=False, make_copies=gate.make)),
-        ):
-            receiving = await lab.order(prompt_of(3, 50))
-            await gate.reached()
-            assert (gate.stored_layers, gate.num_marks) == ([0], 2)
-            gate.open()
-            await receiving.result()
-
-    run(test())
+    async with (
+        prefill_lab(model, tmp_path) as lab,
+        lab.running(Setting(overlap=False, make_copies=gate.make)),
+    ):
+        receiving = await lab.order(prompt_of(3, 50))
+        await gate.reached()
+        assert (gate.stored_layers, gate.num_marks) == ([0], 2)
+        gate.open()
+        await receiving.result()

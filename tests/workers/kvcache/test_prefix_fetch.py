@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from workers.kvcache import prefix_fetch
 from workers.kvcache.prefix_fetch import PATIENCE_S, PrefixFetch
 
@@ -86,99 +86,81 @@ async def is_waiting(task: "asyncio.Task[None]") -> bool:
     return not task.done()
 
 
-def test_layer_is_waited_for_as_long_as_signs_of_life_come(clock: Clock) -> None:
-    async def test() -> None:
-        fetch, pool = await fetching()
+async def test_layer_is_waited_for_as_long_as_signs_of_life_come(clock: Clock) -> None:
+    fetch, pool = await fetching()
+    pool.says(NUM_BLOCKS, 1)
+    awaiting = asyncio.create_task(asyncio.to_thread(fetch.await_layer, 1, NUM_BLOCKS))
+    await clock.looked_at(0)
+    for _ in range(4):
+        clock.now_s += 0.9 * PATIENCE_S
+        num_looks = clock.num_looks
         pool.says(NUM_BLOCKS, 1)
-        awaiting = asyncio.create_task(asyncio.to_thread(fetch.await_layer, 1, NUM_BLOCKS))
-        await clock.looked_at(0)
-        for _ in range(4):
-            clock.now_s += 0.9 * PATIENCE_S
-            num_looks = clock.num_looks
-            pool.says(NUM_BLOCKS, 1)
-            await clock.looked_at(num_looks)
-        assert not awaiting.done()
-        pool.says(NUM_BLOCKS, 2)
-        assert await asyncio.wait_for(awaiting, DEADLINE_S)
-        pool.end(2)
-        await fetch.ended()
-
-    run(test())
+        await clock.looked_at(num_looks)
+    assert not awaiting.done()
+    pool.says(NUM_BLOCKS, 2)
+    assert await asyncio.wait_for(awaiting, DEADLINE_S)
+    pool.end(2)
+    await fetch.ended()
 
 
-def test_silence_counts_from_the_last_sign_of_life_and_for_all_layers(clock: Clock) -> None:
-    async def test() -> None:
-        fetch, pool = await fetching()
-        pool.says(NUM_BLOCKS, 1)
-        clock.now_s += TOO_LONG_S
-        assert not fetch.await_layer(1, NUM_BLOCKS)
-        pool.says(NUM_BLOCKS, 1)
-        assert not fetch.await_layer(2, NUM_BLOCKS)  # it has made others wait once
-        assert fetch.await_layer(0, NUM_BLOCKS)
-        clock.now_s += TOO_LONG_S
-        await fetch.ended()
-        assert pool.num_stopped == 1
-
-    run(test())
+async def test_silence_counts_from_the_last_sign_of_life_and_for_all_layers(clock: Clock) -> None:
+    fetch, pool = await fetching()
+    pool.says(NUM_BLOCKS, 1)
+    clock.now_s += TOO_LONG_S
+    assert not fetch.await_layer(1, NUM_BLOCKS)
+    pool.says(NUM_BLOCKS, 1)
+    assert not fetch.await_layer(2, NUM_BLOCKS)  # it has made others wait once
+    assert fetch.await_layer(0, NUM_BLOCKS)
+    clock.now_s += TOO_LONG_S
+    await fetch.ended()
+    assert pool.num_stopped == 1
 
 
-def test_source_that_sends_for_ever_is_given_up_in_the_end(clock: Clock) -> None:
-    async def test() -> None:
-        fetch, pool = await fetching()
-        begun_s = clock.now_s
-        begun = asyncio.create_task(fetch.begun())
-        while await is_waiting(begun):
-            clock.now_s += 0.9 * PATIENCE_S
-            pool.says(NUM_BLOCKS, 0)
-            assert clock.now_s < begun_s + DEADLINE_S
-        assert clock.now_s > begun_s + 3 * PATIENCE_S
-        assert pool.num_stopped == 1
-        assert not fetch.await_layer(0, NUM_BLOCKS)
-
-    run(test())
-
-
-def test_prompt_joins_a_pass_when_the_last_layers_are_near(clock: Clock) -> None:
-    async def test() -> None:
-        fetch, pool = await fetching()
-        begun = asyncio.create_task(fetch.begun())
+async def test_source_that_sends_for_ever_is_given_up_in_the_end(clock: Clock) -> None:
+    fetch, pool = await fetching()
+    begun_s = clock.now_s
+    begun = asyncio.create_task(fetch.begun())
+    while await is_waiting(begun):
+        clock.now_s += 0.9 * PATIENCE_S
         pool.says(NUM_BLOCKS, 0)
+        assert clock.now_s < begun_s + DEADLINE_S
+    assert clock.now_s > begun_s + 3 * PATIENCE_S
+    assert pool.num_stopped == 1
+    assert not fetch.await_layer(0, NUM_BLOCKS)
+
+
+async def test_prompt_joins_a_pass_when_the_last_layers_are_near(clock: Clock) -> None:
+    fetch, pool = await fetching()
+    begun = asyncio.create_task(fetch.begun())
+    pool.says(NUM_BLOCKS, 0)
+    assert await is_waiting(begun)
+    clock.now_s += 0.5 * PATIENCE_S
+    pool.says(NUM_BLOCKS, 1)
+    assert await is_waiting(begun)  # three times as much is still to come
+    clock.now_s += 0.5 * PATIENCE_S
+    pool.says(NUM_BLOCKS, 2)
+    await asyncio.wait_for(begun, DEADLINE_S)
+    assert fetch.expected_indices == list(range(NUM_BLOCKS))
+    pool.end(NUM_LAYERS)
+    await fetch.ended()
+    assert pool.num_stopped == 0
+
+
+async def test_source_that_is_seen_to_be_too_slow_is_given_up_early(clock: Clock) -> None:
+    fetch, pool = await fetching()
+    begun = asyncio.create_task(fetch.begun())
+    for num_layers in (0, 0, 1):
         assert await is_waiting(begun)
-        clock.now_s += 0.5 * PATIENCE_S
-        pool.says(NUM_BLOCKS, 1)
-        assert await is_waiting(begun)  # three times as much is still to come
-        clock.now_s += 0.5 * PATIENCE_S
-        pool.says(NUM_BLOCKS, 2)
-        await asyncio.wait_for(begun, DEADLINE_S)
-        assert fetch.expected_indices == list(range(NUM_BLOCKS))
-        pool.end(NUM_LAYERS)
-        await fetch.ended()
-        assert pool.num_stopped == 0
-
-    run(test())
+        clock.now_s += 0.9 * PATIENCE_S
+        pool.says(NUM_BLOCKS, num_layers)
+    await asyncio.wait_for(begun, DEADLINE_S)
+    assert fetch.has_ended
+    assert pool.num_stopped == 1
 
 
-def test_source_that_is_seen_to_be_too_slow_is_given_up_early(clock: Clock) -> None:
-    async def test() -> None:
-        fetch, pool = await fetching()
-        begun = asyncio.create_task(fetch.begun())
-        for num_layers in (0, 0, 1):
-            assert await is_waiting(begun)
-            clock.now_s += 0.9 * PATIENCE_S
-            pool.says(NUM_BLOCKS, num_layers)
-        await asyncio.wait_for(begun, DEADLINE_S)
-        assert fetch.has_ended
-        assert pool.num_stopped == 1
-
-    run(test())
-
-
-def test_fetch_can_be_stopped_as_soon_as_it_has_begun(clock: Clock) -> None:
-    async def test() -> None:
-        pool = FakePool()
-        fetch = PrefixFetch(pool, 1, SOURCES, range(NUM_BLOCKS))  # type: ignore[arg-type]
-        await fetch.ended(patience_s=0)
-        assert fetch.has_ended
-        assert pool.num_stopped == 1
-
-    run(test())
+async def test_fetch_can_be_stopped_as_soon_as_it_has_begun(clock: Clock) -> None:
+    pool = FakePool()
+    fetch = PrefixFetch(pool, 1, SOURCES, range(NUM_BLOCKS))  # type: ignore[arg-type]
+    await fetch.ended(patience_s=0)
+    assert fetch.has_ended
+    assert pool.num_stopped == 1

@@ -12,7 +12,7 @@ from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard
 from mooncake.messages.workers import BlockOrder, DropCopies, Pin, Replicate, Unpin
-from tests.kvstore.nodes import DEADLINE_S, run
+from tests.kvstore.nodes import DEADLINE_S
 from workers.errors import SessionLostError
 from workers.process.block_orders import BlockOrders
 
@@ -93,42 +93,31 @@ async def carried_out(pool: FakePool, *orders: BlockOrder, behind: FakeBehind | 
     assert not pool.held
 
 
-def test_orders_are_carried_out_here_and_passed_on_as_they_are() -> None:
+async def test_orders_are_carried_out_here_and_passed_on_as_they_are() -> None:
     orders = [Pin(KEYS[:2], 30.0), Unpin(KEYS[2:]), DropCopies(KEYS[:1]), REPLICATE]
-
-    async def test() -> None:
-        pool, behind = FakePool(), FakeBehind()
-        await carried_out(pool, *orders, behind=behind)
-        assert behind.sent == orders
-        assert ("pin", KEYS[:2], 30.0) in pool.told
-        assert ("unpin", KEYS[2:]) in pool.told
-        assert ("drop_idle", KEYS[:1]) in pool.told
-
-    run(test())
+    pool, behind = FakePool(), FakeBehind()
+    await carried_out(pool, *orders, behind=behind)
+    assert behind.sent == orders
+    assert ("pin", KEYS[:2], 30.0) in pool.told
+    assert ("unpin", KEYS[2:]) in pool.told
+    assert ("drop_idle", KEYS[:1]) in pool.told
 
 
 @pytest.mark.parametrize("num_sealed", range(len(KEYS) + 1))
-def test_copy_is_of_the_blocks_that_this_pool_lacks(num_sealed: int) -> None:
+async def test_copy_is_of_the_blocks_that_this_pool_lacks(num_sealed: int) -> None:
     """A stage or rank may lack others than the rest of its group."""
-
-    async def test() -> None:
-        pool = FakePool(num_sealed)
-        await carried_out(pool, REPLICATE)
-        lacking = list(range(num_sealed, len(KEYS)))
-        assert pool.told[0] == ("reserve", KEYS)
-        assert pool.told[1:] == ([("fetch_ahead", SHARDS, lacking)] if lacking else [])
-
-    run(test())
+    pool = FakePool(num_sealed)
+    await carried_out(pool, REPLICATE)
+    lacking = list(range(num_sealed, len(KEYS)))
+    assert pool.told[0] == ("reserve", KEYS)
+    assert pool.told[1:] == ([("fetch_ahead", SHARDS, lacking)] if lacking else [])
 
 
-def test_copy_that_does_not_come_in_time_gives_its_pages_back() -> None:
-    async def test() -> None:
-        pool, behind = FakePool(), FakeBehind()
-        pool.is_slow = True
-        await carried_out(pool, msgspec.structs.replace(REPLICATE, timeout_s=0.01), behind=behind)
-        assert pool.told[-1][0] == "fetch_ahead"
-
-    run(test())
+async def test_copy_that_does_not_come_in_time_gives_its_pages_back() -> None:
+    pool, behind = FakePool(), FakeBehind()
+    pool.is_slow = True
+    await carried_out(pool, msgspec.structs.replace(REPLICATE, timeout_s=0.01), behind=behind)
+    assert pool.told[-1][0] == "fetch_ahead"
 
 
 def pin_fails(pool: FakePool) -> None:
@@ -148,45 +137,35 @@ def no_source(pool: FakePool) -> None:
     [(pin_fails, Pin(KEYS, 1.0), True), (full, REPLICATE, False), (no_source, REPLICATE, True)],
     ids=["pin fails", "pool is full", "fetch fails"],
 )
-def test_order_that_fails_here_ends_no_session(
+async def test_order_that_fails_here_ends_no_session(
     breaks: Callable[[FakePool], None],
     order: BlockOrder,
     warns: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A full pool is nothing to be warned of: there is no copy, that is all."""
-
-    async def test() -> None:
-        pool, behind = FakePool(), FakeBehind()
-        breaks(pool)
-        with caplog.at_level(logging.WARNING):
-            await carried_out(pool, order, Unpin(KEYS), behind=behind)
-        assert behind.sent == [order, Unpin(KEYS)]  # the others may have room
-        assert pool.told[-1] == ("unpin", KEYS)
-        assert bool(caplog.records) == warns
-
-    run(test())
+    pool, behind = FakePool(), FakeBehind()
+    breaks(pool)
+    with caplog.at_level(logging.WARNING):
+        await carried_out(pool, order, Unpin(KEYS), behind=behind)
+    assert behind.sent == [order, Unpin(KEYS)]  # the others may have room
+    assert pool.told[-1] == ("unpin", KEYS)
+    assert bool(caplog.records) == warns
 
 
-def test_messenger_that_is_gone_is_no_news_of_an_order(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        pool = FakePool()
-        pool.closed.set()
-        pool.fails["pin"] = PoolError("messenger of p gone")
-        with caplog.at_level(logging.INFO):
-            await carried_out(pool, Pin(KEYS, 1.0))
-        assert not caplog.records
-
-    run(test())
+async def test_messenger_that_is_gone_is_no_news_of_an_order(caplog: pytest.LogCaptureFixture) -> None:
+    pool = FakePool()
+    pool.closed.set()
+    pool.fails["pin"] = PoolError("messenger of p gone")
+    with caplog.at_level(logging.INFO):
+        await carried_out(pool, Pin(KEYS, 1.0))
+    assert not caplog.records
 
 
-def test_stage_behind_that_is_gone_ends_the_session_before_anything_is_done_here() -> None:
-    async def test() -> None:
-        pool, behind = FakePool(), FakeBehind()
-        behind.is_gone = True
-        with pytest.raises(ExceptionGroup) as caught:
-            await carried_out(pool, REPLICATE, behind=behind)
-        assert isinstance(caught.value.exceptions[0], SessionLostError)
-        assert not pool.told
-
-    run(test())
+async def test_stage_behind_that_is_gone_ends_the_session_before_anything_is_done_here() -> None:
+    pool, behind = FakePool(), FakeBehind()
+    behind.is_gone = True
+    with pytest.raises(ExceptionGroup) as caught:
+        await carried_out(pool, REPLICATE, behind=behind)
+    assert isinstance(caught.value.exceptions[0], SessionLostError)
+    assert not pool.told

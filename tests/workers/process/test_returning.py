@@ -1,7 +1,6 @@
 """What a worker says first when the life before has ended."""
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from mooncake.messages.workers import FromWorker, Returning, ReturnNoted, Role
 from mooncake.node.lives import ProcessEnd
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
-from tests.kvstore.nodes import DEADLINE_S
 from workers.process import returning
 from workers.process.returning import say_returning
 
@@ -35,10 +33,6 @@ def process(endpoint: str, previous_end: ProcessEnd | None) -> WorkerProcess:
     )
 
 
-def run(coroutine: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, DEADLINE_S))
-
-
 @pytest.mark.parametrize(
     ("end", "left", "said"),
     [
@@ -48,26 +42,23 @@ def run(coroutine: Coroutine[None, None, None]) -> None:
         (ProcessEnd.KILLED, None, []),
     ],
 )
-def test_whose_pass_it_was_is_said_of_a_life_that_failed_and_of_no_other(
+async def test_whose_pass_it_was_is_said_of_a_life_that_failed_and_of_no_other(
     short_tmp_path: Path, end: ProcessEnd, left: list[Ref] | None, said: list[Ref] | None
 ) -> None:
-    async def test() -> None:
-        router: Router[FromWorker] = Router(f"ipc://{short_tmp_path}/conductor", FromWorker, KEY)
-        async with asyncio.TaskGroup() as group:
-            saying = group.create_task(say_returning(process(router.endpoint, end), left))
-            sender, message = await router.recv()
-            assert message == Returning("decode-0", 8, said)
-            assert not saying.done(), "it waits until that is heard"
-            await router.send(sender, ReturnNoted())
-        router.close()
-
-    run(test())
+    router: Router[FromWorker] = Router(f"ipc://{short_tmp_path}/conductor", FromWorker, KEY)
+    async with asyncio.TaskGroup() as group:
+        saying = group.create_task(say_returning(process(router.endpoint, end), left))
+        sender, message = await router.recv()
+        assert message == Returning("decode-0", 8, said)
+        assert not saying.done(), "it waits until that is heard"
+        await router.send(sender, ReturnNoted())
+    router.close()
 
 
-def test_a_first_life_says_nothing_and_nobody_waits_for_a_conductor_that_is_gone(
+async def test_a_first_life_says_nothing_and_nobody_waits_for_a_conductor_that_is_gone(
     short_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint = f"ipc://{short_tmp_path}/nobody"
-    run(say_returning(process(endpoint, None), LEFT))
+    await say_returning(process(endpoint, None), LEFT)
     monkeypatch.setattr(returning, "PATIENCE_S", 0.1)
-    run(say_returning(process(endpoint, ProcessEnd.FAILED), LEFT))
+    await say_returning(process(endpoint, ProcessEnd.FAILED), LEFT)

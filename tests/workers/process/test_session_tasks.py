@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mooncake.errors import ConfigError, PoolError
-from tests.kvstore.nodes import run
 from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
 from workers.process.session_tasks import session_tasks
@@ -38,59 +37,44 @@ async def session(
         await asyncio.Event().wait()
 
 
-def test_lost_messenger_ends_a_session() -> None:
-    async def test() -> None:
-        with pytest.raises(SessionLostError, match="the messenger is gone"):
-            await session(has_messenger=False)
-
-    run(test())
+async def test_lost_messenger_ends_a_session() -> None:
+    with pytest.raises(SessionLostError, match="the messenger is gone"):
+        await session(has_messenger=False)
 
 
 @pytest.mark.parametrize("error", [LOST, PoolError("the messenger is silent"), RankLost("rank 1 is gone")])
-def test_whoever_is_lost_ends_a_session_with_one_error(error: Exception) -> None:
-    async def test() -> None:
-        for ending in (
-            session(fails(error)),
-            session(fails(error), fails(LOST)),
-            session(fails(error), body=LOST),
-            session(fails(error, LOST)),
-            session(body=error),
-        ):
-            with pytest.raises(SessionLostError):
-                await ending
-
-    run(test())
+async def test_whoever_is_lost_ends_a_session_with_one_error(error: Exception) -> None:
+    for ending in (
+        session(fails(error)),
+        session(fails(error), fails(LOST)),
+        session(fails(error), body=LOST),
+        session(fails(error, LOST)),
+        session(body=error),
+    ):
+        with pytest.raises(SessionLostError):
+            await ending
 
 
-def test_what_another_session_would_not_mend_counts_more_than_who_is_lost() -> None:
-    async def test() -> None:
-        for ending in (
-            session(fails(REFUSED)),
-            session(fails(LOST), fails(REFUSED)),
-            session(fails(LOST), body=REFUSED),
-            session(fails(LOST, REFUSED)),
-        ):
-            with pytest.raises(ConfigError, match="refused p"):
-                await ending
-
-    run(test())
+async def test_what_another_session_would_not_mend_counts_more_than_who_is_lost() -> None:
+    for ending in (
+        session(fails(REFUSED)),
+        session(fails(LOST), fails(REFUSED)),
+        session(fails(LOST), body=REFUSED),
+        session(fails(LOST, REFUSED)),
+    ):
+        with pytest.raises(ConfigError, match="refused p"):
+            await ending
 
 
-def test_error_of_ours_is_not_taken_for_a_lost_session() -> None:
-    async def test() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            await session(fails(LOST), fails(KeyError("k")))
-        assert caught.value.subgroup(KeyError) is not None
-
-    run(test())
+async def test_error_of_ours_is_not_taken_for_a_lost_session() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await session(fails(LOST), fails(KeyError("k")))
+    assert caught.value.subgroup(KeyError) is not None
 
 
-def test_session_that_is_cancelled_has_not_been_lost() -> None:
-    async def test() -> None:
-        running = asyncio.create_task(session())
-        await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    run(test())
+async def test_session_that_is_cancelled_has_not_been_lost() -> None:
+    running = asyncio.create_task(session())
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -91,295 +91,236 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(2 * DEADLINE_S):
-            await test()
-
-    asyncio.run(main())
-
-
-def test_logprobs_come_with_the_tokens_that_are_new(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            await until(lambda: link.cluster is not None)
-            inbox = Inbox[Event]()
-            sampling = SamplingParams(max_tokens=9, num_logprobs=1)
-            request = Request("r", [1, 2], [], sampling, link.reply_to)
-            await link.submit(request, inbox.put_nowait)
-            await cluster.send_tokens(request, [1, 2], 0)
-            await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
-            for expected in ([-1.0, -2.0], [-3.0]):
-                received = await inbox.get()
-                assert isinstance(received, Received)
-                assert [of_token.logprob for of_token in received.logprobs] == expected
-
-    run(test)
+async def test_logprobs_come_with_the_tokens_that_are_new(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, _):
+        await until(lambda: link.cluster is not None)
+        inbox = Inbox[Event]()
+        sampling = SamplingParams(max_tokens=9, num_logprobs=1)
+        request = Request("r", [1, 2], [], sampling, link.reply_to)
+        await link.submit(request, inbox.put_nowait)
+        await cluster.send_tokens(request, [1, 2], 0)
+        await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
+        for expected in ([-1.0, -2.0], [-3.0]):
+            received = await inbox.get()
+            assert isinstance(received, Received)
+            assert [of_token.logprob for of_token in received.logprobs] == expected
 
 
-def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, dropped):
-            await until(lambda: link.cluster is not None)
-            inbox = Inbox[Event]()
-            request = request_to(link)
-            await link.submit(request, inbox.put_nowait)
-            await cluster.send_tokens(request_to(link, "another"), [1])
-            await cluster.send_tokens(request, [1, 2], 0)
-            await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
-            await cluster.send_tokens(request, [4], 3)
-            assert await inbox.get() == Received("r", [1, 2], 16, None, [])
-            assert await inbox.get() == Received("r", [3], 16, FinishReason.LENGTH, [])
-            await until(lambda: len(dropped) == 2)
-            assert len(inbox) == 0
-            assert link.num_in_flight == 0
-            await link.cancel("r")
-            assert cluster.cancelled == []
-
-    run(test)
+async def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, dropped):
+        await until(lambda: link.cluster is not None)
+        inbox = Inbox[Event]()
+        request = request_to(link)
+        await link.submit(request, inbox.put_nowait)
+        await cluster.send_tokens(request_to(link, "another"), [1])
+        await cluster.send_tokens(request, [1, 2], 0)
+        await cluster.send_tokens(request, [1, 2, 3], 0, FinishReason.LENGTH, attempt=2)
+        await cluster.send_tokens(request, [4], 3)
+        assert await inbox.get() == Received("r", [1, 2], 16, None, [])
+        assert await inbox.get() == Received("r", [3], 16, FinishReason.LENGTH, [])
+        await until(lambda: len(dropped) == 2)
+        assert len(inbox) == 0
+        assert link.num_in_flight == 0
+        await link.cancel("r")
+        assert cluster.cancelled == []
 
 
-def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await link.submit(request := request_to(link), inbox.put_nowait)
-            await cluster.send_tokens(request, [1], 5)
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert event.error.status == 500
-            await until(lambda: cluster.cancelled == ["r"])
-
-    run(test)
+async def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        await cluster.send_tokens(request, [1], 5)
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert event.error.status == 500
+        await until(lambda: cluster.cancelled == ["r"])
 
 
-def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await until(lambda: link.cluster is not None)
-            await link.submit(request := request_to(link), inbox.put_nowait)
-            await until(lambda: len(cluster.submitted) == 1)
-            await cluster.send_tokens(request, [1], 0)
-            assert await inbox.get() == Received("r", [1], 16, None, [])
-            await cluster.to_front(Ended("r", 2))
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert "lost" in str(event.error)
-            assert link.num_in_flight == 0
-
-    run(test)
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        await until(lambda: len(cluster.submitted) == 1)
+        await cluster.send_tokens(request, [1], 0)
+        assert await inbox.get() == Received("r", [1], 16, None, [])
+        await cluster.to_front(Ended("r", 2))
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert "lost" in str(event.error)
+        assert link.num_in_flight == 0
 
 
 @pytest.mark.parametrize("num_received", [0, 1])
-def test_a_request_that_the_conductor_does_not_have_ends(
+async def test_a_request_that_the_conductor_does_not_have_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_received: int
 ) -> None:
     """A break of the connection has swallowed that it came, or how it ended."""
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await until(lambda: link.cluster is not None)
-            await link.submit(request := request_to(link), inbox.put_nowait)
-            await until(lambda: len(cluster.submitted) == 1)
-            for position in range(num_received):
-                await cluster.send_tokens(request, [1], position)
-                assert isinstance(await inbox.get(), Received)
-            cluster.unknown.add("r")
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert (event.error.status == 503) == (not num_received)
-            assert link.num_in_flight == 0
-
-    run(test)
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        await until(lambda: len(cluster.submitted) == 1)
+        for position in range(num_received):
+            await cluster.send_tokens(request, [1], position)
+            assert isinstance(await inbox.get(), Received)
+        cluster.unknown.add("r")
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert (event.error.status == 503) == (not num_received)
+        assert link.num_in_flight == 0
 
 
-def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_harm(
+async def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await until(lambda: link.cluster is not None)
-            await link.submit(request := request_to(link), inbox.put_nowait)
-            for _ in range(2 * link_module.MAX_BEATS_FOR_LAST_TOKENS):
-                await cluster.to_front(Unknown(["r"]))
-            num_hellos = cluster.num_hellos
-            await until(lambda: cluster.num_hellos >= num_hellos + 3 * link_module.MAX_BEATS_FOR_LAST_TOKENS)
-            await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
-            assert isinstance(await inbox.get(), Received)
-
-    run(test)
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        for _ in range(2 * link_module.MAX_BEATS_FOR_LAST_TOKENS):
+            await cluster.to_front(Unknown(["r"]))
+        num_hellos = cluster.num_hellos
+        await until(lambda: cluster.num_hellos >= num_hellos + 3 * link_module.MAX_BEATS_FOR_LAST_TOKENS)
+        await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
+        assert isinstance(await inbox.get(), Received)
 
 
-def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
+async def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(link_module, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
-
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await until(lambda: link.cluster is not None)
-            await link.submit(request := request_to(link), inbox.put_nowait)
-            await until(lambda: len(cluster.submitted) == 1)
-            await cluster.to_front(Ended("r", 1))
-            cluster.state = ClusterState(1, 2, 1, 10)
-            await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
-            monkeypatch.setattr(link_module, "_now", lambda: asyncio.get_running_loop().time() + 60)
-            num_hellos = cluster.num_hellos
-            await until(lambda: cluster.num_hellos >= num_hellos + 3)
-            await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
-            assert await inbox.get() == Received("r", [1], 16, FinishReason.STOP, [])
-
-    run(test)
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        await until(lambda: len(cluster.submitted) == 1)
+        await cluster.to_front(Ended("r", 1))
+        cluster.state = ClusterState(1, 2, 1, 10)
+        await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
+        monkeypatch.setattr(link_module, "_now", lambda: asyncio.get_running_loop().time() + 60)
+        num_hellos = cluster.num_hellos
+        await until(lambda: cluster.num_hellos >= num_hellos + 3)
+        await cluster.send_tokens(request, [1], 0, FinishReason.STOP)
+        assert await inbox.get() == Received("r", [1], 16, FinishReason.STOP, [])
 
 
-def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await until(lambda: link.cluster is not None)
-            await link.submit(request_to(link), inbox.put_nowait)
-            await until(lambda: len(cluster.submitted) == 1)
-            await cluster.to_front(ClusterState(1, 2, 1, 10))
-            await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
-            assert len(inbox) == 0
-            await cluster.to_front(ClusterState(2, 1, 1, 10))
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert "restarted" in str(event.error)
-            assert link.num_in_flight == 0
-
-    run(test)
+async def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request_to(link), inbox.put_nowait)
+        await until(lambda: len(cluster.submitted) == 1)
+        await cluster.to_front(ClusterState(1, 2, 1, 10))
+        await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
+        assert len(inbox) == 0
+        await cluster.to_front(ClusterState(2, 1, 1, 10))
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert "restarted" in str(event.error)
+        assert link.num_in_flight == 0
 
 
-def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            await until(lambda: link.cluster is not None)
-            await link.submit(request_to(link), inbox.put_nowait)
-            await until(lambda: len(cluster.submitted) == 1)
-            await cluster.to_front(ClusterState(1, 1, 1, 10, known=False))
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert "had lost its connection" in str(event.error)
-            # It has come to know of it in the meantime, if it was submitted behind the heartbeat.
-            await until(lambda: cluster.cancelled == ["r"])
-
-    run(test)
+async def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request_to(link), inbox.put_nowait)
+        await until(lambda: len(cluster.submitted) == 1)
+        await cluster.to_front(ClusterState(1, 1, 1, 10, known=False))
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert "had lost its connection" in str(event.error)
+        # It has come to know of it in the meantime, if it was submitted behind the heartbeat.
+        await until(lambda: cluster.cancelled == ["r"])
 
 
-def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
+async def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(link_module, "STREAM_TIMEOUT_S", 0.5)
-
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
-            assert link.cluster is None
-            await until(lambda: link.cluster is not None)
-            await link.submit(request_to(link), inbox.put_nowait)
-            cluster.silent = True
-            await until(lambda: link.cluster is None)
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            cluster.silent = False
-            await until(lambda: link.cluster is not None)
-
-    run(test)
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        assert link.cluster is None
+        await until(lambda: link.cluster is not None)
+        await link.submit(request_to(link), inbox.put_nowait)
+        cluster.silent = True
+        await until(lambda: link.cluster is None)
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        cluster.silent = False
+        await until(lambda: link.cluster is not None)
 
 
-def test_a_process_that_was_stopped_does_not_miss_its_conductor(
+async def test_a_process_that_was_stopped_does_not_miss_its_conductor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.01)
-
-    async def test() -> None:
-        async with connected(tmp_path) as (link, _, _):
-            await until(lambda: link.cluster is not None)
-            time.sleep(0.01 * 10 * link_module.MAX_UNANSWERED)  # noqa: ASYNC251, nothing runs meanwhile
-            for _ in range(100):
-                assert link.cluster is not None
-                await asyncio.sleep(0)
-
-    run(test)
+    async with connected(tmp_path) as (link, _, _):
+        await until(lambda: link.cluster is not None)
+        time.sleep(0.01 * 10 * link_module.MAX_UNANSWERED)  # noqa: ASYNC251, nothing runs meanwhile
+        for _ in range(100):
+            assert link.cluster is not None
+            await asyncio.sleep(0)
 
 
-def test_the_end_fails_what_is_in_flight_and_takes_nothing_new(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            inbox = Inbox[Event]()
+async def test_the_end_fails_what_is_in_flight_and_takes_nothing_new(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await link.submit(request_to(link), inbox.put_nowait)
+        await link.end(UnavailableError("over"))
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert str(event.error) == "over"
+        await until(lambda: cluster.cancelled == ["r"])
+        with pytest.raises(UnavailableError, match="over"):
             await link.submit(request_to(link), inbox.put_nowait)
-            await link.end(UnavailableError("over"))
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert str(event.error) == "over"
-            await until(lambda: cluster.cancelled == ["r"])
-            with pytest.raises(UnavailableError, match="over"):
-                await link.submit(request_to(link), inbox.put_nowait)
-
-    run(test)
 
 
-def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
+async def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
     async def reject(cluster: FakeCluster, request: Request) -> None:
         await cluster.reject(request, 429, "full", 2.5)
 
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            cluster.behaviour = reject
-            inbox = Inbox[Event]()
-            await link.submit(request_to(link), inbox.put_nowait)
-            event = await inbox.get()
-            assert isinstance(event, Lost)
-            assert isinstance(event.error, OverloadedError)
-            assert event.error.retry_after_s == 2.5
-
-    run(test)
+    async with connected(tmp_path) as (link, cluster, _):
+        cluster.behaviour = reject
+        inbox = Inbox[Event]()
+        await link.submit(request_to(link), inbox.put_nowait)
+        event = await inbox.get()
+        assert isinstance(event, Lost)
+        assert isinstance(event.error, OverloadedError)
+        assert event.error.retry_after_s == 2.5
 
 
-def test_unusable_endpoint_is_a_config_error() -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match="nonsense"):
-            Link(Line(Inbox(), Inbox()), "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE)
-
-    run(test)
+async def test_unusable_endpoint_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        Link(Line(Inbox(), Inbox()), "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE)
 
 
-def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have_come(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with connected(tmp_path) as (link, cluster, _):
-            await until(lambda: link.cluster is not None)
-            inbox = Inbox[Event]()
-            root = root_key("f", "salt")
-            prompt = [1, 2, 3, 4, 5]
-            keys = block_keys(prompt, BLOCK_SIZE, root)
-            request = Request("r", prompt, keys, SamplingParams(max_tokens=9), link.reply_to, True, root)
-            await link.submit(request, inbox.put_nowait)
-            await cluster.send_tokens(request, [6, 7, 8, 9])
-            await inbox.get()
-            for _ in range(2):  # asked again, it says the same
-                await cluster.to_front(Interrupted("r"))
-            await until(lambda: len(cluster.continued) == 2)
-            continued = cluster.continued[0]
-            assert cluster.continued[1] == continued
-            assert continued.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-            assert (continued.num_prompt_tokens, continued.output) == (5, [6, 7, 8, 9])
-            assert continued.block_keys == block_keys(continued.token_ids, BLOCK_SIZE, root)
-            await cluster.send_tokens(request, [10], 4, FinishReason.STOP, attempt=2)
-            assert await inbox.get() == Received("r", [10], 16, FinishReason.STOP, [])
-            await cluster.to_front(Interrupted("r"))  # it has ended
-            await until(lambda: cluster.cancelled == ["r"])
-
-    run(test)
+async def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have_come(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (link, cluster, _):
+        await until(lambda: link.cluster is not None)
+        inbox = Inbox[Event]()
+        root = root_key("f", "salt")
+        prompt = [1, 2, 3, 4, 5]
+        keys = block_keys(prompt, BLOCK_SIZE, root)
+        request = Request("r", prompt, keys, SamplingParams(max_tokens=9), link.reply_to, True, root)
+        await link.submit(request, inbox.put_nowait)
+        await cluster.send_tokens(request, [6, 7, 8, 9])
+        await inbox.get()
+        for _ in range(2):  # asked again, it says the same
+            await cluster.to_front(Interrupted("r"))
+        await until(lambda: len(cluster.continued) == 2)
+        continued = cluster.continued[0]
+        assert cluster.continued[1] == continued
+        assert continued.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert (continued.num_prompt_tokens, continued.output) == (5, [6, 7, 8, 9])
+        assert continued.block_keys == block_keys(continued.token_ids, BLOCK_SIZE, root)
+        await cluster.send_tokens(request, [10], 4, FinishReason.STOP, attempt=2)
+        assert await inbox.get() == Received("r", [10], 16, FinishReason.STOP, [])
+        await cluster.to_front(Interrupted("r"))  # it has ended
+        await until(lambda: cluster.cancelled == ["r"])

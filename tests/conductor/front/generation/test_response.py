@@ -1,7 +1,7 @@
 """What is received leaves at once, to a client that reads; to another one it leaves when that reads again."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from conductor.front.generation.response import GenerationResponse
 from conductor.front.http.connection import BODY
 from conductor.front.metrics import Metrics, Outcome
 from mooncake.messages.requests import FinishReason
-from tests.deadline import DEADLINE_S
 
 
 class FakeGeneration:
@@ -104,102 +103,78 @@ class Served:
         return self.metrics._outcomes[outcome]
 
 
-def run(test: Callable[[Served], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            served = Served()
-            await asyncio.sleep(0)
-            await test(served)
-
-    asyncio.run(main())
+@pytest.fixture
+async def served() -> Served:
+    served = Served()
+    await asyncio.sleep(0)  # the task that answers has begun
+    return served
 
 
-def test_what_is_received_has_been_sent_when_the_call_returns() -> None:
-    async def test(served: Served) -> None:
-        for token_id in (1, 2):
-            served.receive(token_id)
-            assert served.client.bodies[-1] == b"%d" % token_id
-        served.receive(3, FinishReason.LENGTH)
-        assert served.client.bodies == [b"1", b"2", b"3end"]
+async def test_what_is_received_has_been_sent_when_the_call_returns(served: Served) -> None:
+    for token_id in (1, 2):
+        served.receive(token_id)
+        assert served.client.bodies[-1] == b"%d" % token_id
+    served.receive(3, FinishReason.LENGTH)
+    assert served.client.bodies == [b"1", b"2", b"3end"]
+    await served.task
+    assert served.generation.is_closed
+    assert served.num(Outcome.FINISHED) == 1
+
+
+async def test_what_a_slow_client_has_no_room_for_waits_as_it_came(served: Served) -> None:
+    served.receive(1)
+    served.client.reads.clear()
+    for token_id in range(2, 100):
+        served.receive(token_id, FinishReason.LENGTH if token_id == 99 else None)
+    await asyncio.sleep(0)
+    assert (served.client.bodies, served.generation.num_gained) == ([b"1"], 2)
+    served.client.reads.set()
+    await served.task
+    assert served.client.bodies == [*(b"%d" % token_id for token_id in range(1, 99)), b"99end"]
+
+
+async def test_a_slow_client_that_hangs_up_ends_the_sending(served: Served) -> None:
+    served.receive(1)
+    served.client.reads.clear()
+    served.receive(2)
+    served.client.is_over.set()
+    await served.task
+    assert served.generation.is_closed
+    assert served.num(Outcome.ABORTED) == 1
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_nothing_follows_an_error(served: Served) -> None:
+    served.receive(1)
+    served.generation.receive(Lost("r", GenerationFailedError("gone")))
+    served.receive(2)
+    await served.task
+    assert len(served.client.bodies) == 2
+    assert b"gone" in served.client.bodies[1]
+    assert served.num(Outcome.FAILED) == 1
+
+
+async def test_a_bug_is_raised_where_the_request_is_served(served: Served) -> None:
+    served.receive(-1)
+    with pytest.raises(KeyError, match="a bug"):
         await served.task
-        assert served.generation.is_closed
-        assert served.num(Outcome.FINISHED) == 1
-
-    run(test)
+    assert served.generation.is_closed
+    assert served.num(Outcome.FAILED) == 1
 
 
-def test_what_a_slow_client_has_no_room_for_waits_as_it_came() -> None:
-    async def test(served: Served) -> None:
-        served.receive(1)
-        served.client.reads.clear()
-        for token_id in range(2, 100):
-            served.receive(token_id, FinishReason.LENGTH if token_id == 99 else None)
-        await asyncio.sleep(0)
-        assert (served.client.bodies, served.generation.num_gained) == ([b"1"], 2)
-        served.client.reads.set()
+async def test_nothing_is_sent_after_a_bug(served: Served) -> None:
+    served.receive(1)
+    served.receive(-1)
+    served.receive(2)
+    with pytest.raises(KeyError):
         await served.task
-        assert served.client.bodies == [*(b"%d" % token_id for token_id in range(1, 99)), b"99end"]
-
-    run(test)
+    assert served.client.bodies == [b"1"]
 
 
-def test_a_slow_client_that_hangs_up_ends_the_sending() -> None:
-    async def test(served: Served) -> None:
-        served.receive(1)
-        served.client.reads.clear()
-        served.receive(2)
-        served.client.is_over.set()
+async def test_whoever_tells_of_an_error_does_not_get_the_bug_that_it_met(served: Served) -> None:
+    served.client.is_broken = True
+    served.generation.receive(Lost("r", GenerationFailedError("gone")))
+    with pytest.raises(RuntimeError, match="a bug of the server"):
         await served.task
-        assert served.generation.is_closed
-        assert served.num(Outcome.ABORTED) == 1
-        assert len(asyncio.all_tasks()) == 1
-
-    run(test)
-
-
-def test_nothing_follows_an_error() -> None:
-    async def test(served: Served) -> None:
-        served.receive(1)
-        served.generation.receive(Lost("r", GenerationFailedError("gone")))
-        served.receive(2)
-        await served.task
-        assert len(served.client.bodies) == 2
-        assert b"gone" in served.client.bodies[1]
-        assert served.num(Outcome.FAILED) == 1
-
-    run(test)
-
-
-def test_a_bug_is_raised_where_the_request_is_served() -> None:
-    async def test(served: Served) -> None:
-        served.receive(-1)
-        with pytest.raises(KeyError, match="a bug"):
-            await served.task
-        assert served.generation.is_closed
-        assert served.num(Outcome.FAILED) == 1
-
-    run(test)
-
-
-def test_nothing_is_sent_after_a_bug() -> None:
-    async def test(served: Served) -> None:
-        served.receive(1)
-        served.receive(-1)
-        served.receive(2)
-        with pytest.raises(KeyError):
-            await served.task
-        assert served.client.bodies == [b"1"]
-
-    run(test)
-
-
-def test_whoever_tells_of_an_error_does_not_get_the_bug_that_it_met() -> None:
-    async def test(served: Served) -> None:
-        served.client.is_broken = True
-        served.generation.receive(Lost("r", GenerationFailedError("gone")))
-        with pytest.raises(RuntimeError, match="a bug of the server"):
-            await served.task
-        assert served.generation.is_closed
-        assert served.num(Outcome.FAILED) == 1
-
-    run(test)
+    assert served.generation.is_closed
+    assert served.num(Outcome.FAILED) == 1

@@ -1,6 +1,5 @@
 """For how long an answer waits for a client that takes nothing of it."""
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -132,16 +131,13 @@ def test_the_end_of_an_answer_does_not_wait_for_ever(client: Client) -> None:
     assert client.is_cut_off_after(SEND_TIMEOUT_S)
 
 
-def test_nor_does_an_end_that_was_written_together_with_others(client: Client) -> None:
+async def test_nor_does_an_end_that_was_written_together_with_others(client: Client) -> None:
     client.connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 
-    async def answer() -> None:
-        with client.outbox:
-            await client.connection.cycle.send({"type": "http.response.start", "status": 200, "headers": []})
-            assert client.transport.num_bytes == 0
-            await client.connection.cycle.send({"type": "http.response.body", "body": b"all"})
-
-    asyncio.run(answer())
+    with client.outbox:
+        await client.connection.cycle.send({"type": "http.response.start", "status": 200, "headers": []})
+        assert client.transport.num_bytes == 0
+        await client.connection.cycle.send({"type": "http.response.body", "body": b"all"})
     assert client.transport.num_bytes > 0
     assert client.is_cut_off_after(SEND_TIMEOUT_S)
 

@@ -3,17 +3,14 @@
 import asyncio
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conductor.front.http import offload
 from conductor.front.http.offload import Answer, Lane, Offload
 from mooncake.errors import GrammarError, OverloadedError, RequestError
-from tests.deadline import DEADLINE_S
 
 
 def autogroup() -> str | None:
@@ -50,18 +47,16 @@ def work(task: Any, body: bytes) -> Answer:
     return Answer(os.getpid(), [b"whole", bytes(1 << 20), body])
 
 
-def running(test: Callable[[Offload], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        offload = Offload({Lane.SHORT: work, Lane.LONG: work})
-        task = asyncio.create_task(offload.run())
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await test(offload)
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-
-    asyncio.run(main())
+@pytest.fixture
+async def offload() -> AsyncIterator[Offload]:
+    """Work in other processes, of which none is left after the test."""
+    before = children()
+    offload = Offload({Lane.SHORT: work, Lane.LONG: work})
+    task = asyncio.create_task(offload.run())
+    yield offload
+    task.cancel()
+    await asyncio.wait([task])
+    assert children() == before
 
 
 async def begun(path: Path) -> None:
@@ -74,104 +69,82 @@ def children() -> list[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-@contextmanager
-def no_process_left() -> Iterator[None]:
-    before = children()
-    yield
-    assert children() == before
+async def test_what_is_read_beside_the_server_gives_way_to_who_computes(offload: Offload) -> None:
+    nice, has_session, of_session = (await offload.do(Lane.SHORT, "say who gives way")).value
+    assert nice > os.nice(0)
+    assert has_session
+    assert of_session in (None, str(nice))
 
 
-def test_what_is_read_beside_the_server_gives_way_to_who_computes() -> None:
-    async def test(offload: Offload) -> None:
-        nice, has_session, of_session = (await offload.do(Lane.SHORT, "say who gives way")).value
-        assert nice > os.nice(0)
-        assert has_session
-        assert of_session in (None, str(nice))
-
-    running(test)
-
-
-def test_tasks_are_done_in_one_other_process_a_lane() -> None:
-    async def test(offload: Offload) -> None:
-        pieces = [random.Random(seed).randbytes(1 << 18) for seed in range(32)]
-        answers = [await offload.do(Lane.SHORT, "", body=pieces) for _ in range(2)]
-        other = await offload.do(Lane.LONG, "")
-        assert answers[0] == answers[1]
-        assert len({os.getpid(), answers[0].value, other.value}) == 3
-        assert answers[0].parts[2] == b"".join(pieces)
-        assert [len(part) for part in other.parts] == [5, 1 << 20, 0]
-
-    with no_process_left():
-        running(test)
+async def test_tasks_are_done_in_one_other_process_a_lane(offload: Offload) -> None:
+    pieces = [random.Random(seed).randbytes(1 << 18) for seed in range(32)]
+    answers = [await offload.do(Lane.SHORT, "", body=pieces) for _ in range(2)]
+    other = await offload.do(Lane.LONG, "")
+    assert answers[0] == answers[1]
+    assert len({os.getpid(), answers[0].value, other.value}) == 3
+    assert answers[0].parts[2] == b"".join(pieces)
+    assert [len(part) for part in other.parts] == [5, 1 << 20, 0]
 
 
 @pytest.mark.parametrize("costly", ["compute for ever", "take memory", "die"])
-def test_what_takes_too_much_is_refused_and_the_next_is_done(
-    costly: str, monkeypatch: pytest.MonkeyPatch
+async def test_what_takes_too_much_is_refused_and_the_next_is_done(
+    costly: str,
+    monkeypatch: pytest.MonkeyPatch,
+    offload: Offload,
 ) -> None:
-    monkeypatch.setattr(offload, "_MAX_CPU_S", 1)
+    monkeypatch.setattr("conductor.front.http.offload._MAX_CPU_S", 1)
 
-    async def test(offload: Offload) -> None:
-        tasks = [asyncio.create_task(offload.do(Lane.SHORT, task)) for task in (costly, "next")]
-        with pytest.raises(RequestError, match="make it simpler") as caught:
-            await tasks[0]
-        assert caught.value.code == "request_too_costly"
-        assert (await tasks[1]).parts[0] == b"whole"
-
-    running(test)
+    tasks = [asyncio.create_task(offload.do(Lane.SHORT, task)) for task in (costly, "next")]
+    with pytest.raises(RequestError, match="make it simpler") as caught:
+        await tasks[0]
+    assert caught.value.code == "request_too_costly"
+    assert (await tasks[1]).parts[0] == b"whole"
 
 
-def test_errors_are_those_of_the_work() -> None:
-    async def test(offload: Offload) -> None:
-        with pytest.raises(RequestError, match="no") as caught:
-            await offload.do(Lane.SHORT, "refuse")
-        assert (caught.value.param, caught.value.code, caught.value.status) == ("x", "y", 400)
-        with pytest.raises(GrammarError, match="no"):
-            await offload.do(Lane.SHORT, "refuse a grammar")
-        with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
-            await offload.do(Lane.SHORT, "a bug")
-
-    running(test)
+async def test_errors_are_those_of_the_work(offload: Offload) -> None:
+    with pytest.raises(RequestError, match="no") as caught:
+        await offload.do(Lane.SHORT, "refuse")
+    assert (caught.value.param, caught.value.code, caught.value.status) == ("x", "y", 400)
+    with pytest.raises(GrammarError, match="no"):
+        await offload.do(Lane.SHORT, "refuse a grammar")
+    with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
+        await offload.do(Lane.SHORT, "a bug")
 
 
-def test_tenants_take_turns(tmp_path: Path) -> None:
+async def test_tenants_take_turns(tmp_path: Path, offload: Offload) -> None:
     """One that has sent many is not before another that has sent one."""
     go, told = tmp_path / "go", tmp_path / "told"
 
-    async def test(offload: Offload) -> None:
-        first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "many"))
-        await begun(go)
-        tasks = [
-            asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), name), name.split()[0]))
-            for name in ("many 1", "many 2", "many 3", "one", "other")
-        ]
-        await asyncio.sleep(0)
-        go.touch()
-        await asyncio.gather(first, *tasks)
-        assert told.read_text().splitlines() == ["many 1", "one", "other", "many 2", "many 3"]
-
-    running(test)
+    first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "many"))
+    await begun(go)
+    tasks = [
+        asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), name), name.split()[0]))
+        for name in ("many 1", "many 2", "many 3", "one", "other")
+    ]
+    await asyncio.sleep(0)
+    go.touch()
+    await asyncio.gather(first, *tasks)
+    assert told.read_text().splitlines() == ["many 1", "one", "other", "many 2", "many 3"]
 
 
-def test_what_nobody_waits_for_is_not_begun_and_too_much_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_nobody_waits_for_is_not_begun_and_too_much_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offload: Offload,
 ) -> None:
-    monkeypatch.setattr(offload, "MAX_WAITING_OF_TENANT", 2)
+    monkeypatch.setattr("conductor.front.http.offload.MAX_WAITING_OF_TENANT", 2)
     go, told = tmp_path / "go", tmp_path / "told"
 
-    async def test(offload: Offload) -> None:
-        first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "a"))
-        await begun(go)
-        gone = asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), "gone"), "a"))
-        there = asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), "there"), "a"))
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError):
-            await offload.do(Lane.SHORT, "", "a")
-        other = asyncio.create_task(offload.do(Lane.SHORT, "", "b"))
-        gone.cancel()
-        go.touch()
-        await asyncio.gather(first, there, other)
-        assert told.read_text() == "there\n"
-        assert offload.num_waiting(Lane.SHORT) == 0
-
-    running(test)
+    first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "a"))
+    await begun(go)
+    gone = asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), "gone"), "a"))
+    there = asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), "there"), "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await offload.do(Lane.SHORT, "", "a")
+    other = asyncio.create_task(offload.do(Lane.SHORT, "", "b"))
+    gone.cancel()
+    go.touch()
+    await asyncio.gather(first, there, other)
+    assert told.read_text() == "there\n"
+    assert offload.num_waiting(Lane.SHORT) == 0
