@@ -29,7 +29,7 @@ from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.tools.arguments import counts
 from conductor.admission.overload import Admission
 from conductor.rules import Rules, SLOs
-from conductor.scheduling.algorithm1 import Scheduler
+from conductor.scheduling.native import new_scheduler
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
 from conductor.view.forecast import SystemForecast
@@ -74,7 +74,7 @@ def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
     for number in range(num_instances):
         view.add(instance(number), 0.0)
     num_prompts = fill(view.prefixes, num_instances, num_blocks, are_added=True)
-    scheduler = Scheduler(view, rules)
+    scheduler = new_scheduler(view, rules)
     admission = Admission(view, forecast, Lateness(), rules.overload)
     assignments = Assignments(view, forecast, Lateness(), Outcomes(), rules)
     draw = random.Random(_SEED)

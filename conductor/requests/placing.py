@@ -14,7 +14,7 @@ from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.pairs import Pairs
 from conductor.requests.suspicion import Suspicion
 from conductor.rules import Limits, Rules
-from conductor.scheduling.algorithm1 import Scheduler
+from conductor.scheduling.native import new_scheduler
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance, Instances
@@ -42,7 +42,7 @@ class Placing:
         self._instances, self._view, self._limits, self._outcomes = instances, view, limits, outcomes
         self._admission, self._assignments, self._pairs = admission, assignments, pairs
         self._suspicion = suspicion
-        self._scheduler = Scheduler(view, rules)
+        self._scheduler = new_scheduler(view, rules)
         self.requests: dict[str, TrackedRequest] = {}
         self._displacement = Displacement(self.requests, assignments)
         self._room: dict[str, TrackedRequest] = {}
@@ -85,7 +85,12 @@ class Placing:
     def place(self, tracked: TrackedRequest, now_s: float, *, may_displace: bool = True) -> list[Effect]:
         """It gets a pair, waits, or is rejected."""
         placement = self._schedule(tracked, now_s)
-        if placement is not None and not self._comes_too_late(tracked, placement, now_s):
+        if placement is not None:
+            if tracked.refused_by and self._is_refused(tracked, placement, now_s):
+                if self._may_wait(tracked, placement, now_s):
+                    tracked.refused_by.clear()
+                    return []
+                return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
             if tracked.must_meet_slos and (rejection := self._check(tracked, placement, now_s)) is not None:
                 if may_displace and (others := self._who_gives_way(tracked, placement, rejection, now_s)):
                     return self._displace(others, tracked, now_s)
@@ -93,13 +98,6 @@ class Placing:
                     return []
                 return self.reject_by_slo(tracked, rejection, now_s)
             return self._assign(tracked, placement, now_s)
-        if tracked.refused_by:
-            placement = self._scheduler.schedule(tracked.request, now_s)
-            if placement is not None:
-                if self._may_wait(tracked, placement, now_s):
-                    tracked.refused_by.clear()
-                    return []
-                return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
         if not tracked.may_have_begun and (role := self._role_that_is_gone) is not None:
@@ -129,10 +127,11 @@ class Placing:
             self._num_released = self._assignments.num_released  # whoever refuses has no room
         return effects
 
-    def _comes_too_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """It was refused when it had waited for its turn as long as it may."""
-        is_refused = bool(tracked.refused_by) and not tracked.is_promised
-        return is_refused and self._is_late(tracked, placement, now_s)
+    def _is_refused(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        """Whether no decode instance is left for it, or no time to try another one."""
+        if placement.decode.name in tracked.refused_by:
+            return True
+        return not tracked.is_promised and self._is_late(tracked, placement, now_s)
 
     def hand_back(self, instance: Instance, now_s: float) -> list[Effect]:
         """It drains: what waits there goes elsewhere if anybody has room for it; the rest ends there."""
@@ -142,9 +141,11 @@ class Placing:
         for tracked in queued:
             tracked.is_promised = True  # before the first one goes: it must not displace the next
         for tracked in queued:
-            if self._schedule(tracked, now_s) is not None:
+            if self._suspicion.must_wait(tracked.request_id):
+                continue
+            if self._scheduler.has_room(tracked.request, tracked.refused_by):
                 effects += self._take_back(tracked, now_s)
-                placement = self._schedule(tracked, now_s)  # now it is not in a queue before itself
+                placement = self._schedule(tracked, now_s)
                 assert placement is not None
                 effects += self._assign(tracked, placement, now_s)
         return effects

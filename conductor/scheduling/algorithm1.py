@@ -1,117 +1,227 @@
-"""Algorithm 1, KVCache-centric scheduling (Mooncake, section 6): which pair of instances serves a request.
+"""Algorithm 1, KVCache-centric scheduling (Mooncake, section 6): the paper's listing in plain Python.
 
-In the paper's order and with its names; what it does instance by instance is in
-`conductor.scheduling.loops`. Only a decode instance is chosen by load alone.
+`Scheduler` has the order and names of the listing. The compiled loops (`conductor.scheduling.native`) have
+the same results to the last bit; these serve where nothing can be compiled. Where the paper leaves room:
 
-Owns: the choice. Does not know: what is done with it, whether overload rejects it
-(`conductor.admission.overload`).
+    line 4   holders include the pools of decode instances; of several the one that can send first
+    line 8   is a product, as prefix_len may be 0; at equality the instance's own prefix is used
+    line 9   includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
+    line 14  a fetch must also be quicker than computing what it brings (section 6.2)
+
+Lines 25 to 27 are `conductor.admission.overload`, lines 28 to 30 the source in the order to prefill.
+
+Owns: the choice. Does not know: what is done with it, how the view's numbers came to be.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from conductor.index.prefix_index import PrefixMatch
 from conductor.rules import Rules
 from conductor.scheduling.choices import Candidates, choice_of
-from conductor.scheduling.loops import NO_FETCH, Fetch, Prompt, loops_of
 from conductor.view.cluster_view import ClusterView
+from conductor.view.estimators import Floats
 from conductor.view.placement import Placement, Prediction, num_tokens_held
 from conductor.view.transfers import SSD_BYTES_PER_S
 from mooncake.messages.blocks import KVLayout
+from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.requests import Request
 from mooncake.messages.workers import Role
 
 
-class BestMatch(NamedTuple):
-    """Who holds the longest prefix of a prompt, and how much."""
+class Prompt(NamedTuple):
+    """The prompt to schedule."""
 
-    slot: int
+    num_tokens: int
     num_blocks: int
-    num_ssd_blocks: int
+    block_size: int
+    load_block_s: float
+    """Seconds to bring one of its blocks from SSD to DRAM."""
+    priority: int
+
+
+class Fetch(NamedTuple):
+    """The longest prefix that any instance holds, and the time that a fetch of it takes."""
+
+    best_matched_instance: int | None
+    """The slot of its holder. None if nothing may be fetched."""
+    num_blocks: int
+    whole_s: float
+    """Seconds to fetch all of it."""
+    block_s: float
+    """Seconds less for each block that the fetching instance holds itself."""
+    worth_below_blocks: float
+    """Line 8: an instance that holds fewer blocks than this may fetch."""
+
+    def transfer_s(self, num_held_blocks: int) -> float:
+        """Lines 15 and 16: the transfer time to an instance that holds its first `num_held_blocks`."""
+        return self.whole_s - num_held_blocks * self.block_s
+
+
+NO_FETCH = Fetch(None, 0, 0.0, 0.0, 0.0)
 
 
 class Scheduler:
-    """Chooses with what `view` knows."""
+    """Chooses the pair of instances for a request by what `view` knows."""
 
     def __init__(self, view: ClusterView, rules: Rules) -> None:
         self._view = view
-        self._loops = loops_of(view)
         self._fetches = rules.fetches_prefixes
         self._choose = choice_of(rules)
 
     def schedule(self, request: Request, now_s: float, refused_by: Collection[str] = ()) -> Placement | None:
-        """The pair of instances for a request; None if no pair can hold it now.
+        """Choose the pair of instances for a request.
 
-        Not on decode instances that have refused it.
+        Args:
+            request: The request to place.
+            now_s: The time.
+            refused_by: Names of decode instances that have refused the request. One of them is chosen only if
+                no other one has room.
+
+        Returns:
+            The pair with its predicted times; None if no pair has room.
         """
         view, layout = self._view, self._view.layout
         if layout is None or not view.loads.prefill_mask:
             return None
+        num_tokens = len(request.token_ids)
+        load_block_s = view.block_bytes / SSD_BYTES_PER_S
+        num_blocks = layout.num_blocks(num_tokens)
+        prompt = Prompt(num_tokens, num_blocks, layout.block_size, load_block_s, request.priority)
         match = view.prefixes.match(request.block_keys)
-        best = self.find_best_prefix_match(match) if self._fetches else None
-        fetch = NO_FETCH if best is None else self.estimate_kvcache_transfer_time(best)
-        candidates = self.estimate_ttft(request, match, fetch, layout, now_s)
+        fetch = self._best_fetch(match) if self._fetches else NO_FETCH
+        candidates = self.estimate_ttft(prompt, match, fetch, now_s)
         p = self._choose(candidates, view.loads)
         if candidates.ttft_s.item(p) == math.inf:
             return None
-        decoding = self.select_decoding_instance(request, refused_by, layout)
+        decoding = self._decoding_instance(request, refused_by, layout)
         if decoding is None:
             return None
         d, tbt_s = decoding
-        pair = view.instance_at(p), view.instance_at(d)
-        queue_s, rest_s = candidates.queue_s.item(p), candidates.rest_s.item(p)
         num_local_blocks = match.num_blocks_at(p)
-        if best is None or not candidates.is_remote.item(p):
-            load_s = match.num_ssd_blocks_at(p) * self._load_block_s
-            prediction = Prediction(queue_s, load_s, rest_s - load_s, tbt_s)
-            return Placement(*pair, num_local_blocks, None, 0, prediction)
-        transfer_s = fetch.seconds(num_local_blocks)
-        prediction = Prediction(queue_s, transfer_s, rest_s - transfer_s, tbt_s)
-        return Placement(*pair, num_local_blocks, view.instance_at(best.slot), best.num_blocks, prediction)
+        if fetch.best_matched_instance is not None and candidates.is_remote.item(p):
+            source, num_source_blocks = view.instance_at(fetch.best_matched_instance), fetch.num_blocks
+            transfer_s = fetch.transfer_s(num_local_blocks)
+        else:
+            source, num_source_blocks = None, 0
+            transfer_s = match.num_ssd_blocks_at(p) * load_block_s
+        prefill_s = candidates.rest_s.item(p) - transfer_s
+        prediction = Prediction(candidates.queue_s.item(p), transfer_s, prefill_s, tbt_s)
+        prefill, decode = view.instance_at(p), view.instance_at(d)
+        return Placement(prefill, decode, num_local_blocks, source, num_source_blocks, prediction)
 
-    @property
-    def _load_block_s(self) -> float:
-        """To bring a block from SSD to DRAM."""
-        return self._view.block_bytes / SSD_BYTES_PER_S
+    def has_room(self, request: Request, refused_by: Collection[str] = ()) -> bool:
+        """Whether a pair has room for a request, its decode instance none of those that have refused it."""
+        layout, loads = self._view.layout, self._view.loads
+        if layout is None or loads.prefill_room_blocks.max() < layout.num_blocks(len(request.token_ids)):
+            return False
+        decoding = self._decoding_instance(request, refused_by, layout)
+        return decoding is not None and self._view.instance_at(decoding[0]).name not in refused_by
 
-    # -- the paper's functions ----------------------------------------------------------------------
-
-    def find_best_prefix_match(self, match: PrefixMatch) -> BestMatch | None:
-        """Line 4: in all pools, those of decode instances too. Of several the one that gives it first."""
-        num_blocks, mask = match.depths[-1], match.masks[-1]
+    def _best_fetch(self, match: PrefixMatch) -> Fetch:
+        """Line 4, and line 16 for all instances at once."""
+        view, num_blocks, mask = self._view, match.depths[-1], match.masks[-1]
         if not num_blocks:
-            return None
+            return NO_FETCH
         slot = mask.bit_length() - 1
         if mask != 1 << slot:
-            slot = self._loops.find_best_prefix_match(match)
-        return BestMatch(slot, num_blocks, match.num_ssd_blocks_at(slot))
+            slot = self.find_best_prefix_match(match)
+        first_s, byte_s = view.transfers.costs(slot, match.num_ssd_blocks_at(slot) * view.block_bytes)
+        block_s = byte_s * view.block_bytes
+        worth_below_blocks = num_blocks / view.balancing.threshold
+        return Fetch(slot, num_blocks, first_s + num_blocks * block_s, block_s, worth_below_blocks)
 
-    def estimate_kvcache_transfer_time(self, best_matched_instance: BestMatch) -> Fetch:
-        """Lines 15 and 16: of the best prefix.
-
-        Line 8 is divided by the threshold, for prefix_len may be 0. At equality the own prefix is used.
-        """
-        source, num_blocks, num_ssd_blocks = best_matched_instance
-        block_bytes = self._view.block_bytes
-        first_s, byte_s = self._view.transfers.costs(source, num_ssd_blocks * block_bytes)
-        block_s = byte_s * block_bytes
-        worth_below_blocks = num_blocks / self._view.balancing.threshold
-        return Fetch(num_blocks, first_s + num_blocks * block_s, block_s, worth_below_blocks)
-
-    def estimate_ttft(
-        self, request: Request, match: PrefixMatch, fetch: Fetch, layout: KVLayout, now_s: float
-    ) -> Candidates:
-        """Lines 5 to 23: on every instance."""
-        num_tokens = len(request.token_ids)
-        num_blocks = layout.num_blocks(num_tokens)
-        prompt = Prompt(num_tokens, num_blocks, layout.block_size, self._load_block_s, request.priority)
-        return self._loops.find_candidates(prompt, match, fetch, now_s)
-
-    def select_decoding_instance(
+    def _decoding_instance(
         self, request: Request, refused_by: Collection[str], layout: KVLayout
     ) -> tuple[int, float] | None:
-        """Line 24: slot and TBT of the decode instance on which a step is shortest with this request."""
+        num_tokens = len(request.token_ids)
         num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
         refused = [slot for name in refused_by if (slot := self._view.slot_of(name)) is not None]
-        return self._loops.select_decoding_instance(len(request.token_ids), num_blocks, refused)
+        found = self.select_decoding_instance(num_tokens, num_blocks, refused)
+        if found is None and refused:
+            found = self.select_decoding_instance(num_tokens, num_blocks, ())
+        return found
+
+    # -- the listing's loops over all instances, which `conductor.scheduling.native` replaces ---------------
+
+    def find_best_prefix_match(self, match: PrefixMatch) -> int:
+        """Line 4: of the holders of the longest prefix, the slot of the one that can send it first."""
+        transfers, block_bytes = self._view.transfers, self._view.block_bytes
+
+        def ahead_bytes(slot: int) -> float:
+            under_way = max(transfers.in_flight_bytes.item(slot), transfers.ordered_bytes.item(slot))
+            return under_way + float(match.num_ssd_blocks_at(slot) * block_bytes)
+
+        best_prefix_len = match.num_best_blocks
+        holders = [slot for slot in range(match.num_slots) if match.num_blocks_at(slot) == best_prefix_len]
+        return min(holders, key=ahead_bytes)
+
+    def estimate_ttft(self, prompt: Prompt, match: PrefixMatch, fetch: Fetch, now_s: float) -> Candidates:
+        """Lines 2 to 23: estimate the TTFT on each instance, and find the least."""
+        loads = self._view.loads
+        behind_s = loads.behind_s(prompt.priority)
+        queue_s, rest_s, ttft_s, is_remote = no_candidates(loads.num_slots)
+        least_ttft_s, p = math.inf, 0  # lines 2 and 3
+        for instance in range(loads.num_slots):  # line 5
+            prefix_blocks = match.num_blocks_at(instance)  # line 6
+            t_queue = self._estimate_prefill_queue_time(instance, behind_s, now_s)  # line 7
+            t_prefill = self._estimate_prefill_execution_time(instance, prompt, prefix_blocks)  # line 9
+            least_rest_s = match.num_ssd_blocks_at(instance) * prompt.load_block_s + t_prefill
+            if prefix_blocks < fetch.worth_below_blocks:  # lines 8 and 14
+                t_transfer = fetch.transfer_s(prefix_blocks)  # lines 15 and 16
+                t_prefill = self._estimate_prefill_execution_time(
+                    instance, prompt, fetch.num_blocks
+                )  # line 17
+                if t_transfer + t_prefill < least_rest_s:
+                    least_rest_s, is_remote[instance] = t_transfer + t_prefill, True
+            has_room = loads.prefill_room_blocks.item(instance) >= prompt.num_blocks
+            ttft = t_queue + least_rest_s if has_room and loads.is_prefill.item(instance) else math.inf
+            if least_ttft_s > ttft:  # lines 10 and 18
+                least_ttft_s, p = ttft, instance  # lines 11 and 12, 19 and 20
+            queue_s[instance], rest_s[instance], ttft_s[instance] = t_queue, least_rest_s, ttft
+        return Candidates(queue_s, rest_s, ttft_s, is_remote, p)
+
+    def _estimate_prefill_queue_time(self, instance: int, behind_s: Floats | None, now_s: float) -> float:
+        """Line 7: seconds until the instance has computed all that goes before the prompt."""
+        loads = self._view.loads
+        left_s = max(loads.ends_s.item(instance) - now_s, loads.behind_head_s.item(instance))
+        return left_s if behind_s is None else left_s - behind_s.item(instance)
+
+    def _estimate_prefill_execution_time(self, instance: int, prompt: Prompt, prefix_blocks: int) -> float:
+        """Lines 9 and 17: seconds to compute the prompt behind its first `prefix_blocks`."""
+        prefix_len = min(prefix_blocks * prompt.block_size, prompt.num_tokens - 1)
+        num_new, num_pairs = prefill_quantities(prompt.num_tokens - prefix_len, prefix_len)
+        return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
+
+    def select_decoding_instance(
+        self, num_tokens: int, num_blocks: int, refused: Sequence[int]
+    ) -> tuple[int, float] | None:
+        """Line 24: the decode instance on which an iteration with the request takes least.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            num_blocks: Blocks that the request has when its output is complete.
+            refused: Slots that may not be chosen.
+
+        Returns:
+            The slot, and the predicted TBT in seconds; None if no instance has room.
+        """
+        view = self._view
+        tbt_s, d = math.inf, None
+        for instance in range(view.loads.num_slots):
+            step_s = view.next_step_s.item(instance) + num_tokens * view.decode_costs.second_s.item(instance)
+            has_room = view.loads.decode_room_blocks.item(instance) >= num_blocks
+            if has_room and instance not in refused and step_s < tbt_s:
+                tbt_s, d = step_s, instance
+        return None if d is None else (d, tbt_s)
+
+
+def no_candidates(
+    num_slots: int,
+) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """The arrays of `Candidates`, to be filled."""
+    queue_s, rest_s, ttft_s = np.zeros((3, num_slots))
+    return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_)

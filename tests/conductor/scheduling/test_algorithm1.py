@@ -1,4 +1,4 @@
-"""Algorithm 1's loops: compiled ones against numpy's. What both decide is in the golden transcripts."""
+"""Algorithm 1: the compiled loops against the plain ones. What both decide is in the golden transcripts."""
 
 from pathlib import Path
 
@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.index.prefix_index import PrefixMatch
-from conductor.scheduling import loops
-from conductor.scheduling.loops import NO_FETCH, ArrayLoops, Fetch, NativeLoops, Prompt, loops_of
+from conductor.rules import Rules
+from conductor.scheduling import native
+from conductor.scheduling.algorithm1 import NO_FETCH, Fetch, Prompt, Scheduler
+from conductor.scheduling.native import NativeScheduler, new_scheduler
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.blocks import KVLayout
@@ -64,50 +66,50 @@ def any_match(draw: np.random.Generator, num_slots: int) -> PrefixMatch:
 
 @settings(max_examples=300)
 @given(st.integers(0, 2**32))
-def test_compiled_and_with_numpy_the_results_are_the_same_to_the_last_bit(seed: int) -> None:
+def test_compiled_loops_and_plain_ones_have_the_same_results_to_the_last_bit(seed: int) -> None:
     draw = np.random.default_rng(seed)
     view = any_view(draw)
-    native, arrays = loops_of(view), ArrayLoops(view)
-    assert isinstance(native, NativeLoops)
+    compiled, plain = new_scheduler(view, Rules()), Scheduler(view, Rules())
+    assert isinstance(compiled, NativeScheduler)
     match = any_match(draw, view.loads.num_slots)
     if match.num_best_blocks:
-        assert native.find_best_prefix_match(match) == arrays.find_best_prefix_match(match)
+        assert compiled.find_best_prefix_match(match) == plain.find_best_prefix_match(match)
     num_tokens = int(draw.integers(1, 1100))
     prompt = Prompt(num_tokens, LAYOUT.num_blocks(num_tokens), 16, draw.uniform(0, 1), int(draw.integers(3)))
     best = match.num_best_blocks
-    for fetch in (Fetch(best, draw.uniform(0, 9), draw.uniform(0, 0.1), best / 1.25), NO_FETCH):
-        found = native.find_candidates(prompt, match, fetch, 3.0)
-        expected = arrays.find_candidates(prompt, match, fetch, 3.0)
+    for fetch in (Fetch(0, best, draw.uniform(0, 9), draw.uniform(0, 0.1), best / 1.25), NO_FETCH):
+        found = compiled.estimate_ttft(prompt, match, fetch, 3.0)
+        expected = plain.estimate_ttft(prompt, match, fetch, 3.0)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
     refused = np.flatnonzero(draw.integers(4, size=view.loads.num_slots) == 0).tolist()
     request = num_tokens, int(draw.integers(1, 1100)), refused
-    assert native.select_decoding_instance(*request) == arrays.select_decoding_instance(*request)
+    assert compiled.select_decoding_instance(*request) == plain.select_decoding_instance(*request)
 
 
 @pytest.mark.parametrize("name", ["algorithm_1", "classes", "rivals"])
 def test_without_a_compiler_the_same_is_decided(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "load_or_do_without", lambda *_, **__: None)
+    monkeypatch.setattr(native, "load_or_do_without", lambda *_, **__: None)
     transcript = GOLDEN / f"{name}.txt"
     assert replay(transcript) == transcript.read_text()
 
 
 def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_gone() -> None:
     view = ClusterView()
-    native, first, second = loops_of(view), instance(0, Role.DECODE), instance(1, Role.DECODE)
+    compiled, first, second = new_scheduler(view, Rules()), instance(0, Role.DECODE), instance(1, Role.DECODE)
     view.add(first, 0.0)
-    assert native.select_decoding_instance(1, 1, []) == (
+    assert compiled.select_decoding_instance(1, 1, []) == (
         0,
         view.next_step_s[0] + view.decode_costs.second_s[0],
     )
     view.add(second, 0.0)
     view.loads.assign_decode(0, 100)
     view.decode_changed(0)
-    decoding = native.select_decoding_instance(1, 1, [])
+    decoding = compiled.select_decoding_instance(1, 1, [])
     assert decoding is not None
     assert decoding[0] == 1
     view.remove(second)
-    decoding = native.select_decoding_instance(1, 1, [])
+    decoding = compiled.select_decoding_instance(1, 1, [])
     assert decoding is not None
     assert decoding[0] == 0
-    assert native.select_decoding_instance(1, 1, [0]) is None
+    assert compiled.select_decoding_instance(1, 1, [0]) is None

@@ -1,6 +1,6 @@
-// Algorithm 1's loops over the instances (Mooncake, section 6), with the paper's names and in its order.
+// The loops of Algorithm 1 over all instances (Mooncake, section 6), with the paper's names and in its order.
 //
-// `loops.py` has the same with numpy, with the same results to the last bit: compile with -ffp-contract=off.
+// `algorithm1.py` is the reference, with the same results to the last bit: compile with -ffp-contract=off.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// By slot. The first four are written: what the prompt takes there.
+// Arrays by slot. The first four are written: the times of the prompt there.
 struct Columns {
     int64_t num_slots;
     double *queue_s, *rest_s, *ttft_s;
@@ -35,8 +35,8 @@ struct Prompt {
 
 bool is_in(const uint8_t* row, int64_t slot) { return row[slot / 8] >> slot % 8 & 1; }
 
-// Numbers of blocks, and for each a row of bits by slot: of those that hold so many and no more, behind them of
-// those that have so many of theirs on SSD only.
+// Numbers of blocks, each with a row of bits by slot. First the depths: slots that hold so many leading blocks and no
+// more. Behind them the runs on SSD: slots that hold so many of their blocks on SSD only.
 struct Match {
     int64_t num_depths, num_on_ssd, row_bytes;
     const int32_t* numbers;
@@ -76,7 +76,7 @@ double estimate_prefill_execution_time(const Columns& at, int64_t p, const Promp
 
 extern "C" {
 
-// Line 4: of those that hold the longest prefix, who gives it first.
+// Line 4: of the holders of the longest prefix, the one that can send it first.
 int64_t find_best_prefix_match(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
                                const uint8_t* rows, double block_bytes) {
     Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
@@ -94,9 +94,9 @@ int64_t find_best_prefix_match(const Columns* at, int64_t num_depths, int64_t nu
     return best;
 }
 
-// Lines 5 to 23: the prefill instance with the least TTFT.
-int64_t find_least_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
-                        const uint8_t* rows, const Prompt* prompt, const double* behind_s) {
+// Lines 2 to 23: the TTFT on each instance, and the least.
+int64_t estimate_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
+                      const uint8_t* rows, const Prompt* prompt, const double* behind_s) {
     Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
     const auto& fetch = prompt->fetch;
     int64_t p = 0;
@@ -108,7 +108,7 @@ int64_t find_least_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ss
                          estimate_prefill_execution_time(*at, slot, *prompt, prefix_blocks);
         double t_transfer = fetch.whole_s - prefix_blocks * fetch.block_s;
         double remote_s = t_transfer + estimate_prefill_execution_time(*at, slot, *prompt, fetch.num_blocks);
-        // Line 8, and section 6.2: only if it is quicker than to compute what is lacking.
+        // Line 8, and section 6.2: a fetch must be quicker than computing what it brings.
         bool is_remote = prefix_blocks < fetch.worth_below_blocks && remote_s < local_s;
         double rest_s = is_remote ? remote_s : local_s;
         bool is_possible = at->is_prefill[slot] && at->prefill_room_blocks[slot] >= prompt->num_blocks;
@@ -125,7 +125,7 @@ int64_t find_least_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ss
     return p;
 }
 
-// Line 24: where a step is shortest with this request, -1 if it has room nowhere. `refused` is a row, or null.
+// Line 24: where an iteration with this request takes least; -1 if no instance has room. `refused` is a row, or null.
 int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blocks, const uint8_t* refused,
                                  double* tbt_s) {
     int64_t d = -1;

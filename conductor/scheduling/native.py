@@ -1,0 +1,122 @@
+"""The loops of Algorithm 1 over all instances, compiled (`algorithm1.cpp`).
+
+They read the view's arrays by slot where these lie. Their results are those of
+`conductor.scheduling.algorithm1.Scheduler` to the last bit.
+
+Owns: the compiled code, the addresses it reads. Does not know: how the numbers came to be.
+"""
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.index.prefix_index import PrefixMatch, packed
+from conductor.rules import Rules
+from conductor.scheduling.algorithm1 import Fetch, Prompt, Scheduler, no_candidates
+from conductor.scheduling.choices import Candidates
+from conductor.view.cluster_view import ClusterView
+from mooncake.native import THIS_PROCESSOR, load_or_do_without
+
+_PROMPT = struct.Struct("3qdq4d")
+"""The layout of `Prompt` in `algorithm1.cpp`: a prompt without priority, a fetch without holder, the time."""
+
+
+def new_scheduler(view: ClusterView, rules: Rules) -> Scheduler:
+    """The compiled scheduler, or the plain one where nothing can be compiled."""
+    exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # one rounding where Python has two would differ from it
+    library = load_or_do_without(
+        Path(__file__).with_name("algorithm1.cpp"), "decisions take longer", flags=exactly
+    )
+    return Scheduler(view, rules) if library is None else NativeScheduler(view, rules, library)
+
+
+class NativeScheduler(Scheduler):
+    """Algorithm 1 with compiled loops. Calls keep the GIL: they are short."""
+
+    def __init__(self, view: ClusterView, rules: Rules, library: ctypes.CDLL) -> None:
+        super().__init__(view, rules)
+        self._code = _with_types(library)
+        self._num_changes: int | None = None
+        """The view's number of changes when the addresses of its arrays were taken."""
+        self._found = no_candidates(0)
+        self._columns: list[NDArray[np.generic]] = []
+        """The arrays behind the addresses, which keeps them alive."""
+        self._addresses = b""
+        self._tbt_s = array("d", [0.0])
+
+    def find_best_prefix_match(self, match: PrefixMatch) -> int:
+        """Line 4."""
+        return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
+
+    def estimate_ttft(self, prompt: Prompt, match: PrefixMatch, fetch: Fetch, now_s: float) -> Candidates:
+        """Lines 2 to 23. The next call overwrites what this one returns."""
+        behind_s = self._view.loads.behind_s(prompt.priority)
+        behind = None if behind_s is None else behind_s.ctypes.data
+        p = self._code.estimate_ttft(
+            self._at(), *_packed(match), _PROMPT.pack(*prompt[:4], *fetch[1:], now_s), behind
+        )
+        return Candidates(*self._found, p)
+
+    def select_decoding_instance(
+        self, num_tokens: int, num_blocks: int, refused: Sequence[int]
+    ) -> tuple[int, float] | None:
+        """Line 24."""
+        row = packed([sum(1 << slot for slot in refused)], self._view.loads.num_slots) if refused else None
+        tbt_s = self._tbt_s
+        d = self._code.select_decoding_instance(
+            self._at(), num_tokens, num_blocks, row, tbt_s.buffer_info()[0]
+        )
+        return None if d < 0 else (d, tbt_s[0])
+
+    def _at(self) -> bytes:
+        """The addresses of the view's arrays, which change when an instance has come or gone."""
+        view = self._view
+        if self._num_changes != view.num_changes:
+            self._num_changes = view.num_changes
+            num_slots, loads = view.loads.num_slots, view.loads
+            self._found = no_candidates(num_slots)
+            self._columns = columns = [
+                *self._found,
+                loads.is_prefill,
+                loads.ends_s,
+                loads.behind_head_s,
+                view.prefill_costs.constant_s,
+                view.prefill_costs.first_s,
+                view.prefill_costs.second_s,
+                loads.prefill_room_blocks,
+                view.next_step_s,
+                view.decode_costs.second_s,
+                loads.decode_room_blocks,
+                view.transfers.in_flight_bytes,
+                view.transfers.ordered_bytes,
+            ]
+            assert {view.prefixes.num_slots, *(len(column) for column in columns)} == {num_slots}
+            self._addresses = struct.pack(f"q{len(columns)}P", num_slots, *(c.ctypes.data for c in columns))
+        return self._addresses
+
+
+def _packed(match: PrefixMatch) -> tuple[int, int, bytes, bytes]:
+    on_ssd = match.on_ssd
+    numbers = array("i", match.depths)
+    masks = match.masks
+    if on_ssd:
+        numbers.extend([number for number, _ in on_ssd])
+        masks = masks + [mask for _, mask in on_ssd]
+    return len(match.depths), len(on_ssd), numbers.tobytes(), packed(masks, match.num_slots)
+
+
+def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
+    code = ctypes.PyDLL(library._name, handle=library._handle)
+    pointer, size = ctypes.c_char_p, ctypes.c_int64
+    match = (size, size, pointer, pointer)
+    code.find_best_prefix_match.argtypes = (pointer, *match, ctypes.c_double)
+    code.estimate_ttft.argtypes = (pointer, *match, pointer, ctypes.c_void_p)
+    code.select_decoding_instance.argtypes = (pointer, size, size, pointer, ctypes.c_void_p)
+    for name in ("find_best_prefix_match", "estimate_ttft", "select_decoding_instance"):
+        getattr(code, name).restype = size
+    return code
