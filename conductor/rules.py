@@ -1,45 +1,52 @@
-"""How the Conductor decides, as configured. Pure values."""
+"""The Conductor's settings, as its policy reads them. Pure values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conductor.balancing import START
 from mooncake.config.policies import Overload, Scheduling
 from mooncake.messages.requests import Request
+
+DEFAULT_BALANCING_THRESHOLD = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicationRules:
-    """How eagerly prefixes are copied before they are asked for."""
+    """How many copies of hot prefixes are made before requests ask for them."""
 
     period_s: float = 5.0
     uses_per_copy: float = 20.0
-    """lately, for which a prefix is worth one copy more"""
+    """Recent uses for which a prefix is worth one more copy."""
     most_bytes: int = 256 << 20
-    """under way, and ordered in one period"""
+    """The limit of bytes in flight, and of bytes ordered in one period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`kvcache_balancing_threshold` is at least 1; None if it adapts."""
+    """How the Conductor decides."""
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
-    kvcache_balancing_threshold: float | None = START
+    kvcache_balancing_threshold: float | None = DEFAULT_BALANCING_THRESHOLD
+    """At least 1; None if it adapts."""
     overload: Overload = Overload.PREDICTION
     seed: int = 0
-    """of what is chosen at random"""
+    """The seed of random choices."""
     replication: ReplicationRules | None = None
-    """None: prefixes spread by forwarded requests alone"""
+    """None: requests alone spread prefixes."""
 
     @property
     def fetches_prefixes(self) -> bool:
-        """Whether prefill instances are told of others' KVCache."""
+        """Whether prefill instances are told to fetch prefixes from others."""
         return self.scheduling in (Scheduling.KVCACHE_CENTRIC, Scheduling.BANASERVE)
+
+    @property
+    def has_double_check(self) -> bool:
+        """Whether a decode instance may refuse a request that would miss its TBT SLO after prefill."""
+        return self.overload is not Overload.BASELINE
 
 
 class SLOs(NamedTuple):
-    """What a request is promised, in seconds; None: nothing."""
+    """A request's SLOs in seconds; None for no limit."""
 
     ttft_s: float | None
     tbt_s: float | None
@@ -47,7 +54,7 @@ class SLOs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the Conductor may keep and how long it waits. Times in seconds."""
+    """What the Conductor may keep, and how long it waits. Times are in seconds."""
 
     max_running_requests: int = 256
     max_attempts: int = 3
@@ -59,13 +66,13 @@ class Limits:
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)
     max_waiting: int = 0
-    """requests that may wait for load to fall, while their TTFT SLO allows it"""
+    """The length of the admission queue."""
     slos: SLOs = field(init=False)
-    """of requests of no class"""
+    """The SLOs of requests without a class."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slos", SLOs(self.ttft_slo_s, self.tbt_slo_s))
 
     def slos_of(self, request: Request) -> SLOs:
-        """Those of its class, or of all."""
+        """The SLOs of a request's class."""
         return self.slo_classes.get(request.slo_class) or self.slos

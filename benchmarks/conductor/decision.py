@@ -32,10 +32,8 @@ from conductor.rules import Rules, SLOs
 from conductor.scheduling.native import new_scheduler
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
-from conductor.view.forecast import SystemForecast
+from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance
-from conductor.view.lateness import Lateness
-from conductor.view.outcomes import Outcomes
 from mooncake.config.policies import Overload
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard
@@ -70,25 +68,26 @@ def request(name: str, keys: list[BlockKey]) -> Request:
 
 def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
     """Of one size, in this process: microseconds."""
-    view, forecast, rules = ClusterView(), SystemForecast(), Rules(overload=Overload.PREDICTION)
+    rules = Rules(overload=Overload.PREDICTION)
+    view = ClusterView(rules)
     for number in range(num_instances):
         view.add(instance(number), 0.0)
     num_prompts = fill(view.prefixes, num_instances, num_blocks, are_added=True)
     scheduler = new_scheduler(view, rules)
-    admission = Admission(view, forecast, Lateness(), rules.overload)
-    assignments = Assignments(view, forecast, Lateness(), Outcomes(), rules)
+    admission = Admission(view, rules.overload)
+    assignments = Assignments(view, rules, DecisionStats())
     draw = random.Random(_SEED)
     for number in range(-NUM_ENDED, REQUESTS_PER_INSTANCE * num_instances):
         asked = request(f"r{number}", keys_of_prompt(draw.randrange(num_prompts)))
         placement = scheduler.schedule(asked, 0.0)
         assert placement is not None
-        assignments.assign(asked, placement, SLOS, 0.0)
-        assignments.order_prefill(asked.request_id, placement.decode, 0, None, 0.0)
+        assignment = assignments.assign(asked, placement, SLOS, 0.0)
+        assignments.order_prefill(assignment, 0, None, 0.0)
         if number < 0 or number % 2:
-            assignments.end_prefill(asked.request_id, 0.5, 0)
+            assignments.end_prefill(assignment, 0.5, 0)
         if number < 0:
-            assignments.end_decode(asked.request_id, 0.5 - 0.01 * number, 200)
-            assignments.release(asked.request_id, 0.5)
+            assignments.end_decode(assignment, 0.5 - 0.01 * number, 200)
+            assignments.release(assignment, 0.5)
     wall_s, cpu_s, with_forecast_s = [], [], []
     for prompt in draw.choices(range(num_prompts), k=NUM_MATCHES):
         asked = request("r", keys_of_prompt(prompt))

@@ -21,9 +21,7 @@ from conductor.admission.turned_away import MAX_SHARE, Terms, TurnedAway
 from conductor.rules import SLOs
 from conductor.view.assignments import Assignment
 from conductor.view.cluster_view import ClusterView
-from conductor.view.forecast import Forecast, RequestForecast, SystemForecast
 from conductor.view.instances import Instance
-from conductor.view.lateness import Lateness
 from conductor.view.placement import Placement, Reason, Rejection
 from conductor.view.timeline import Work
 from mooncake.config.policies import Overload
@@ -57,22 +55,12 @@ class Freed(NamedTuple):
 NOTHING = Freed(0.0, Work(0, 0))
 
 
-def forecast_of(policy: Overload) -> Forecast:
-    """What the policy predicts decode's load with."""
-    return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
-
-
 class Admission:
     """Checks requests against their SLOs; None for no SLO."""
 
-    def __init__(self, view: ClusterView, forecast: Forecast, lateness: Lateness, policy: Overload) -> None:
-        self._view, self._forecast, self._lateness, self._policy = view, forecast, lateness, policy
+    def __init__(self, view: ClusterView, policy: Overload) -> None:
+        self._view, self._forecast, self._policy = view, view.forecast, policy
         self._turned_away, self._refusals = TurnedAway(), Refusals()
-
-    @property
-    def has_double_check(self) -> bool:
-        """Whether a decode instance may refuse what would miss its TBT SLO when prefill has ended."""
-        return self._policy is not Overload.BASELINE
 
     def check_arrival(
         self,
@@ -91,7 +79,7 @@ class Admission:
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
         prompt_s = prediction.transfer_s + prediction.prefill_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
-            factor = self._lateness.factor(slos.ttft_s, now_s)
+            factor = self._view.lateness.factor(slos.ttft_s, now_s)
             # Not so long that devices would have to run out of work for it.
             slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
             first_token_s = waited_s + factor * queue_s + slow_prompt_s
@@ -189,7 +177,7 @@ class Admission:
         """Of all decode instances on average, each with one more request."""
         pool = self._view.decode_pool()
         assert pool is not None
-        return float(self._view.next_step_s.dot(pool.are_in)) / pool.num_instances
+        return float(self._view.next_step_s.dot(pool.members)) / pool.num_instances
 
     def _tbt_then_s(self, prefilled_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
         """The same of what is expected when its prefill ends, and when the last one does of those that have

@@ -1,9 +1,10 @@
-"""A request's life as the Conductor sees it: its states and the ways between them.
+"""A request's life as the Conductor sees it: its states, the ways between them, and all that is known of it.
 
     WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
-     ^ ^            │ └───────────┼─ (inlined) ─^ │
-     │ └────────────┴─ (again) ───┴───────────────┘        ABORTED, FAILED from any state that is not an end
-     └─ INTERRUPTED <─ (again, its answer may have begun) ─┘
+     ^ ^  │     ^   │ └───────────┼ (inlined) ──^ │
+     │ │  └> QUEUED │             │               │       ABORTED, FAILED from any state that is not an end
+     │ └────────────┴─ (retry) ───┴───────────────┤
+     └─ INTERRUPTED <── (retry, its output may have begun)
 
 Invariant: every accepted request reaches exactly one of the three ends, once.
 """
@@ -11,16 +12,19 @@ Invariant: every accepted request reaches exactly one of the three ends, once.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from conductor.rules import SLOs
+from conductor.view.assignments import Assignment
 from mooncake.messages.requests import Ref, Request
 
 
 class RequestState(Enum):
-    """Where a request is. The last three are ends."""
+    """What happens to a request. The last three are ends."""
 
-    WAITING = auto()  # for a pair of instances
-    INTERRUPTED = auto()  # the front was asked how far the answer has come
-    RESERVING = auto()  # decode was asked for pages
-    PREFILLING = auto()  # prefill computes, KVCache streams to decode
+    WAITING = auto()  # no pair has room for it, or none is registered
+    QUEUED = auto()  # in the admission queue, for load to fall
+    INTERRUPTED = auto()  # its front was asked how far its output has come
+    RESERVING = auto()  # the decode instance was asked for pages
+    PREFILLING = auto()  # the prefill instance computes, KVCache goes to the decode instance
     DECODING = auto()  # tokens leave
     FINISHED = auto()
     ABORTED = auto()
@@ -29,74 +33,89 @@ class RequestState(Enum):
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
 
+PLACED = frozenset({RequestState.RESERVING, RequestState.PREFILLING, RequestState.DECODING})
 _CUT_SHORT = frozenset({RequestState.ABORTED, RequestState.FAILED})
 _ENDS = _CUT_SHORT | {RequestState.FINISHED}
-NOT_PLACED = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})
 RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
+_RETRIES = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.RESERVING}),
+    RequestState.WAITING: frozenset({RequestState.QUEUED, RequestState.RESERVING}),
+    RequestState.QUEUED: frozenset({RequestState.RESERVING}),
     RequestState.INTERRUPTED: frozenset({RequestState.WAITING}),
-    RequestState.RESERVING: frozenset(
-        {RequestState.PREFILLING, RequestState.DECODING, RequestState.WAITING, RequestState.INTERRUPTED}
-    ),
-    RequestState.PREFILLING: frozenset(
-        {RequestState.DECODING, RequestState.WAITING, RequestState.INTERRUPTED}
-    ),
-    RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.WAITING, RequestState.INTERRUPTED}),
+    RequestState.RESERVING: _RETRIES | {RequestState.PREFILLING, RequestState.DECODING},
+    RequestState.PREFILLING: _RETRIES | {RequestState.DECODING},
+    RequestState.DECODING: _RETRIES | {RequestState.FINISHED},
 }
 _ALLOWED = {state: frozenset() if state in _ENDS else _NEXT[state] | _CUT_SHORT for state in RequestState}
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """An accepted request. `prefill` and `decode` name its pair from RESERVING on.
-
-    `ref` names the current attempt: each placement is another one, and a message about an earlier one is late
-    and is dropped. `refused_by` names the decode instances that have refused it since it last failed.
-    """
+    """An accepted request. Only `conductor.requests.registry` changes its state and its assignment."""
 
     request: Request
     front: bytes
+    slos: SLOs
     ref: Ref
+    """The name of the current attempt, which is another one after each placement."""
     submitted_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
-    lives: tuple[bytes, ...] = ()
-    """the identities of its pair"""
+    assignment: Assignment | None = None
+    """The pair, and the request's share of its load; None unless `state` is in `PLACED`."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
-    """attempts that failed, each with the lives of its pair; not those that a loss of one of them explains"""
+    """The pair's identities in each attempt that failed, unless the loss of one of them explains it."""
     refused_by: set[str] = field(default_factory=set)
+    """The decode instances that have refused the request since it last failed."""
     is_promised: bool = False
-    """it has lost its instances: no prediction may reject it any more"""
+    """Whether it has lost its instances, so that no prediction may reject it any more."""
     may_have_begun: bool = False
-    """tokens of it may have left: nobody may refuse it any more"""
-    prefill: str | None = None
-    decode: str | None = None
-    last_failure: str = field(default="")
+    """Whether tokens of its output may have left, so that no instance may refuse it any more."""
+    last_failure: str = ""
     num_unlisted: int = 0
-    """heartbeats of its front, in a row, that did not name it"""
+    """Consecutive heartbeats of its front that did not name the request."""
 
     @property
     def request_id(self) -> str:
-        """Of the request."""
+        """The id of the request."""
         return self.request.request_id
 
     @property
+    def placed(self) -> Assignment:
+        """The assignment of a request whose state is in `PLACED`."""
+        assert self.assignment is not None
+        return self.assignment
+
+    @property
+    def prefill(self) -> str | None:
+        """The name of its prefill instance; None without a pair."""
+        return None if self.assignment is None else self.assignment.placement.prefill.name
+
+    @property
+    def decode(self) -> str | None:
+        """The name of its decode instance; None without a pair."""
+        return None if self.assignment is None else self.assignment.placement.decode.name
+
+    @property
     def must_meet_slos(self) -> bool:
-        """Whether it may be rejected, or displaced. Whom one decode instance has refused gets another."""
+        """Whether it may be rejected or preempted: not after an instance has refused or lost it."""
         return not (self.is_promised or self.may_have_begun or self.refused_by)
 
     @property
     def why_it_waits(self) -> str:
-        """Behind a message: the last failure, if there was one."""
+        """The last failure as the end of a message; empty without one."""
         return f" ({self.last_failure})" if self.last_failure else ""
 
-    def begin_attempt(self) -> None:
-        """It is placed, or placed again."""
-        self.ref = Ref(self.ref.epoch, self.ref.request_id, self.ref.attempt + 1)
+    def time_left_s(self, now_s: float) -> float | None:
+        """Seconds until the first token is due, less than 0 when it is late; None without a TTFT SLO."""
+        return None if self.slos.ttft_s is None else self.submitted_s + self.slos.ttft_s - now_s
+
+    def is_late(self, first_token_s: float) -> bool:
+        """Whether a first token at this time would miss the TTFT SLO."""
+        return self.slos.ttft_s is not None and first_token_s > self.submitted_s + self.slos.ttft_s
 
     def move_to(self, state: RequestState) -> None:
-        """Change state along the table above."""
+        """Change the state along the table above."""
         is_allowed = state in _ALLOWED[self.state]
-        assert is_allowed, f"{self.request.request_id}: {self.state.name} -> {state.name}"
+        assert is_allowed, f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state

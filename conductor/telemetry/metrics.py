@@ -58,7 +58,7 @@ class ConductorMetrics(Collector):
         yield GaugeMetricFamily(
             "mooncake_requests_waiting_for_load",
             "accepted requests that wait for load to fall, while their TTFT SLO allows it",
-            self._conductor.num_waiting,
+            self._conductor.num_queued,
         )
 
         stages = GaugeMetricFamily(
@@ -122,7 +122,7 @@ class ConductorMetrics(Collector):
             "connections that ended in the middle of their handshake, with whatever key",
             self._num_unfinished(),
         )
-        yield from decision_metrics(self._conductor.outcomes)
+        yield from decision_metrics(self._conductor.stats)
         yield from index_metrics(self._conductor.prefixes, self._streams())
 
 

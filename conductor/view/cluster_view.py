@@ -1,7 +1,7 @@
-"""What the Conductor believes about its instances, kept up by events and read by every decision.
+"""What the Conductor believes about its instances: kept up to date by events, read by every decision.
 
-Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot. Does not know: how
-anything is decided, sockets, the clock.
+Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot; what decode will
+have to do, and how late first tokens are. Does not know: how anything is decided, sockets, the clock.
 """
 
 import math
@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.balancing import START, BalancingThreshold
 from conductor.index.prefix_index import PrefixIndex
+from conductor.rules import Rules
+from conductor.view.balancing import BalancingThreshold
 from conductor.view.estimators import (
     DECODE_DOUBT,
     GENERIC_DECODE_COSTS,
@@ -20,7 +21,9 @@ from conductor.view.estimators import (
     CostEstimator,
     Floats,
 )
+from conductor.view.forecast import forecast_of
 from conductor.view.instances import Instance
+from conductor.view.lateness import Lateness
 from conductor.view.loads import Loads
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
@@ -29,11 +32,11 @@ from mooncake.messages.pools import PoolStats
 from mooncake.messages.workers import DecodeStats, Heartbeat
 
 _SAME_PASS = 0.2
-"""prefills that end so close together, in their predicted times, were computed together"""
+"""Prefills that end within this share of a prefill's predicted time were computed in one pass."""
 
 
 class _Computed(NamedTuple):
-    """Prefills that one instance has computed together, or one."""
+    """The prefills of one pass of one instance."""
 
     num_new_tokens: float
     num_pairs: float
@@ -41,7 +44,7 @@ class _Computed(NamedTuple):
     ended_s: float
 
     def with_another(self, other: "_Computed") -> "_Computed":
-        """Both; `other` ended later."""
+        """Add a prefill that ended later."""
         return _Computed(
             self.num_new_tokens + other.num_new_tokens,
             self.num_pairs + other.num_pairs,
@@ -54,26 +57,32 @@ class DecodePool(NamedTuple):
     """All decode instances together."""
 
     num_instances: int
-    are_in: Floats
-    """by slot: 1 for each of them, 0 for others"""
+    members: Floats
+    """1 for the slot of each decode instance, 0 for other slots."""
     mean_costs: Costs
 
 
 @dataclass(slots=True)
-class _Seat:
-    """Who has a slot, and what its costs are learned from."""
+class _Occupant:
+    """The instance in a slot, and what its costs are learned from."""
 
     instance: Instance
     checked_s: float
+    """The time at which a prefill last showed whether its costs are predicted well."""
     decode: DecodeStats = field(default_factory=DecodeStats)
     computed: _Computed | None = None
 
 
 class ClusterView:
-    """All slots. `profiled`: measured costs of prefill and decode to begin with. `threshold`: as
-    `kvcache_balancing_threshold`."""
+    """All slots.
 
-    def __init__(self, profiled: tuple[Costs, Costs] | None = None, threshold: float | None = START) -> None:
+    Args:
+        rules: How the Conductor decides: the balancing threshold, what the forecast predicts.
+        profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
+    """
+
+    def __init__(self, rules: Rules | None = None, profiled: tuple[Costs, Costs] | None = None) -> None:
+        rules = rules or Rules()
         prefill, decode = profiled or (GENERIC_PREFILL_COSTS, GENERIC_DECODE_COSTS)
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
@@ -81,28 +90,30 @@ class ClusterView:
         self.prefill_costs = CostEstimator(prefill, PREFILL_DOUBT, is_profiled=profiled is not None)
         self.decode_costs = CostEstimator(decode, DECODE_DOUBT, is_profiled=profiled is not None)
         self.transfers = TransferEstimator()
-        self.balancing = BalancingThreshold(threshold)
+        self.balancing = BalancingThreshold(rules.kvcache_balancing_threshold)
+        self.forecast = forecast_of(rules.overload)
+        self.lateness = Lateness()
         self.layout: KVLayout | None = None
-        """of all instances; None before the first one"""
+        """The block layout of all instances; None before the first one."""
         self.block_bytes = 0
-        """of that layout, which every decision asks for"""
+        """The size of a block in that layout, which every decision needs."""
         self.next_step_s = np.zeros(0)
-        """of decode instances, by slot, with one more request that has no tokens yet"""
+        """Predicted seconds of an iteration with one more request that has no tokens yet, by slot."""
         self.num_changes = 0
-        """how often the arrays by slot have been replaced: when an instance has come or gone"""
+        """The number of times that an instance has come or gone, and the arrays by slot were replaced."""
         self._decode_pool: DecodePool | None = None
-        self._seats: dict[int, _Seat] = {}
+        self._occupants: dict[int, _Occupant] = {}
         self._slots: dict[str, int] = {}
         self._slot_of_messenger: dict[str, int] = {}
 
     def instance_at(self, slot: int) -> Instance:
-        """Who has this slot."""
-        return self._seats[slot].instance
+        """The instance in this slot."""
+        return self._occupants[slot].instance
 
     def holds(self, slot: int, instance: Instance) -> bool:
-        """Whether this life still has the slot."""
-        seat = self._seats.get(slot)
-        return seat is not None and seat.instance is instance
+        """Whether this life of the instance still has the slot."""
+        occupant = self._occupants.get(slot)
+        return occupant is not None and occupant.instance is instance
 
     def slot_of(self, name: str) -> int | None:
         """The slot of a registered instance."""
@@ -111,12 +122,12 @@ class ClusterView:
     # -- instances ----------------------------------------------------------------------------------
 
     def add(self, instance: Instance, now_s: float) -> None:
-        """It has registered. Raises ValueError if a name of it, or of its pools, is taken."""
+        """Give an instance a slot. Raises ValueError if its name, or that of one of its pools, is taken."""
         registration = instance.registration
         messengers = [shard.messenger.instance for shard in registration.shards]
         slot = self.prefixes.add_instance(instance.name, messengers)
         checked_s = now_s if self._is_profiled else -math.inf
-        self._seats[slot], self._slots[instance.name] = _Seat(instance, checked_s), slot
+        self._occupants[slot], self._slots[instance.name] = _Occupant(instance, checked_s), slot
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
         self.num_changes += 1
         self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
@@ -128,9 +139,9 @@ class ClusterView:
         self.decode_changed(slot)
 
     def remove(self, instance: Instance) -> None:
-        """Its life has ended: nothing of it is remembered."""
+        """Forget an instance whose life has ended."""
         slot = self._slots.pop(instance.name)
-        del self._seats[slot]
+        del self._occupants[slot]
         self._slot_of_messenger = {
             name: other for name, other in self._slot_of_messenger.items() if other != slot
         }
@@ -142,21 +153,21 @@ class ClusterView:
         self.balancing.forget(slot)
 
     def close(self, instance: Instance) -> None:
-        """It is given nothing more; what it has stays."""
+        """Give an instance no more requests; those that it has stay."""
         self.loads.set_role(self._slots[instance.name], None)
         self._decode_pool = None
 
     def open(self, instance: Instance) -> None:
-        """Undoes `close`."""
+        """Give requests to a closed instance again."""
         room_blocks = instance.max_sequence_blocks
         self.loads.set_role(self._slots[instance.name], instance.registration.role, room_blocks)
         self._decode_pool = None
 
     def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
-        """Its load, as it says."""
+        """Learn from the heartbeat of an instance."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
-        self.loads.hear_turns(slot, heartbeat.decode_load.num_awaiting_turn)
+        self.loads.heard_turns(slot, heartbeat.decode_load.num_awaiting_turn)
         num_device_pages = max(1, instance.registration.capacity.num_device_pages)
         self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
         pools = list(heartbeat.pools.values())
@@ -166,7 +177,7 @@ class ClusterView:
             self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
 
     def decode_pool(self) -> DecodePool | None:
-        """All decode instances; None if there is none."""
+        """The decode instances that take requests; None if there is none."""
         is_decode = self.loads.is_decode
         if self._decode_pool is None and is_decode.any():
             mean_costs = self.decode_costs.mean(is_decode)
@@ -174,58 +185,63 @@ class ClusterView:
         return self._decode_pool
 
     def mean_step_s(self) -> float | None:
-        """Of all decode instances, with what is in their batches now; None without one."""
+        """The mean predicted step of the decode instances with their present batches; None without any."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
             return None
-        share = loads.share_in_batches(pool.are_in) / pool.num_instances
-        num_requests = float(loads.num_decoding.dot(pool.are_in))
-        num_tokens = float(loads.num_decoding_tokens.dot(pool.are_in))
+        share = loads.share_in_batches(pool.members) / pool.num_instances
+        num_requests = float(loads.num_decoding.dot(pool.members))
+        num_tokens = float(loads.num_decoding_tokens.dot(pool.members))
         return pool.mean_costs.seconds(share * num_requests, share * num_tokens)
 
     def mean_prefill_costs(self) -> Costs | None:
-        """Of all prefill instances; None without one."""
+        """The mean costs of the prefill instances; None without any."""
         is_prefill = self.loads.is_prefill
         return self.prefill_costs.mean(is_prefill) if is_prefill.any() else None
 
     def decode_changed(self, slot: int) -> None:
-        """Other requests are assigned to it, or a step takes another time."""
+        """Predict the next step anew: other requests are assigned there, or its costs have changed."""
         loads = self.loads
         self.next_step_s[slot] = self.decode_costs.predict_s(
             slot, loads.batch_size.item(slot) + 1, loads.num_kv_tokens.item(slot)
         )
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
-        """For how long no prefill has shown whether its costs here are predicted well."""
-        return now_s - self._seats[slot].checked_s
+        """Seconds since a prefill last showed whether its costs here are predicted well."""
+        return now_s - self._occupants[slot].checked_s
 
     # -- what is learned ----------------------------------------------------------------------------
 
     def prefill_ended(
         self, slot: int, num_tokens: int, num_cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """A prefill took so long behind those before it.
+        """Learn that a prefill took `seconds` behind those before it.
 
-        What shared a pass ends together, and is learned from as one, so the last one is kept while more are
+        Prefills of one pass end together and are learned from as one, so the last one is kept while more are
         ordered.
         """
         num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
-        seat = self._seats[slot]
-        seat.checked_s = now_s
-        before, seat.computed = seat.computed, _Computed(num_new, num_pairs, seconds, now_s)
+        occupant = self._occupants[slot]
+        occupant.checked_s = now_s
+        before, occupant.computed = occupant.computed, _Computed(num_new, num_pairs, seconds, now_s)
         if before is not None:
             predicted_s = self.prefill_costs.predict_s(slot, num_new, num_pairs)
             if now_s - before.ended_s < _SAME_PASS * predicted_s:
-                seat.computed = before.with_another(seat.computed)
+                occupant.computed = before.with_another(occupant.computed)
             else:
                 self._learn_prefill(slot, before)
         if not self.loads.has_ordered_prefills(slot):
-            self._learn_prefill(slot, seat.computed)
-            seat.computed = None
+            self._learn_prefill(slot, occupant.computed)
+            occupant.computed = None
 
     def decode_refused(self, slot: int, batch_size: int, tbt_s: float) -> float:
-        """It predicts this for so many requests: others that have been prefilled wait for their turn. What is
-        predicted here, after learning from it."""
+        """Learn the step that a decode instance predicts for a batch, and predict the same step here.
+
+        Args:
+            slot: The instance's.
+            batch_size: The number of requests in the batch; further ones wait for their turn.
+            tbt_s: What the instance predicts.
+        """
         num_kv_tokens = batch_size * self._mean_kv_tokens(slot)
         self.decode_costs.learn(slot, batch_size, num_kv_tokens, tbt_s)
         self._decode_pool = None
@@ -233,7 +249,7 @@ class ClusterView:
         return self.step_s(slot, batch_size)
 
     def step_s(self, slot: int, batch_size: int) -> float:
-        """Predicted for so many requests of the length of those that the instance has."""
+        """The predicted step of a batch of requests as long as those that the instance has."""
         return self.decode_costs.predict_s(slot, batch_size, batch_size * self._mean_kv_tokens(slot))
 
     def _mean_kv_tokens(self, slot: int) -> float:
@@ -244,11 +260,11 @@ class ClusterView:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
     def _learn_decode(self, slot: int, decode: DecodeStats) -> None:
-        seat, loads = self._seats[slot], self.loads
-        num_steps = decode.num_iterations - seat.decode.num_iterations
-        num_tokens = decode.num_tokens - seat.decode.num_tokens
-        seconds = decode.forward_s - seat.decode.forward_s
-        seat.decode = decode
+        occupant, loads = self._occupants[slot], self.loads
+        num_steps = decode.num_iterations - occupant.decode.num_iterations
+        num_tokens = decode.num_tokens - occupant.decode.num_tokens
+        seconds = decode.forward_s - occupant.decode.forward_s
+        occupant.decode = decode
         if min(num_steps, num_tokens, seconds) > 0 and loads.batch_size[slot] > 0:
             batch_size = num_tokens / num_steps
             num_kv_tokens = batch_size * self._mean_kv_tokens(slot)
@@ -258,7 +274,7 @@ class ClusterView:
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:
-    """What a sequence finds when the requests assigned here have ended: without what others use."""
+    """The longest sequence that fits when all assigned requests have ended: pages that others use count."""
     layout = instance.registration.layout
     num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in instance.requests.values())
     num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)

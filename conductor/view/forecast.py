@@ -18,6 +18,7 @@ import numpy as np
 
 from conductor.view.lifetimes import BUCKET_STEPS, Lifetimes
 from conductor.view.timeline import Timeline, Work
+from mooncake.config.policies import Overload
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Request
 
@@ -217,6 +218,11 @@ class RequestForecast:
         joined = self._joins.until(time_s).less(_between(self._leaves, now_s, time_s))
         ended = _between(self._ends, num_steps, num_steps + (time_s - now_s) / step_s)
         return joined.plus(self._ends.until(math.inf)).less(ended)
+
+
+def forecast_of(policy: Overload) -> Forecast:
+    """The forecast that a policy uses."""
+    return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
 
 
 class OutputLengths:

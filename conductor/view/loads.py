@@ -1,7 +1,7 @@
-"""What each instance has been given and has not ended, in arrays by slot (Mooncake, section 6.1).
+"""The requests that each instance has and has not ended, in arrays by slot (Mooncake, section 6.1).
 
-The arrays change with events, so that a decision only reads them. A slot is the instance's place in the
-prefix index. Queues count what the Conductor assigned and has not seen end, not what heartbeats claim.
+The arrays change with events, so that a decision only reads them. A slot is the instance's in the prefix
+index. Queues count what the Conductor assigned and has not seen end, not what heartbeats claim.
 
 Owns: roles, room, queues of prefills, batches of decodes. Does not know: messages, predictions of times.
 """
@@ -9,8 +9,10 @@ Owns: roles, room, queues of prefills, batches of decodes. Does not know: messag
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conductor.view.estimators import Floats
 from mooncake.messages.aging import standing_s
@@ -19,30 +21,31 @@ from mooncake.messages.workers import Role
 
 @dataclass(slots=True)
 class AssignedPrefill:
-    """A prompt in the queue of a prefill instance. `ordered_s` is set when it may be computed.
+    """A prompt in the queue of a prefill instance.
 
-    Of those that may the lowest `standing_s` is computed, the first of several: so do workers.
+    The ordered prompt with the lowest `standing_s` is computed, the first of several: as workers do.
     """
 
     left_s: float
-    """predicted, of what had not been computed when it last began"""
+    """The predicted time of what had not been computed when the prompt last began."""
     priority: int
     ordered_s: float | None = None
+    """The time of the order to compute it; None before."""
     standing_s: float = math.inf
     has_begun: bool = False
     is_timed: bool = True
-    """no other one was computed between its beginning and its end"""
+    """Whether no other prompt was computed between its beginning and its end."""
 
 
 @dataclass(slots=True)
 class _Prefills:
-    """Those of one instance: all, and in the order in which they were ordered."""
+    """The prompts of one instance, in the order in which they were assigned and ordered."""
 
     waiting: dict[str, AssignedPrefill]
     ordered: dict[str, AssignedPrefill]
     last_ended_s: float = -math.inf
     head: AssignedPrefill | None = None
-    """the one that is computed"""
+    """The prompt that is computed."""
     head_began_s: float = -math.inf
 
     @property
@@ -51,38 +54,66 @@ class _Prefills:
 
 
 class Loads:
-    """Arrays have `num_slots` entries; those of slots that nobody has are zero."""
+    """Arrays with `num_slots` entries. Entries of slots without an instance are zero."""
+
+    is_prefill: NDArray[np.bool_]
+    is_decode: NDArray[np.bool_]
+    prefill_room_blocks: NDArray[np.int64]
+    """The longest sequence that fits a prefill instance when all its requests have ended; 0 for others."""
+    decode_room_blocks: NDArray[np.int64]
+    """The longest sequence that fits a decode instance when all its requests have ended; 0 for others."""
+    num_assigned: NDArray[np.int64]
+    """Requests, as prefill or as decode."""
+    head_priority: NDArray[np.int64]
+    """The priority of the prompt that is computed."""
+    memory_usage: Floats
+    """The share of the device's KVCache that is in use, as of the last heartbeat."""
+    queued_s: Floats
+    """Predicted seconds of all prefills that were assigned and have not ended."""
+    behind_head_s: Floats
+    """`queued_s` without the prompt that is computed."""
+    ends_s: Floats
+    """The time at which all prefills will have ended; minus infinity if none is computed."""
+    batch_size: Floats
+    """Requests that are assigned to a decode instance."""
+    num_kv_tokens: Floats
+    """The tokens of their prompts."""
+    num_decoding: Floats
+    """Those of them whose prefill has ended."""
+    num_decoding_tokens: Floats
+    """The tokens of the prompts whose prefill has ended."""
+    num_awaiting_turn: Floats
+    """Decoding requests that a full batch keeps waiting: as of the last heartbeat, corrected since."""
 
     def __init__(self) -> None:
-        self.is_prefill, self.is_decode = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
-        self.prefill_room_blocks, self.decode_room_blocks = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """the longest sequence that fits when all that is assigned has ended; 0 for the other role"""
         self.prefill_mask = 0
-        """`is_prefill` as the bits of a number"""
-        self.memory_usage = np.zeros(0)
-        """share of the device's KVCache that is in use, as last heard"""
-        self.num_assigned = np.zeros(0, np.int64)
-        """requests, as prefill or as decode"""
-        self.queued_s = np.zeros(0)
-        """predicted times of all prefills that were assigned and have not ended"""
-        self.behind_head_s, self.ends_s = np.zeros(0), np.zeros(0)
-        """the same without the one that is computed; when all will have ended, minus infinity without one"""
-        self.batch_size, self.num_kv_tokens = np.zeros(0), np.zeros(0)
-        """of the requests assigned to a decode instance: how many, and tokens of their prompts"""
-        self.num_decoding, self.num_decoding_tokens = np.zeros(0), np.zeros(0)
-        """the same of those whose prefill has ended"""
-        self.num_awaiting_turn = np.zeros(0)
-        """of these, those that are not in the batch because it is too large for them: as last heard, and what
-        has come and gone since"""
-        self.head_priority = np.zeros(0, np.int64)
+        """`is_prefill` as the bits of a number."""
         self._prefills: list[_Prefills] = []
         self._queued_s: dict[int, Floats] = {}
-        """`queued_s` by priority, of those that somebody has"""
+        """`queued_s` by priority, of the priorities that some prompt has."""
         self._num_queued: Counter[int] = Counter()
+        self._set_columns(np.zeros((2, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((9, 0)))
+
+    def _set_columns(self, flags: NDArray[np.bool_], counts: NDArray[np.int64], sums: Floats) -> None:
+        """Name the rows of three matrices, whose columns are the slots."""
+        self._flags, self._counts, self._sums = flags, counts, sums
+        self.is_prefill, self.is_decode = flags
+        self.prefill_room_blocks, self.decode_room_blocks, self.num_assigned, self.head_priority = counts
+        (
+            self.memory_usage,
+            self.queued_s,
+            self.behind_head_s,
+            self.ends_s,
+            self.batch_size,
+            self.num_kv_tokens,
+            self.num_decoding,
+            self.num_decoding_tokens,
+            self.num_awaiting_turn,
+        ) = sums
 
     @property
     def num_slots(self) -> int:
-        """Slots that somebody has or had."""
+        """Slots that an instance has or had."""
         return len(self._prefills)
 
     @property
@@ -91,48 +122,50 @@ class Loads:
         return len(self._queued_s) > 1
 
     def reset(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
-        """An instance begins in this slot, or (no role) has left it; slots are added as needed."""
+        """Begin anew in a slot, with an instance, or (no role) without one. Slots are added as needed."""
         while self.num_slots <= slot:
             self._prefills.append(_Prefills({}, {}))
-        for name, array in vars(self).items():
-            if isinstance(array, np.ndarray):
-                grown = np.append(array, np.zeros(self.num_slots - len(array), array.dtype))
-                grown[slot] = 0
-                setattr(self, name, grown)
+        self._set_columns(*(self._grown(matrix) for matrix in (self._flags, self._counts, self._sums)))
+        for matrix in (self._flags, self._counts, self._sums):
+            matrix[:, slot] = 0
         for prefill in self._prefills[slot].all:
             self._leave_level(slot, prefill)
-        self._queued_s = {
-            priority: np.append(queued_s, np.zeros(self.num_slots - len(queued_s)))
-            for priority, queued_s in self._queued_s.items()
-        }
+        self._queued_s = {priority: self._grown(queued_s) for priority, queued_s in self._queued_s.items()}
         self._prefills[slot] = _Prefills({}, {})
         self._set_head(slot)
         self.set_role(slot, role, room_blocks)
 
+    def _grown(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A copy with a column for each slot."""
+        missing = np.zeros((*array.shape[:-1], self.num_slots - array.shape[-1]), array.dtype)
+        return np.append(array, missing, axis=-1)
+
     def set_role(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
-        """What an instance may be given from now on: nothing without a role. What it has stays."""
+        """Let an instance get requests of this role, or no more of any. Those that it has stay."""
         self.is_prefill[slot], self.is_decode[slot] = role is Role.PREFILL, role is Role.DECODE
         self.prefill_mask = self.prefill_mask & ~(1 << slot) | (role is Role.PREFILL) << slot
         self.set_room(slot, room_blocks)
 
     def set_room(self, slot: int, num_blocks: int) -> None:
-        """The longest sequence that fits, in blocks."""
+        """Set the longest sequence that fits an instance, in blocks."""
         self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
-        """Until each instance has computed all that it was given and that is not of a higher priority number;
-        what the one that is computed has had of its time is taken off."""
+        """Seconds until each instance has computed all its prompts that go before a prompt of `priority`.
+
+        The time for which the present prompt has been computed is subtracted.
+        """
         left_s: Floats = np.maximum(self.ends_s - now_s, self.behind_head_s)
         behind_s = self.behind_s(priority)
         return left_s if behind_s is None else left_s - behind_s
 
     def behind_s(self, priority: int) -> Floats | None:
-        """Of that, what has a higher priority number; None if nothing has."""
+        """Predicted seconds of queued prompts that go behind one of `priority`; None if none does."""
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return None
-        # What is computed is not interrupted for long.
+        # The prompt that is computed is not interrupted for long.
         stays_s = np.where(self.head_priority > priority, self.queued_s - self.behind_head_s, 0.0)
         behind_s: Floats = np.sum(behind, axis=0) - stays_s
         return behind_s
@@ -140,7 +173,7 @@ class Loads:
     # -- prefill ------------------------------------------------------------------------------------
 
     def assign_prefill(self, slot: int, request_id: str, predicted_s: float, priority: int = 0) -> None:
-        """It is about to be ordered."""
+        """Add a prompt that is about to be ordered."""
         self._prefills[slot].waiting[request_id] = AssignedPrefill(predicted_s, priority)
         self.num_assigned[slot] += 1
         self.queued_s[slot] += predicted_s
@@ -151,13 +184,13 @@ class Loads:
         self._set_head(slot)
 
     def order_prefill(self, slot: int, request_id: str, due_s: float, now_s: float) -> None:
-        """It may be computed; its first token is due at `due_s`, as the worker counts."""
+        """Record that a prompt may be computed, with its first token due at `due_s`, as the worker counts."""
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)
         prefill.ordered_s, prefill.standing_s = now_s, standing_s(prefill.priority, due_s)
         prefills.ordered[request_id] = prefill
         head = prefills.head
-        if head is not None and prefill.standing_s < head.standing_s:  # it goes on behind this one
+        if head is not None and prefill.standing_s < head.standing_s:  # the head goes on behind this prompt
             done_s = min(max(now_s - prefills.head_began_s, 0.0), head.left_s)
             head.left_s -= done_s
             self.queued_s[slot] -= done_s
@@ -168,9 +201,9 @@ class Loads:
     def end_prefill(
         self, slot: int, request_id: str, now_s: float, *, was_computed: bool = True
     ) -> float | None:
-        """It has been computed, or is not wanted any more: the next one begins now. Idempotent.
+        """Remove a prompt that has been computed, or is not wanted any more: the next one begins. Idempotent.
 
-        How long it took, behind those before it; None if that cannot be told.
+        Returns the seconds that it took behind those before it; None if that cannot be told.
         """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id, None) or prefills.ordered.get(request_id)
@@ -196,11 +229,11 @@ class Loads:
             del self._queued_s[priority], self._num_queued[priority]
 
     def has_ordered_prefills(self, slot: int) -> bool:
-        """Whether something is computed there, or could be."""
+        """Whether the instance has prompts that it may compute."""
         return bool(self._prefills[slot].ordered)
 
     def has_begun(self, slot: int, request_id: str) -> bool:
-        """Whether it has been the turn of this prompt."""
+        """Whether the instance has begun to compute this prompt."""
         prefill = self._prefills[slot].ordered.get(request_id)
         return prefill is not None and prefill.has_begun
 
@@ -222,19 +255,19 @@ class Loads:
     # -- decode -------------------------------------------------------------------------------------
 
     def assign_decode(self, slot: int, num_tokens: int) -> None:
-        """A request with so many prompt tokens is going to be decoded here."""
+        """Add a request with `num_tokens` of prompt, to be decoded here."""
         self.num_assigned[slot] += 1
         self.batch_size[slot] += 1
         self.num_kv_tokens[slot] += num_tokens
 
     def begin_decode(self, slot: int, num_tokens: int) -> None:
-        """Its prefill has ended. Who comes behind others that wait for their turn waits too."""
+        """Record that a prefill has ended. The request waits for its turn if others do."""
         self.num_decoding[slot] += 1
         self.num_decoding_tokens[slot] += num_tokens
         self.num_awaiting_turn[slot] += self.num_awaiting_turn.item(slot) > 0
 
     def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
-        """Undoes `assign_decode`, and `begin_decode` if it has begun. Then it is somebody else's turn."""
+        """Undo `assign_decode`, and `begin_decode` if it has begun: then another request has its turn."""
         self.num_assigned[slot] -= 1
         self.batch_size[slot] -= 1
         self.num_kv_tokens[slot] -= num_tokens
@@ -243,11 +276,11 @@ class Loads:
             self.num_decoding_tokens[slot] -= num_tokens
             self.num_awaiting_turn[slot] -= self.num_awaiting_turn.item(slot) > 0
 
-    def hear_turns(self, slot: int, num_awaiting_turn: int) -> None:
-        """So many wait for their turn, as it says: it may have been before the latest came or went."""
+    def heard_turns(self, slot: int, num_awaiting_turn: int) -> None:
+        """Learn how many requests wait for their turn. The heartbeat may be older than the latest of them."""
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 
     def share_in_batches(self, slots: Floats) -> float:
-        """Of the requests that these decode, those that are in their batches."""
+        """The share of the decoding requests at these slots (weights 0 and 1) that are in a batch."""
         num_decoding = float(self.num_decoding.dot(slots))
         return 1.0 - float(self.num_awaiting_turn.dot(slots)) / num_decoding if num_decoding else 1.0

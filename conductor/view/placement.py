@@ -48,8 +48,13 @@ class Placement(NamedTuple):
     prediction: Prediction
 
     @property
+    def identities(self) -> tuple[bytes, bytes]:
+        """The lives of both instances."""
+        return self.prefill.identity, self.decode.identity
+
+    @property
     def num_fetched_blocks(self) -> int:
-        """What `prefill` is believed to lack of the source's blocks."""
+        """The source's blocks that `prefill` is believed to lack."""
         return max(0, self.num_source_blocks - self.num_local_blocks)
 
     @property

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.requests.lifecycle import NOT_PLACED, RequestState
+from conductor.requests.lifecycle import PLACED, RequestState
 from conductor.rules import Limits, Rules, SLOs
 from mooncake.config.policies import Overload
 from mooncake.messages.blocks import KVLayout
@@ -864,6 +864,8 @@ class RequestsEndOnce(RuleBasedStateMachine):
         assert set(self.conductor.requests) == self.open
         for instance in self.conductor.instances:
             assert set(instance.requests) <= self.open
+        for tracked in self.conductor.requests.values():
+            assert (tracked.assignment is not None) is (tracked.state in PLACED)
 
     @invariant()
     def loads_are_those_of_open_requests(self) -> None:
@@ -873,7 +875,8 @@ class RequestsEndOnce(RuleBasedStateMachine):
             slot = self.conductor.prefixes.slots[instance.name]
             assert loads.num_assigned[slot] == len(instance.requests)
         states = [tracked.state for tracked in self.conductor.requests.values()]
-        num_placed = sum(state not in NOT_PLACED for state in states)
+        assert self.conductor.num_queued == states.count(RequestState.QUEUED)
+        num_placed = sum(state in PLACED for state in states)
         assert loads.batch_size.sum() == num_placed
         assert loads.num_decoding.sum() == states.count(RequestState.DECODING)
         if not num_placed:

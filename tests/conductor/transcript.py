@@ -27,8 +27,8 @@ from typing import Any
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
+from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance
-from conductor.view.outcomes import Outcomes
 from mooncake.config.policies import Overload, Scheduling
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
@@ -99,9 +99,9 @@ class Transcript:
         self._submitted: dict[str, Request] = {}
 
     @property
-    def outcomes(self) -> Outcomes:
-        """What has come of all decisions."""
-        return self._conductor.outcomes
+    def stats(self) -> DecisionStats:
+        """Counts of all decisions."""
+        return self._conductor.stats
 
     def run(self, line: str) -> list[str]:
         """What comes of one command."""
@@ -236,7 +236,7 @@ class Transcript:
         ]
 
     def _do_displaced(self) -> list[str]:
-        return [f"{self.outcomes.num_displaced} displaced"]
+        return [f"{self.stats.num_preempted} displaced"]
 
     # -- requests -----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Tenants have equal parts, and of a tenant's part its answers do, however many choices each has. A part is
 counted in what it takes most of, slots or pages (dominant resource fairness, Ghodsi et al., NSDI 2011). A
 sequence that waits takes from a tenant that still has no less than its own then: a step towards max-min
-fairness, as at the Conductor (`conductor.requests.displacement`). So an idle slot is anybody's, and nobody
+fairness, as at the Conductor (`conductor.requests.preemption`). So an idle slot is anybody's, and nobody
 is swapped out and in again without a change.
 
 Owns: that rule. Does not know: who is admitted when, pages, time.

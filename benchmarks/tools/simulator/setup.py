@@ -162,7 +162,7 @@ def simulate(
     span_s = float(arrivals_s.max() - arrivals_s.min()) if len(results) else 0.0
     conductor, reasons = None, {}
     if isinstance(cluster, DisaggregatedCluster):
-        outcomes = cluster.conductor.outcomes
+        outcomes = cluster.conductor.stats
         reasons = {str(reason): number for reason, number in outcomes.num_rejections.items()}
         conductor = {
             "mean_predicted_ttft_s": outcomes.ttft.predicted_s / max(1, sum(outcomes.ttft.counts)),

@@ -65,7 +65,7 @@ def test_what_is_rejected_leaves_nothing_behind(overload: Overload) -> None:
     cluster, results = run(setup)
     assert 0 < results.num(Outcome.REJECTED) < len(LOAD)
     assert len(results) == len(LOAD)
-    assert sum(cluster.conductor.outcomes.num_rejections.values()) == results.num(Outcome.REJECTED)
+    assert sum(cluster.conductor.stats.num_rejections.values()) == results.num(Outcome.REJECTED)
     assert_is_empty(cluster)
 
 

@@ -4,14 +4,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.telemetry.decision_metrics import decision_metrics
-from conductor.view.outcomes import Outcomes
+from conductor.view.decision_stats import DecisionStats
 from tests.conductor.transcript import Transcript
 
 
 class Decisions:
     """Collects what `decision_metrics` yields."""
 
-    def __init__(self, outcomes: Outcomes) -> None:
+    def __init__(self, outcomes: DecisionStats) -> None:
         self._outcomes = outcomes
 
     def collect(self) -> object:
@@ -20,7 +20,7 @@ class Decisions:
 
 def scraped(transcript: Transcript) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(Decisions(transcript.outcomes))  # type: ignore[arg-type]
+    registry.register(Decisions(transcript.stats))  # type: ignore[arg-type]
     return registry
 
 

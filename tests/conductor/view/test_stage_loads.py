@@ -15,7 +15,7 @@ LIMITS = Limits(ttft_slo_s=4.0, tbt_slo_s=0.1)
 @pytest.fixture
 def view() -> ClusterView:
     cluster = Cluster()
-    cluster.view = ClusterView((Costs(0.0, 0.01, 0.0), Costs(0.02, 0.01, 0.0)))
+    cluster.view = ClusterView(profiled=(Costs(0.0, 0.01, 0.0), Costs(0.02, 0.01, 0.0)))
     for name in ("p0", "p1"):
         cluster.add(name)
     for name in ("d0", "d1"):
@@ -47,7 +47,7 @@ def test_a_step_takes_what_those_in_the_batches_take(view: ClusterView) -> None:
             view.loads.assign_decode(slot(view, name), 8)
             view.loads.begin_decode(slot(view, name), 8)
     assert view.mean_step_s() == pytest.approx(0.02 + 4 * 0.01)
-    view.loads.hear_turns(slot(view, "d0"), 2)
+    view.loads.heard_turns(slot(view, "d0"), 2)
     assert view.mean_step_s() == pytest.approx(0.02 + 3 * 0.01), "two wait for their turn"
 
 

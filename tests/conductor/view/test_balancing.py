@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from conductor.balancing import HIGHEST, LOWEST, START, BalancingThreshold
+from conductor.rules import DEFAULT_BALANCING_THRESHOLD
+from conductor.view.balancing import HIGHEST, LOWEST, BalancingThreshold
 from mooncake.messages.pools import PoolStats, Tier, TierStats
 from tests.conductor.test_policy import POOL
 
@@ -29,8 +30,8 @@ class Pool:
 def test_many_misses_of_evicted_blocks_raise_it_and_few_lower_it(num_evicted: int, limit: float) -> None:
     balancing, pool = BalancingThreshold(None), Pool()
     balancing.heard(0, pool.after(5, 5))
-    assert balancing.threshold == START
-    seen = [START]
+    assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
+    seen = [DEFAULT_BALANCING_THRESHOLD]
     for _ in range(10):
         balancing.heard(0, pool.after(1000 - num_evicted, num_evicted))
         seen.append(balancing.threshold)
@@ -42,14 +43,14 @@ def test_it_waits_for_enough_lookups_and_ignores_counters_that_begin_anew() -> N
     balancing, pool = BalancingThreshold(None), Pool()
     balancing.heard(0, pool.after(0, 5000))  # before it was known
     balancing.heard(0, pool.after(0, 999))
-    assert balancing.threshold == START
+    assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
     balancing.heard(0, Pool().after(0, 900))
-    assert balancing.threshold == START
+    assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
     balancing.forget(0)
     balancing.heard(0, pool.after(0, 1))
-    assert balancing.threshold == START
+    assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
     balancing.heard(0, pool.after(0, 1))
-    assert balancing.threshold > START
+    assert balancing.threshold > DEFAULT_BALANCING_THRESHOLD
 
 
 def test_a_given_one_stays() -> None:

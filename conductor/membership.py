@@ -1,0 +1,124 @@
+"""Instances that come, go and drain, and what that does to their requests.
+
+Owns: an instance's way into the cluster and out of it. Does not know: sockets, how a request is placed.
+"""
+
+from conductor.effects import Effect
+from conductor.fronts import Fronts, why_unfit
+from conductor.requests.dispatcher import Dispatcher
+from conductor.requests.placer import Placer
+from conductor.requests.registry import Requests
+from conductor.view.instances import Instance
+from mooncake.messages.fronts import Drain, InstanceDrains
+from mooncake.messages.workers import (
+    InstanceState,
+    Register,
+    Registered,
+    RegisterRefused,
+    Retired,
+    Returning,
+    ReturnNoted,
+)
+
+
+class Membership:
+    """The instances of the registry's cluster. All of them have the model with this fingerprint."""
+
+    def __init__(
+        self, fingerprint: str, fronts: Fronts, requests: Requests, placer: Placer, dispatcher: Dispatcher
+    ) -> None:
+        self._fingerprint, self._fronts = fingerprint, fronts
+        self._requests, self._placer, self._dispatcher = requests, placer, dispatcher
+        self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
+
+    # -- coming -------------------------------------------------------------------------------------
+
+    def register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
+        """Take an instance in, or refuse it."""
+        earlier = self._instances.get(register.instance)
+        if earlier is not None and earlier.registration.incarnation > register.incarnation:
+            refusal = f"a newer {register.instance} is registered; give each instance its own --instance"
+            return [Effect(sender, RegisterRefused(refusal, retryable=True))]
+        unfit = why_unfit(
+            register.instance, register.protocol_version, register.fingerprint, self._fingerprint
+        )
+        if unfit is not None:
+            return [Effect(sender, RegisterRefused(unfit))]
+        if earlier is not None and earlier.identity == sender:
+            earlier.last_seen_s = now_s
+            return [Effect(sender, Registered())]  # it had not received the first answer yet
+        effects = self.drop([earlier] if earlier is not None else [], "has restarted", now_s)
+        instance = Instance(register, sender, last_seen_s=now_s)
+        try:
+            self._view.add(instance, now_s)
+        except ValueError as error:
+            refusal = f"{error}; give each instance its own --instance"
+            return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
+        self._instances.add(instance)
+        self._requests.suspicion.back(instance.name)
+        effects.append(Effect(sender, Registered()))
+        effects += self._placer.retry_waiting(now_s)
+        return effects + self._fronts.tell()
+
+    def returning(self, sender: bytes, message: Returning, now_s: float) -> list[Effect]:
+        """Expect the next life of an instance; the one before has ended, perhaps unnoticed."""
+        effects = [Effect(sender, ReturnNoted())]
+        instance = self._instances.get(message.instance)
+        if instance is not None and instance.registration.incarnation < message.incarnation:
+            effects += self.drop([instance], "has died", now_s)
+        self._instances.expect(message.instance, now_s + self._limits.placement_timeout_s)
+        effects += self._dispatcher.heard_of_end(message.instance, message.failed_in, now_s)
+        return effects + self._placer.retry_waiting(now_s)
+
+    # -- going --------------------------------------------------------------------------------------
+
+    def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
+        """Remove instances: all at once, so that no request is placed on one that is removed next."""
+        for instance in lost:
+            self._instances.remove(instance.name, now_s + self._limits.return_grace_s)
+            self._view.remove(instance)
+        effects = self._fronts.tell() if lost else []
+        return effects + self._dispatcher.lose(lost, reason, now_s)
+
+    # -- draining -----------------------------------------------------------------------------------
+
+    def on_drain(self, sender: bytes, order: Drain, now_s: float) -> list[Effect]:
+        """Drain an instance, or let it serve again, as an operator asks."""
+        instance = self._instances.get(order.instance)
+        if instance is None:
+            return [Effect(sender, InstanceDrains(order.instance, None, 0))]
+        if order.is_wanted:
+            effects = self.drain(instance, InstanceState.DRAINING, now_s)
+        else:
+            effects = self._serve_again(instance, now_s)
+        return [
+            *effects,
+            Effect(sender, InstanceDrains(instance.name, instance.state, len(instance.requests))),
+        ]
+
+    def drain(self, instance: Instance, state: InstanceState, now_s: float) -> list[Effect]:
+        """Place nothing more on the instance; what is queued there goes elsewhere, what runs ends there."""
+        if not self._instances.move(instance, state):
+            return []
+        self._view.close(instance)
+        effects = self._placer.drain(instance, now_s)
+        return effects + self._fronts.tell() + self.retire()
+
+    def _serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
+        if not self._instances.move(instance, InstanceState.SERVING):
+            return []  # it is about to end by itself
+        self._view.open(instance)
+        return self._placer.retry_waiting(now_s) + self._fronts.tell()
+
+    def retire(self) -> list[Effect]:
+        """Let instances end that want to and have no requests left."""
+        idle = [
+            instance
+            for instance in self._instances
+            if instance.state is InstanceState.RETIRING and not instance.requests
+        ]
+        return [
+            Effect(instance.identity, Retired())
+            for instance in idle
+            if self._instances.move(instance, InstanceState.RETIRED)
+        ]

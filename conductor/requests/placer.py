@@ -1,0 +1,282 @@
+"""Which accepted requests get a pair of instances, wait in the admission queue, preempt others, are rejected.
+
+Owns: these decisions, and the order in which requests are placed. Does not know: what fronts and workers say,
+how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too many
+(`conductor.admission.overload`).
+"""
+
+from conductor.admission.overload import NOTHING, Admission, Freed
+from conductor.effects import Effect
+from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.preemption import Preemption
+from conductor.requests.registry import Requests
+from conductor.scheduling.algorithm1 import Scheduler
+from conductor.view.instances import Instance
+from conductor.view.placement import Placement, Reason, Rejection, why_too_large
+from mooncake.messages.fronts import Failed, Rejected
+from mooncake.messages.workers import Role
+
+
+class Placer:
+    """Decides about the requests of the registry."""
+
+    def __init__(self, requests: Requests, scheduler: Scheduler, admission: Admission) -> None:
+        self._requests, self._scheduler, self._admission = requests, scheduler, admission
+        self._instances, self._limits, self._stats = requests.instances, requests.limits, requests.stats
+        self._preemption = Preemption(requests)
+        self._num_released = 0
+        """The registry's number of released pairs when the admission queue was last tried."""
+
+    # -- new requests -------------------------------------------------------------------------------
+
+    def submit(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Accept a new request, and place, queue or reject it."""
+        self._requests.accept(tracked)
+        if not self._requests.admission_queue or tracked.slos.ttft_s is None:
+            return self.place(tracked, now_s)
+        self._requests.enqueue(tracked)
+        return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
+
+    def preempt_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Reject a running request in favour of a new one, as no more may run. No effects if none yields."""
+        other = self._preemption.first(tracked, now_s)
+        if other is None:
+            return []
+        self._stats.num_preempted += 1
+        message = "it gave way to a request of a higher class, or of a tenant that has less"
+        return self._reject(other, Reason.TOO_MANY, message, now_s)
+
+    # -- one request --------------------------------------------------------------------------------
+
+    def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
+        """Give the request a pair, or let it wait, or reject it."""
+        placement = self._schedule(tracked, now_s)
+        if placement is None:
+            return self._wait_for_instances(tracked, now_s)
+        if tracked.refused_by and self._is_refused_by_all(tracked, placement, now_s):
+            if self._may_queue(tracked, placement, now_s):
+                tracked.refused_by.clear()
+                return []
+            return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
+        rejection = self._check(tracked, placement, now_s) if tracked.must_meet_slos else None
+        if rejection is None:
+            return self._assign(tracked, placement, now_s)
+        if may_preempt and (others := self._victims(tracked, placement, rejection, now_s)):
+            return self._preempt(others, tracked, now_s)
+        if rejection.reason is Reason.TBT and self._may_queue(tracked, placement, now_s):
+            return []
+        return self.reject_by_slo(tracked, rejection, now_s)
+
+    def place_after_refusal(
+        self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
+    ) -> list[Effect]:
+        """The double check of section 3: `decode` has refused the request. Reject it if all others have."""
+        effects = self._requests.release(tracked, RequestState.WAITING, now_s)
+        tracked.refused_by.add(decode.name)
+        tracked.may_have_begun = False  # its first token would have left after the check
+        tracked.last_failure = reason
+        effects += self.place(tracked, now_s)
+        if tracked.state is RequestState.QUEUED:
+            self._num_released = self._requests.num_released  # an instance that refuses has no room
+        return effects
+
+    def drain(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Move requests that have not begun on a draining instance to others that have room for them."""
+        effects = []
+        here = [self._requests.by_id[request_id] for request_id in instance.requests]
+        queued = [tracked for tracked in here if self._requests.has_not_begun(tracked)]
+        for tracked in queued:
+            tracked.is_promised = True  # before the first one goes: it must not preempt the next
+        for tracked in queued:
+            if self._requests.suspicion.must_wait(tracked.request_id):
+                continue
+            if self._scheduler.has_room(tracked.request, tracked.refused_by):
+                effects += self._requests.release(tracked, RequestState.WAITING, now_s)
+                placement = self._schedule(tracked, now_s)
+                assert placement is not None
+                effects += self._assign(tracked, placement, now_s)
+        return effects
+
+    def _schedule(self, tracked: TrackedRequest, now_s: float) -> Placement | None:
+        if self._requests.suspicion.must_wait(tracked.request_id):
+            return None
+        return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
+
+    def _check(
+        self, tracked: TrackedRequest, placement: Placement, now_s: float, freed: Freed = NOTHING
+    ) -> Rejection | None:
+        waited_s = now_s - tracked.submitted_s
+        slos = self._requests.slos_in_batch(tracked)
+        return self._admission.check_arrival(tracked.request, placement, slos, waited_s, now_s, freed)
+
+    def _assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
+        order = self._requests.assign(tracked, placement, now_s)
+        return [order, *self._preempt_late(tracked, placement, now_s)]
+
+    def _is_refused_by_all(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        """Whether no decode instance is left for the request, or no time to try another one."""
+        if placement.decode.name in tracked.refused_by:
+            return True
+        return not tracked.is_promised and tracked.is_late(now_s + placement.prediction.ttft_s)
+
+    def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Let a request wait for which no pair has room; end it if none can be expected to."""
+        if (too_large := why_too_large(tracked.request, self._instances)) is not None:
+            return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
+        missing = next((role for role in Role if self._instances.largest(role) is None), None)
+        if missing is not None and not tracked.may_have_begun:
+            message = f"{self._instances.why_none(missing)}{tracked.why_it_waits}"
+            return self._reject(tracked, Reason.UNREADY, message, now_s)
+        if now_s - tracked.waiting_since_s > self._limits.placement_timeout_s:
+            message = f"no pair of instances came back in time{tracked.why_it_waits}"
+            return self._give_up(tracked, Reason.NEVER_PLACED, message, now_s)
+        return []
+
+    # -- the admission queue ------------------------------------------------------------------------
+
+    def retry_waiting(self, now_s: float) -> list[Effect]:
+        """Try all requests that wait: time has passed, or an instance has come."""
+        effects = self._place_queued(now_s, reject=True)
+        for tracked in list(self._requests.by_id.values()):
+            if tracked.state is RequestState.WAITING:
+                effects += self.place(tracked, now_s)
+        return effects
+
+    def retry_queued(self, now_s: float) -> list[Effect]:
+        """Try the admission queue if requests have left their pairs since. Call this after every event."""
+        if self._num_released == self._requests.num_released:
+            return []
+        effects = self._place_queued(now_s)
+        self._num_released = self._requests.num_released
+        return effects
+
+    def _may_queue(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        """Section 7: a request may wait within its TTFT slack, if the queue has room; then it does."""
+        if tracked.slos.ttft_s is None or tracked.is_late(now_s + placement.prediction.ttft_s):
+            return False
+        is_full = len(self._requests.admission_queue) >= self._limits.max_waiting
+        if is_full and tracked.state is not RequestState.QUEUED:
+            return False
+        self._requests.enqueue(tracked)
+        return True
+
+    def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
+        """Place in order, up to the first request that cannot be placed; `reject` those without slack."""
+        if not self._requests.admission_queue:
+            return []
+        effects: list[Effect] = []
+        is_blocked = False
+        for tracked in self._preemption.in_order(self._requests.admission_queue.values(), now_s):
+            if is_blocked:
+                effects += self._reject_if_late(tracked, now_s)
+                continue
+            effects += self.place(tracked, now_s)
+            if tracked.state is RequestState.QUEUED:
+                if not reject:
+                    break
+                is_blocked = True
+        return effects
+
+    def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        placement = self._schedule(tracked, now_s)
+        if placement is not None and tracked.must_meet_slos:
+            rejection = self._check(tracked, placement, now_s)
+            if rejection is not None and not self._may_queue(tracked, placement, now_s):
+                return self.reject_by_slo(tracked, rejection, now_s)
+        return []
+
+    def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
+        """Reject the last request in order that has been promised nothing, if the queue is too long."""
+        most, queue = self._limits.max_waiting, self._requests.admission_queue
+        if len(queue) <= most:
+            return []
+        unpromised = [tracked for tracked in queue.values() if tracked.must_meet_slos]
+        last = self._preemption.in_order(unpromised, now_s)[-1]
+        self._stats.num_preempted += last is not newest
+        message = f"{most} requests wait for load to fall, the limit is {most}"
+        return self._reject(last, Reason.TOO_MANY_WAIT, message, now_s)
+
+    # -- preemption ---------------------------------------------------------------------------------
+
+    def _victims(
+        self, tracked: TrackedRequest, placement: Placement, rejection: Rejection, now_s: float
+    ) -> list[TrackedRequest]:
+        """The requests to preempt so that this one meets its SLOs; none if that cannot be."""
+
+        def is_enough(freed: Freed) -> bool:
+            return self._check(tracked, placement, now_s, freed) is None
+
+        elsewhere_too = rejection.reason is not Reason.TTFT
+        return self._preemption.enough(tracked, placement, now_s, is_enough, elsewhere_too=elsewhere_too)
+
+    def _preempt(self, others: list[TrackedRequest], tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Place the request in the cluster as it is without the others, and then the others."""
+        effects = self._release_all(others, now_s)
+        placement = self._schedule(tracked, now_s)
+        assert placement is not None
+        effects += self._assign(tracked, placement, now_s)
+        return effects + self._place_all(others, now_s)
+
+    def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
+        """Place requests of a lower class elsewhere that are late now that this one goes before them."""
+        if not self._requests.view.loads.has_several_priorities:
+            return []
+        late = []
+        for request_id in placement.prefill.requests:
+            other = self._requests.by_id[request_id]
+            if other.request.priority > tracked.request.priority and self._preemption.may_yield(other):
+                other.placed.delay_s += placement.prediction.prefill_s
+                if other.is_late(other.placed.first_token_s):
+                    late.append(other)
+        return self._release_all(late, now_s) + self._place_all(late, now_s)
+
+    def _release_all(self, others: list[TrackedRequest], now_s: float) -> list[Effect]:
+        self._stats.num_preempted += len(others)
+        released = [self._requests.release(other, RequestState.WAITING, now_s) for other in others]
+        return [effect for effects in released for effect in effects]
+
+    def _place_all(self, others: list[TrackedRequest], now_s: float) -> list[Effect]:
+        placed = [self.place(other, now_s, may_preempt=False) for other in others]
+        return [effect for effects in placed for effect in effects]
+
+    # -- ends ---------------------------------------------------------------------------------------
+
+    def abort(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """End a request that its client or front does not want any more."""
+        return self._requests.cut_short(tracked, RequestState.ABORTED, now_s)
+
+    def fail(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
+        """End a request that cannot be finished."""
+        effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
+        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason))]
+
+    def rejected(
+        self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
+    ) -> Effect:
+        """Tell a front that a request is refused, accepted before or not."""
+        self._stats.rejected(reason)
+        if reason.status in (429, 503) and retry_after_s is None:
+            retry_after_s = self._limits.retry_after_s
+        return Effect(front, Rejected(request_id, reason.status, message, retry_after_s))
+
+    def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
+        """Algorithm 1, line 26: HTTP 429."""
+        self._admission.note(tracked.request, rejection, now_s)
+        return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
+
+    def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
+        """Reject a request whose client has read nothing; another one has failed."""
+        if tracked.may_have_begun:
+            return self.fail(tracked, message, now_s)
+        return self._reject(tracked, reason, message, now_s)
+
+    def _reject(
+        self,
+        tracked: TrackedRequest,
+        reason: Reason,
+        message: str,
+        now_s: float,
+        retry_after_s: float | None = None,
+    ) -> list[Effect]:
+        effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
+        return [*effects, self.rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]

@@ -1,0 +1,142 @@
+"""Which requests yield when there is not room for all: of a lower class, or of a tenant with too much work.
+
+A request that would be rejected may preempt others that have not begun. Those of a higher priority number go
+first. Among equals they are taken from the tenant with the most work, as long as it keeps no less than the
+request's own: a step towards max-min fairness, whatever a single tenant sends. The latest goes first.
+
+Owns: the order. Does not know: how many are enough, what becomes of the preempted.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from conductor.admission.overload import NOTHING, Freed
+from conductor.requests.lifecycle import TrackedRequest
+from conductor.requests.registry import Requests
+from conductor.view.placement import Placement
+from mooncake.messages.aging import aged_priority
+
+
+class Claim(NamedTuple):
+    """A request's part of the cluster."""
+
+    tracked: TrackedRequest
+    level: int
+    """The priority, aged."""
+    device_s: float
+    """Predicted seconds of devices."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the request."""
+        return self.tracked.request.tenant
+
+
+def preemptible(claim: Claim, queued: Iterable[Claim], shares_s: Mapping[str, float]) -> Iterator[Claim]:
+    """The requests that yield to a claim, one after the other.
+
+    Args:
+        claim: The request that needs room.
+        queued: The requests that may yield, oldest first.
+        shares_s: The work of each tenant, without that of `claim`.
+    """
+    left = sorted(queued, key=lambda other: other.level)[::-1]
+    shares_s = defaultdict(float, shares_s)
+    while possible := [other for other in left if _yields(other, claim, shares_s)]:
+        lowest = [other for other in possible if other.level == possible[0].level]
+        chosen = max(lowest, key=lambda other: shares_s[other.tenant])
+        left.remove(chosen)
+        shares_s[chosen.tenant] -= chosen.device_s
+        yield chosen
+
+
+def _yields(other: Claim, claim: Claim, shares_s: Mapping[str, float]) -> bool:
+    if other.level != claim.level:
+        return other.level > claim.level
+    if other.tenant == claim.tenant:
+        return False
+    return shares_s[other.tenant] - other.device_s >= shares_s[claim.tenant] + claim.device_s
+
+
+class Preemption:
+    """Chooses among all accepted requests, which are in the order in which they came."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def may_yield(self, tracked: TrackedRequest) -> bool:
+        """Whether the request has not begun, and has not been promised to be served."""
+        return tracked.must_meet_slos and self._requests.has_not_begun(tracked)
+
+    def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:
+        """The running request that yields to this new one; None if none does."""
+        claim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
+        return None if claim is None else claim.tracked
+
+    def enough(
+        self,
+        tracked: TrackedRequest,
+        placement: Placement,
+        now_s: float,
+        is_enough: Callable[[Freed], bool],
+        *,
+        elsewhere_too: bool,
+    ) -> list[TrackedRequest]:
+        """The requests to preempt so that this one can be placed.
+
+        Args:
+            tracked: The request that needs room.
+            placement: Its pair.
+            now_s: The time.
+            is_enough: Whether this much freed work suffices.
+            elsewhere_too: Whether requests on other prefill instances help.
+
+        Returns:
+            The requests; none if all together would not be enough.
+        """
+        here = placement.prefill.name
+        others = [other for other in self._requests.by_id.values() if elsewhere_too or other.prefill == here]
+        chosen, freed = [], NOTHING
+        for claim in self._preemptible(tracked, placement.prediction.prefill_s, now_s, others):
+            other = claim.tracked
+            chosen.append(other)
+            is_ahead = other.prefill == here and other.request.priority <= tracked.request.priority
+            freed = freed.and_of(other.placed, is_ahead=is_ahead)
+            if is_enough(freed):
+                return chosen
+        return []
+
+    def in_order(self, waiting: Iterable[TrackedRequest], now_s: float) -> list[TrackedRequest]:
+        """Sort by aged priority, then by the work of the tenant, then by arrival."""
+        shares_s = self._shares_s()
+        return sorted(
+            waiting,
+            key=lambda tracked: (
+                _level(tracked, now_s),
+                shares_s[tracked.request.tenant],
+                tracked.submitted_s,
+            ),
+        )
+
+    def _preemptible(
+        self, tracked: TrackedRequest, device_s: float, now_s: float, others: Iterable[TrackedRequest]
+    ) -> Iterator[Claim]:
+        queued = [
+            Claim(other, _level(other, now_s), other.placed.device_s)
+            for other in others
+            if self.may_yield(other)
+        ]
+        return preemptible(Claim(tracked, _level(tracked, now_s), device_s), queued, self._shares_s())
+
+    def _shares_s(self) -> Mapping[str, float]:
+        """The work of each tenant's placed requests."""
+        shares_s: defaultdict[str, float] = defaultdict(float)
+        for tracked in self._requests.by_id.values():
+            if tracked.assignment is not None:
+                shares_s[tracked.request.tenant] += tracked.assignment.device_s
+        return shares_s
+
+
+def _level(tracked: TrackedRequest, now_s: float) -> int:
+    return aged_priority(tracked.request.priority, now_s - tracked.submitted_s)

@@ -1,0 +1,207 @@
+"""The owner of accepted requests: every change of a request's state, and of its pair, is made here.
+
+Owns: the accepted requests, the admission queue, the orders that a change of state needs. Does not know:
+which pair is chosen, why a request ends, what fronts and workers say.
+"""
+
+from collections import Counter
+
+from conductor.effects import Effect
+from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
+from conductor.requests.suspicion import Suspicion
+from conductor.rules import Limits, Rules, SLOs
+from conductor.view.assignments import Assignments
+from conductor.view.cluster_view import ClusterView
+from conductor.view.decision_stats import DecisionStats
+from conductor.view.instances import Instance, Instances
+from conductor.view.placement import Placement
+from mooncake.messages.pools import Grant
+from mooncake.messages.requests import Ref, Request
+from mooncake.messages.workers import Abort, Decode, Prefill, Prefilled, Reserve
+
+
+class Requests:
+    """All accepted requests, and where they are.
+
+    Invariants of a request between two calls:
+
+    - It is in `by_id` from `accept` to its end.
+    - It has an assignment exactly if its state is in `PLACED`. Then both instances of its pair have it among
+      their `requests`, the prefill instance until its prefill has ended.
+    - It is in `admission_queue` exactly if its state is QUEUED.
+    """
+
+    def __init__(
+        self, epoch: int, instances: Instances, view: ClusterView, limits: Limits, rules: Rules
+    ) -> None:
+        self.epoch = epoch
+        self.instances, self.view, self.limits = instances, view, limits
+        self.stats = DecisionStats()
+        self.suspicion = Suspicion(limits.max_attempts)
+        self.by_id: dict[str, TrackedRequest] = {}
+        self.admission_queue: dict[str, TrackedRequest] = {}
+        self.num_released = 0
+        """The number of pairs that requests have left."""
+        self._assignments = Assignments(view, rules, self.stats)
+        self._has_double_check = rules.has_double_check
+        self._num_of_tenant: Counter[str] = Counter()
+
+    # -- questions ----------------------------------------------------------------------------------
+
+    @property
+    def strictest_tbt_slo_s(self) -> float | None:
+        """The least TBT SLO of all placed requests."""
+        return self._assignments.strictest_tbt_slo_s
+
+    def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
+        """The request's SLOs, with the TBT SLO of the strictest request that may share its batch."""
+        if not self.limits.slo_classes:
+            return tracked.slos
+        both_s = (tracked.slos.tbt_s, self.strictest_tbt_slo_s)
+        return tracked.slos._replace(
+            tbt_s=min((tbt_s for tbt_s in both_s if tbt_s is not None), default=None)
+        )
+
+    def has_not_begun(self, tracked: TrackedRequest) -> bool:
+        """Whether the request has a pair, and nothing of its prompt has been computed there."""
+        if tracked.state is RequestState.PREFILLING:
+            return not self._assignments.has_begun(tracked.placed)
+        return tracked.state is RequestState.RESERVING
+
+    def is_within_equal_part(self, tenant: str) -> bool:
+        """Whether one more request leaves the tenant within an equal part of `max_running_requests`."""
+        num_tenants = len(self._num_of_tenant) + (tenant not in self._num_of_tenant)
+        return (self._num_of_tenant[tenant] + 1) * num_tenants <= self.limits.max_running_requests
+
+    def current(self, ref: Ref) -> TrackedRequest | None:
+        """The placed request whose present attempt is `ref`."""
+        tracked = self.by_id.get(ref.request_id)
+        return tracked if tracked is not None and tracked.ref == ref and tracked.state in PLACED else None
+
+    # -- a request's steps --------------------------------------------------------------------------
+
+    def new(self, front: bytes, request: Request, now_s: float) -> TrackedRequest:
+        """A request as a front has submitted it. It is not accepted yet."""
+        ref = Ref(self.epoch, request.request_id, 0)
+        return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
+
+    def accept(self, tracked: TrackedRequest) -> None:
+        """Own the request from now on."""
+        self.by_id[tracked.request_id] = tracked
+        self._num_of_tenant[tracked.request.tenant] += 1
+
+    def enqueue(self, tracked: TrackedRequest) -> None:
+        """Put a waiting request into the admission queue. Idempotent."""
+        if tracked.state is not RequestState.QUEUED:
+            tracked.move_to(RequestState.QUEUED)
+            self.admission_queue[tracked.request_id] = tracked
+
+    def assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> Effect:
+        """Give the request this pair, and order pages from its decode instance."""
+        request, prefill, decode = tracked.request, placement.prefill, placement.decode
+        self.admission_queue.pop(tracked.request_id, None)
+        tracked.ref = Ref(self.epoch, tracked.request_id, tracked.ref.attempt + 1)
+        for instance in (prefill, decode):
+            instance.requests[tracked.request_id] = len(request.token_ids)
+        tracked.assignment = self._assignments.assign(request, placement, tracked.slos, now_s)
+        tracked.move_to(RequestState.RESERVING)
+        reserve = Reserve(
+            tracked.ref,
+            request,
+            self.slos_in_batch(tracked).tbt_s,
+            may_refuse=self._has_double_check and not tracked.may_have_begun,
+            shares_cores=decode.shares_cores(prefill),
+            alone=self.suspicion.is_suspect(tracked.request_id),
+        )
+        return Effect(decode.identity, reserve)
+
+    def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> Effect:
+        """Order the prompt from the prefill instance, now that the decode instance has granted pages."""
+        tracked.move_to(RequestState.PREFILLING)
+        placement, time_left_s = tracked.placed.placement, tracked.time_left_s(now_s)
+        num_held_blocks = _num_held_blocks(tracked.request, grant)
+        source = self._assignments.order_prefill(tracked.placed, num_held_blocks, time_left_s, now_s)
+        num_blocks = placement.num_local_blocks
+        if source is not None:
+            num_blocks = max(num_blocks, source.num_blocks)
+        alone = self.suspicion.is_suspect(tracked.request_id)
+        order = Prefill(tracked.ref, tracked.request, grant, time_left_s, source, num_blocks, alone)
+        return Effect(placement.prefill.identity, order)
+
+    def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> Effect:
+        """Order the decode instance to go on, now that prefill has ended."""
+        self._end_prefill(tracked, now_s, prefilled.num_cached_tokens)
+        order = Decode(
+            tracked.ref,
+            prefilled.first_token,
+            prefilled.num_cached_tokens,
+            prefilled.first_logprobs,
+            tracked.time_left_s(now_s),
+        )
+        return Effect(tracked.placed.placement.decode.identity, order)
+
+    def begin_inlined(self, tracked: TrackedRequest, now_s: float) -> None:
+        """Record that the decode instance computes the prompt itself."""
+        self._end_prefill(tracked, now_s, None)
+
+    def _end_prefill(self, tracked: TrackedRequest, now_s: float, num_cached_tokens: int | None) -> None:
+        tracked.move_to(RequestState.DECODING)
+        tracked.may_have_begun = True
+        tracked.placed.placement.prefill.requests.pop(tracked.request_id, None)
+        self._assignments.end_prefill(tracked.placed, now_s, num_cached_tokens)
+
+    def release(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
+        """Take the request off its pair for another attempt. `state` is WAITING or INTERRUPTED."""
+        effects = self._leave_pair(tracked, now_s)
+        tracked.waiting_since_s = now_s
+        tracked.move_to(state)
+        return effects
+
+    def resume(self, tracked: TrackedRequest, request: Request) -> None:
+        """Let an interrupted request wait for a pair, with its output so far as part of its prompt."""
+        tracked.request = request
+        tracked.move_to(RequestState.WAITING)
+
+    def finish(self, tracked: TrackedRequest, num_output_tokens: int, now_s: float) -> None:
+        """End a request that has all its tokens."""
+        self._assignments.end_decode(tracked.placed, now_s, num_output_tokens)
+        self._leave_pair(tracked, now_s)
+        self._end(tracked, RequestState.FINISHED)
+
+    def cut_short(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
+        """End the request, and tell its instances to stop. `state` is ABORTED or FAILED."""
+        effects = self._leave_pair(tracked, now_s)
+        self._end(tracked, state)
+        return effects
+
+    def _end(self, tracked: TrackedRequest, state: RequestState) -> None:
+        tracked.move_to(state)
+        del self.by_id[tracked.request_id]
+        self.admission_queue.pop(tracked.request_id, None)
+        tenant = tracked.request.tenant
+        self._num_of_tenant[tenant] -= 1
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant]
+        self.suspicion.ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
+
+    def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Take the request off its instances, if it has any: the orders to stop for those that are alive."""
+        assignment, tracked.assignment = tracked.assignment, None
+        if assignment is None:
+            return []
+        self._assignments.release(assignment, now_s)
+        self.num_released += 1
+        names = {assignment.placement.prefill.name, assignment.placement.decode.name}
+        alive = [instance for name in sorted(names) if (instance := self.instances.get(name)) is not None]
+        return [self._stopped(tracked, instance) for instance in alive]
+
+    @staticmethod
+    def _stopped(tracked: TrackedRequest, instance: Instance) -> Effect:
+        instance.requests.pop(tracked.request_id, None)
+        return Effect(instance.identity, Abort(tracked.ref))
+
+
+def _num_held_blocks(request: Request, grant: Grant) -> int:
+    """The prompt's leading blocks for which the decode instance granted no page, as it holds them."""
+    missing = [page.block_index for page in grant.pages]
+    return min([*missing, len(request.block_keys)])

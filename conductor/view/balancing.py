@@ -1,0 +1,56 @@
+"""`kvcache_balancing_threshold`, given or adapted (Mooncake, section 6.2).
+
+A copy of a prefix costs no TTFT, which is estimated, but DRAM: what it replaces may be wanted again. The
+pools tell how many lookups missed a block that had been evicted a short while ago. If these are many, the
+threshold rises, so that only large gains are copied; if they are few it falls, and prefixes spread. It is
+quicker to rise.
+
+Owns: the threshold. Does not know: time, prefixes, which instance fetches.
+"""
+
+from collections.abc import Iterable
+
+from conductor.rules import DEFAULT_BALANCING_THRESHOLD
+from mooncake.messages.pools import PoolStats
+
+LOWEST, HIGHEST = 1.05, 4.0
+MANY_EVICTED = 0.02
+"""The share of lookups for lately evicted blocks above which the threshold rises."""
+_LOOKUPS_A_STEP = 1000
+_RISE, _FALL = 1.25, 0.95
+
+
+class BalancingThreshold:
+    """The threshold: `fixed`, or adapted if that is None."""
+
+    def __init__(self, fixed: float | None = DEFAULT_BALANCING_THRESHOLD) -> None:
+        self.threshold = DEFAULT_BALANCING_THRESHOLD if fixed is None else fixed
+        self._adapts = fixed is None
+        self._reported: dict[int, tuple[int, int]] = {}  # by slot: lookups, and misses of evicted blocks
+        self._num_lookups = self._num_evicted = 0  # since the last step
+
+    def forget(self, slot: int) -> None:
+        """Forget the counts of an instance that has left its slot."""
+        self._reported.pop(slot, None)
+
+    def heard(self, slot: int, pools: Iterable[PoolStats]) -> None:
+        """Learn what the pools of an instance have counted since they began."""
+        if not self._adapts:
+            return
+        num_lookups = num_evicted = 0
+        for pool in pools:
+            num_evicted += pool.num_misses.get("evicted", 0)
+            num_lookups += sum(pool.num_misses.values()) + sum(tier.num_hits for tier in pool.tiers.values())
+        before = self._reported.get(slot)
+        self._reported[slot] = num_lookups, num_evicted
+        if before is None or num_lookups < before[0]:
+            return  # its counts have begun anew
+        self._num_lookups += num_lookups - before[0]
+        self._num_evicted += num_evicted - before[1]
+        if self._num_lookups >= _LOOKUPS_A_STEP:
+            self._step()
+
+    def _step(self) -> None:
+        many = self._num_evicted > MANY_EVICTED * self._num_lookups
+        self.threshold = min(max(self.threshold * (_RISE if many else _FALL), LOWEST), HIGHEST)
+        self._num_lookups = self._num_evicted = 0
