@@ -24,8 +24,7 @@ from conductor.scheduling.native import new_scheduler
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance, Instances
-from conductor.view.placement import Placement, Reason, why_too_large
-from conductor.view.stage_loads import decode_load, prefill_load
+from conductor.view.placement import Reason, why_too_large
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
@@ -112,19 +111,6 @@ class Conductor:
     def stats(self) -> DecisionStats:
         """Counts of decisions, and the errors of their predictions."""
         return self._requests.stats
-
-    def placement_of(self, request_id: str) -> Placement | None:
-        """The placement of a request; None while it has none."""
-        tracked = self.requests.get(request_id)
-        return None if tracked is None or tracked.assignment is None else tracked.assignment.placement
-
-    def stage_loads(self, now_s: float) -> dict[str, float]:
-        """The load of each stage in relation to its SLO. Stages without an SLO or instances are left out."""
-        loads = {
-            "prefill": prefill_load(self.view, self.limits, now_s),
-            "decode": decode_load(self.view, self.limits),
-        }
-        return {stage: load for stage, load in loads.items() if load is not None}
 
     # -- events -------------------------------------------------------------------------------------
 

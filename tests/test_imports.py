@@ -144,7 +144,7 @@ def test_a_folder_lists_few_files_and_says_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("module", "path"),
-    [(m, p) for m, p in modules() if unit_of(m) in PURE and m != "conductor.telemetry.metrics"],
+    [(m, p) for m, p in modules() if unit_of(m) in PURE],
 )
 def test_policy_does_no_io(module: str, path: Path) -> None:
     assert not imports_of(path) & IMPURE_LIBRARIES, module

@@ -156,6 +156,7 @@ async def serve(process: ConductorProcess) -> None:
         ConductorMetrics(
             conductor,
             registry,
+            time.monotonic,
             lambda: router.num_refused,
             lambda: router.num_unfinished,
             lambda: follower.streams,

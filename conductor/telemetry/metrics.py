@@ -1,20 +1,27 @@
-"""The Conductor's metrics, read from its state at each scrape."""
+"""The Conductor's metrics, read from its state at each scrape.
 
-import time
+Owns: names of metrics. Does not know: the clock, how decisions are made, how the index is kept.
+"""
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from conductor.index.event_stream import EventStream
+from conductor.index.prefix_index import PrefixIndex
 from conductor.policy import Conductor
+from conductor.replication.copies import Replication
 from conductor.requests.lifecycle import RUNNING_STATES
-from conductor.telemetry.decision_metrics import decision_metrics
+from conductor.rules import Limits
 from conductor.telemetry.history import History
-from conductor.telemetry.index_metrics import index_metrics
-from conductor.telemetry.replication_metrics import replication_metrics
+from conductor.view.cluster_view import ClusterView
+from conductor.view.decision_stats import ERROR_BOUNDS_S, DecisionStats, Errors
+from conductor.view.placement import Reason, Reuse
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.workers import InstanceState, Role
 
@@ -22,96 +29,65 @@ from mooncake.messages.workers import InstanceState, Role
 class ConductorMetrics(Collector):
     """Instances, requests, decisions, and the prefix index; registers itself.
 
-    `num_refused` counts connections to the Conductor that showed another key, or none, `num_unfinished`
-    those that ended in the middle of their handshake. `streams` are the KV events that are followed, by
-    messenger.
+    Args:
+        conductor: The policy whose state is read.
+        registry: Where the metrics are registered.
+        now_s: Tells the time.
+        num_refused: Counts connections to the Conductor that showed another key, or none.
+        num_unfinished: Counts connections that ended in the middle of their handshake.
+        streams: The KV events that are followed, by messenger.
     """
 
     def __init__(
         self,
         conductor: Conductor,
         registry: CollectorRegistry,
+        now_s: Callable[[], float],
         num_refused: Callable[[], int],
         num_unfinished: Callable[[], int],
         streams: Callable[[], Mapping[str, EventStream]],
     ) -> None:
-        self._conductor = conductor
+        self._conductor, self._now_s = conductor, now_s
         self._num_refused, self._num_unfinished = num_refused, num_unfinished
         self._streams = streams
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """One sample a role, a state, an instance."""
-        instances = GaugeMetricFamily("mooncake_instances", "registered instances", labels=["role"])
-        for role in Role:
-            instances.add_metric([role.value], len(self._conductor.instances.of_role(role)))
-        yield instances
-
-        requests = GaugeMetricFamily(
-            "mooncake_requests_by_state", "accepted requests by state", labels=["state"]
+        """Yield all families."""
+        conductor = self._conductor
+        yield from self._instances()
+        states = Counter(tracked.state for tracked in conductor.requests.values())
+        yield _gauges(
+            "mooncake_requests_by_state",
+            "accepted requests by state; queued: in the admission queue",
+            "state",
+            {state.name.lower(): states[state] for state in RUNNING_STATES},
         )
-        counts = Counter(tracked.state for tracked in self._conductor.requests.values())
-        for state in RUNNING_STATES:
-            requests.add_metric([state.name.lower()], counts[state])
-        yield requests
-
         yield GaugeMetricFamily(
             "mooncake_requests_waiting_for_load",
             "accepted requests that wait for load to fall, while their TTFT SLO allows it",
-            self._conductor.num_queued,
+            conductor.num_queued,
         )
-
-        stages = GaugeMetricFamily(
+        yield _gauges(
             "mooncake_stage_load",
             "what is predicted of a stage's instances in relation to its SLO, on average",
-            labels=["stage"],
+            "stage",
+            stage_loads(conductor.view, conductor.limits, self._now_s()),
         )
-        for stage, load in self._conductor.stage_loads(time.monotonic()).items():
-            stages.add_metric([stage], load)
-        yield stages
-
         yield GaugeMetricFamily(
             "mooncake_kvcache_balancing_threshold",
             "how many times as long as the own prefix another one is to be fetched",
-            self._conductor.view.balancing.threshold,
+            conductor.view.balancing.threshold,
         )
-
-        draining = GaugeMetricFamily(
-            "mooncake_instance_draining", "1 for an instance that is given no more work", labels=["instance"]
-        )
-        for instance in self._conductor.instances:
-            draining.add_metric([instance.name], instance.state is not InstanceState.SERVING)
-        yield draining
-
-        assigned = GaugeMetricFamily(
-            "mooncake_instance_assigned_tokens", "prompt tokens assigned to an instance", labels=["instance"]
-        )
-        for instance in self._conductor.instances:
-            assigned.add_metric([instance.name], instance.num_assigned_tokens)
-        yield assigned
-
-        engines = GaugeMetricFamily(
-            "mooncake_instance_engine",
-            "1 for what computes: on CPUs the kernels' instruction set, or torch at about half their speed",
-            labels=["instance", "engine"],
-        )
-        for instance in self._conductor.instances:
-            engines.add_metric([instance.name, instance.registration.engine], 1)
-        yield engines
-
-        blocks = GaugeMetricFamily(
+        contexts = conductor.contexts
+        yield _gauges(
             "mooncake_context_cache_blocks",
             "blocks of context caches, and how many of them are pinned in some pool",
-            labels=["state"],
+            "state",
+            {"pinned": contexts.num_pinned, "missing": contexts.num_blocks - contexts.num_pinned},
         )
-        contexts = self._conductor.contexts
-        blocks.add_metric(["pinned"], contexts.num_pinned)
-        blocks.add_metric(["missing"], contexts.num_blocks - contexts.num_pinned)
-        yield blocks
-
-        if (replication := self._conductor.replication) is not None:
-            yield from replication_metrics(replication)
-
+        if conductor.replication is not None:
+            yield from replication_metrics(conductor.replication)
         yield CounterMetricFamily(
             "mooncake_conductor_strangers",
             "connections that were closed because they showed another key than the cluster's, or none",
@@ -122,33 +98,178 @@ class ConductorMetrics(Collector):
             "connections that ended in the middle of their handshake, with whatever key",
             self._num_unfinished(),
         )
-        yield from decision_metrics(self._conductor.stats)
-        yield from index_metrics(self._conductor.prefixes, self._streams())
+        yield from decision_metrics(conductor.stats)
+        yield from index_metrics(conductor.prefixes, self._streams())
+
+    def _instances(self) -> Iterator[Metric]:
+        instances = list(self._conductor.instances)
+        yield _gauges(
+            "mooncake_instances",
+            "registered instances",
+            "role",
+            {role.value: len(self._conductor.instances.of_role(role)) for role in Role},
+        )
+        yield _gauges(
+            "mooncake_instance_draining",
+            "1 for an instance that is given no more work",
+            "instance",
+            {instance.name: instance.state is not InstanceState.SERVING for instance in instances},
+        )
+        yield _gauges(
+            "mooncake_instance_assigned_tokens",
+            "prompt tokens assigned to an instance",
+            "instance",
+            {instance.name: instance.num_assigned_tokens for instance in instances},
+        )
+        engines = GaugeMetricFamily(
+            "mooncake_instance_engine",
+            "1 for what computes: on CPUs the kernels' instruction set, or torch at about half their speed",
+            labels=["instance", "engine"],
+        )
+        for instance in instances:
+            engines.add_metric([instance.name, instance.registration.engine], 1)
+        yield engines
 
 
 class HistoryMetrics(Collector):
-    """What has become of requests; registers itself."""
+    """How requests have ended, and the steps that they have been through; registers itself."""
 
     def __init__(self, history: History, registry: CollectorRegistry) -> None:
         self._history = history
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """One sample a reason, an end, a step."""
+        """Yield all families."""
         history = self._history
-        for name, text, label, counts in (
-            ("mooncake_ended_requests", "requests (choices) by their end", "outcome", history.num_ended),
-            ("mooncake_request_steps", "steps that requests have been through", "step", history.num_steps),
-            ("mooncake_request_step_seconds", "time that they took", "step", history.step_s),
-        ):
-            family = CounterMetricFamily(name, text, labels=[label])
-            for value, count in counts.items():
-                family.add_metric([value], count)
-            yield family
+        yield _counters(
+            "mooncake_ended_requests", "requests (choices) by their end", "outcome", history.num_ended
+        )
+        yield _counters(
+            "mooncake_request_steps", "steps that requests have been through", "step", history.num_steps
+        )
+        yield _counters("mooncake_request_step_seconds", "time that they took", "step", history.step_s)
+
+
+def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, float]:
+    """The predictions for each stage in relation to its SLO: Mooncake's definition of load (section 7.1).
+
+    Stages without an SLO or instances are left out.
+    """
+    loads, of_stages = view.loads, dict[str, float]()
+    if limits.ttft_slo_s is not None and loads.is_prefill.any():
+        of_stages["prefill"] = float(loads.queue_s(now_s)[loads.is_prefill].mean()) / limits.ttft_slo_s
+    if limits.tbt_slo_s is not None and loads.is_decode.any():
+        slots = loads.is_decode.nonzero()[0].tolist()
+        steps_s = [
+            view.decode_costs.predict_s(slot, num_decoding, loads.num_decoding_tokens.item(slot))
+            for slot in slots
+            if (num_decoding := loads.num_decoding.item(slot))
+        ]
+        of_stages["decode"] = sum(steps_s) / len(slots) / limits.tbt_slo_s
+    return of_stages
+
+
+def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
+    """Placements, rejections, fetches, and the errors of predictions."""
+    yield _counters(
+        "mooncake_placements",
+        "requests that were given a pair of instances, by where the prefix that is reused comes from",
+        "prefix",
+        {reuse.value: stats.num_placements[reuse] for reuse in Reuse},
+    )
+    yield _counters(
+        "mooncake_rejections",
+        "requests that were rejected, by the limit or SLO that they would have missed",
+        "reason",
+        {reason.value: stats.num_rejections[reason] for reason in Reason},
+    )
+    yield CounterMetricFamily(
+        "mooncake_displacements",
+        "requests that were preempted before they began, by those of a higher class or a tenant with less",
+        stats.num_preempted,
+    )
+    yield CounterMetricFamily(
+        "mooncake_ordered_fetches",
+        "prefixes that prefill instances were told to fetch from others",
+        stats.num_fetches,
+    )
+    yield CounterMetricFamily(
+        "mooncake_ordered_fetch_blocks",
+        "blocks of those that the prefill instance was believed to lack",
+        stats.num_fetched_blocks,
+    )
+    seconds = CounterMetricFamily(
+        "mooncake_predictions_seconds",
+        "sums over requests: what was predicted at placement, and what it was",
+        labels=["of", "kind"],
+    )
+    for of, errors in (("ttft", stats.ttft), ("tbt", stats.tbt)):
+        seconds.add_metric([of, "predicted"], errors.predicted_s)
+        seconds.add_metric([of, "actual"], errors.actual_s)
+    yield seconds
+    yield _histogram("mooncake_ttft_prediction_error_seconds", "from placement to first token", stats.ttft)
+    yield _histogram("mooncake_tbt_prediction_error_seconds", "of a request's mean TBT", stats.tbt)
+
+
+def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
+    """The blocks that the prefix index knows of each pool, and the KV events that have told of them."""
+    yield GaugeMetricFamily(
+        "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
+    )
+    held = GaugeMetricFamily(
+        "mooncake_index_blocks", "blocks in the prefix index by holder", labels=["instance", "tier"]
+    )
+    for name in streams:
+        for tier, num_blocks in prefixes.num_held(name).items():
+            held.add_metric([name, tier.value], num_blocks)
+    yield held
+    yield _gauges(
+        "mooncake_index_current",
+        "1 while every KV event that is known of has been applied",
+        "instance",
+        {name: stream.is_current for name, stream in streams.items()},
+    )
+    yield _counters(
+        "mooncake_kv_event_batches",
+        "batches of KV events applied",
+        "instance",
+        {name: stream.num_batches for name, stream in streams.items()},
+    )
+    yield _counters(
+        "mooncake_kv_event_gaps",
+        "times that live batches were missing and replayed",
+        "instance",
+        {name: stream.num_gaps for name, stream in streams.items()},
+    )
+    yield _counters(
+        "mooncake_kv_event_snapshots",
+        "snapshots of a pool's contents applied",
+        "instance",
+        {name: stream.num_snapshots for name, stream in streams.items()},
+    )
+
+
+def replication_metrics(replication: Replication) -> Iterator[Metric]:
+    """Copies of hot prefixes that were ordered ahead of requests."""
+    yield GaugeMetricFamily(
+        "mooncake_replication_copies",
+        "copies of hot prefixes that were ordered ahead and have come",
+        replication.num_copies,
+    )
+    yield CounterMetricFamily(
+        "mooncake_replication_ordered_blocks",
+        "blocks of hot prefixes that prefill instances were told to fetch ahead",
+        replication.num_ordered_blocks,
+    )
+    yield CounterMetricFamily(
+        "mooncake_replication_dropped_blocks",
+        "blocks of such copies that were dropped again, as others hold them and few ask for them",
+        replication.num_dropped_blocks,
+    )
 
 
 def instances_text(conductor: Conductor, model_name: str) -> str:
-    """What the instances said in their last heartbeats, in Prometheus' text format."""
+    """The latest heartbeats of the instances in Prometheus' text format."""
     return instance_text(
         [
             InstanceReport(instance.name, instance.registration.capacity.num_device_pages, instance.heartbeat)
@@ -156,4 +277,26 @@ def instances_text(conductor: Conductor, model_name: str) -> str:
             if instance.heartbeat is not None
         ],
         model_name,
+    )
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value_of_label, value in values.items():
+        family.add_metric([value_of_label], value)
+    return family
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value_of_label, value in values.items():
+        family.add_metric([value_of_label], value)
+    return family
+
+
+def _histogram(name: str, of: str, errors: Errors) -> Metric:
+    bounds = [*map(floatToGoString, ERROR_BOUNDS_S), "+Inf"]
+    buckets = list(zip(bounds, map(float, accumulate(errors.counts)), strict=True))
+    return HistogramMetricFamily(
+        name, f"predicted against actual, {of}: the difference", buckets, errors.sum_s
     )

@@ -352,8 +352,7 @@ class Transcript:
 
     def _why(self, request_id: str) -> str:
         """How the pair was chosen."""
-        placement = self._conductor.placement_of(request_id)
-        assert placement is not None
+        placement = self._conductor.requests[request_id].placed.placement
         source = "" if placement.source is None else f" source={_instance(placement.source, placement)}"
         times = placement.prediction
         return (
