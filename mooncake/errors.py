@@ -91,7 +91,14 @@ class PoolError(MooncakeError):
 
 
 class PoolFullError(PoolError):
-    """No page is free, and every page that is in use is leased."""
+    """No page is free, and every page that is in use is leased.
+
+    `space_epoch` is the pool's at the moment of the refusal: a wait for a later one misses no page.
+    """
+
+    def __init__(self, message: str, space_epoch: int = 0) -> None:
+        super().__init__(message)
+        self.space_epoch = space_epoch
 
 
 class TransferError(MooncakeError):

@@ -34,7 +34,7 @@ from benchmarks.decode import goodput, interference
 from benchmarks.decode.goodput import Row
 from benchmarks.decode.requests import Sender, client
 from benchmarks.decode.throughput import CONCURRENCIES, Measured, compare
-from benchmarks.kvstore.peer import PeerError
+from benchmarks.kvstore.mooncake_store import PeerError
 from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.transformers_serve import TransformersServe
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu

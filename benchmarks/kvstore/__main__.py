@@ -1,6 +1,6 @@
 """One markdown table per section: ours, the peer, and the limit of the machine, measured in turn.
 
-    python -m benchmarks.store [--quick] [--full] [--only SECTION] [--directory DIR]
+    python -m benchmarks.kvstore [--quick] [--full] [--only SECTION] [--directory DIR]
 
 Owns: the sections and their tables. Does not know: how anything is measured.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.kvstore import peer
+from benchmarks.kvstore import mooncake_store
 from benchmarks.kvstore.disk import (
     FIO_HINT,
     FIO_NOTE,
@@ -79,7 +79,7 @@ def metadata(effort: Effort, python: Path | None) -> None:
         store = stack.enter_context(contextlib.closing(OurStore("unix")))
         stores: dict[str, Side] = {"ours, through the socket": Workload(store, Memory())}
         if python is not None:
-            stores[PEER] = stack.enter_context(peer.same_process(python, {}))[1]
+            stores[PEER] = stack.enter_context(mooncake_store.same_process(python, {}))[1]
         for name, side in stores.items():
             progress(f"metadata: filling {name}")
             side.open(SMALLEST)
@@ -114,8 +114,10 @@ def memory(effort: Effort, python: Path | None) -> None:
         store, blocks = stack.enter_context(contextlib.closing(OurStore("unix"))), Memory()
         sides: dict[str, Side] = {OURS: Workload(store, blocks)}
         if python is not None:
-            sides[PEER] = stack.enter_context(peer.same_process(python, {}))[1]
-            sides[PEER_CHECKED] = stack.enter_context(peer.same_process(python, peer.CHECKSUMS))[1]
+            sides[PEER] = stack.enter_context(mooncake_store.same_process(python, {}))[1]
+            sides[PEER_CHECKED] = stack.enter_context(
+                mooncake_store.same_process(python, mooncake_store.CHECKSUMS)
+            )[1]
         sides["limit: memcpy"] = Workload(Memcpy(), blocks)
         _put_and_get("Memory: one host", effort, sides, has_leases=True)
 
@@ -149,8 +151,10 @@ def tcp(effort: Effort, python: Path | None) -> None:
         blocks = Memory()
         sides: dict[str, Side] = {OURS: Workload(store, blocks)}
         if python is not None:
-            sides[PEER] = stack.enter_context(peer.second_process(python, {}))
-            sides[PEER_CHECKED] = stack.enter_context(peer.second_process(python, peer.CHECKSUMS))
+            sides[PEER] = stack.enter_context(mooncake_store.second_process(python, {}))
+            sides[PEER_CHECKED] = stack.enter_context(
+                mooncake_store.second_process(python, mooncake_store.CHECKSUMS)
+            )
         sides["limit: one raw stream"] = Workload(stream, blocks)
         _put_and_get("TCP: loopback, second process", effort, sides, has_leases=False)
 
@@ -256,7 +260,7 @@ def index_bytes(effort: Effort, python: Path | None) -> None:
     if python is not None:
         num_blocks = effort.num_index_blocks[0]
         progress(f"bytes: {PEER}, {num_blocks:,} objects")
-        with peer.same_process(python, {}) as (master, driver):
+        with mooncake_store.same_process(python, {}) as (master, driver):
             driver.open(SMALLEST)
             before_bytes = resident_bytes(master.process.pid)
             elapsed_s = driver.call("put_many", num_blocks)
@@ -287,15 +291,15 @@ def main() -> None:
     amount.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     amount.add_argument("--full", action="store_true", help="also an index of 10M blocks (several GiB)")
     parser.add_argument("--only", choices=SECTIONS, help="one section")
-    parser.add_argument("--directory", type=Path, default=peer.CACHE, help="of the disk to measure")
+    parser.add_argument("--directory", type=Path, default=mooncake_store.CACHE, help="of the disk to measure")
     flags = parser.parse_args()
     effort = FULL if flags.full else QUICK if flags.quick else NORMAL
     wanted = [flags.only] if flags.only else SECTIONS
     python = None
     if wanted not in (["ssd"], ["buffers"]):
         try:
-            python = peer.install()
-        except peer.PeerError as error:
+            python = mooncake_store.install()
+        except mooncake_store.PeerError as error:
             progress(f"no peer: {error}")
     for section in wanted:
         match section:

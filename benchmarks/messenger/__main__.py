@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from benchmarks.kvstore.limits import Memcpy, RawStream
-from benchmarks.kvstore.peer import PACKAGE, PeerError, install
+from benchmarks.kvstore.mooncake_store import PACKAGE, PeerError, install
 from benchmarks.kvstore.rounds import (
     GIB,
     Sample,

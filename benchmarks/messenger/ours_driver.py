@@ -85,10 +85,10 @@ class Pages:
         sizes = (1, 4, KEY_BYTES, self._num_layers * CHECKSUM_BYTES, 4 * PLACES)
         offsets = [*accumulate((-(-size * num_pages // 8) * 8 for size in sizes), initial=table_offset)]
         states, generations, keys, checksums, places, self.table_end = offsets
-        self.shelves = Shelves(states, generations, keys, checksums, places, 0, page_bytes, num_pages)
+        self.allocators = Shelves(states, generations, keys, checksums, places, 0, page_bytes, num_pages)
         segment[states : states + num_pages] = bytes([_SEALED]) * num_pages
         segment[keys : keys + KEY_BYTES * num_pages] = b"".join(map(key, range(num_pages)))
-        catalogue = Catalogue.at(segment, self.shelves, layout)
+        catalogue = Catalogue.at(segment, self.allocators, layout)
         if catalogue is not None:
             catalogue.note(range(num_pages))
         self._checksums = segment[checksums:places]
@@ -188,7 +188,7 @@ async def _serve(folder: str, cluster_key: ClusterKey) -> None:
             assert table_offset <= len(segment) - BOARD_BYTES
             if board is not None:
                 landing = Landing(
-                    board, fd, len(segment) - BOARD_BYTES, 0, page_bytes, pages.num_pages, pages.shelves
+                    board, fd, len(segment) - BOARD_BYTES, 0, page_bytes, pages.num_pages, pages.allocators
                 )
             door = Door(
                 identity(INSTANCE, page_bytes),

@@ -1,4 +1,4 @@
-"""The peer: Mooncake's Transfer Engine over TCP, in the virtual environment of benchmarks/kvstore/peer.py.
+"""The peer: Mooncake's Transfer Engine over TCP, in the environment of benchmarks/kvstore/mooncake_store.py.
 
 Owns: its two processes. Does not know: what is compared.
 """
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.kvstore.peer import Driver
+from benchmarks.kvstore.mooncake_store import Driver
 from benchmarks.kvstore.workload import Op
 
 _DRIVER = Path(__file__).with_name("peer_driver.py")

@@ -6,7 +6,7 @@ Owns: their error. Does not know: what is installed.
 import subprocess
 from collections.abc import Mapping
 
-from benchmarks.kvstore.peer import PeerError
+from benchmarks.kvstore.mooncake_store import PeerError
 
 
 def run(package: str, command: list[str], environment: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kvstore.peer import CACHE, PeerError
+from benchmarks.kvstore.mooncake_store import CACHE, PeerError
 from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.hf_directory import hf_directory
 from benchmarks.peers.installing import run

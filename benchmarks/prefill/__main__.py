@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kvstore.peer import PeerError
+from benchmarks.kvstore.mooncake_store import PeerError
 from benchmarks.peers.vllm_cpu import HOME
 from benchmarks.prefill.bench import BLOCK_SIZE, LAYOUT, Bench, instances, seal
 from benchmarks.prefill.peer import SIZES as PEER_TOKENS

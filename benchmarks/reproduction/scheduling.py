@@ -58,7 +58,7 @@ class Replicas:
 
     def __call__(self, cluster: DisaggregatedCluster) -> None:
         if int(cluster.clock.now_s) % SAMPLED_EVERY_S == 0:
-            pools = [prefill.node.pool.shelf.index for prefill in cluster.prefills]
+            pools = [prefill.node.pool.allocator.index for prefill in cluster.prefills]
             now = [sum(key in pool for pool in pools) for key in self._keys]
             self.most = np.maximum(self.most, now)
 

@@ -26,10 +26,10 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.pools import PoolStats, Tier
 
 _VERIFIED_BYTES = 64 << 20
-"""of blocks looked at in one call"""
+"""Bytes of the blocks that one call looks at."""
 _MIB = 1 << 20
 _FOLDED = ("instance", "state", "file", "damaged")
-"""columns of tables whose text may take several lines"""
+"""Columns of tables whose text may take several lines."""
 
 
 EXAMPLES = """examples:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0, 1 if something failed or is damaged, 2 for wrong use."""
+    """Run the command. Returns the exit code: 0, 1 if something failed or is damaged, 2 for wrong use."""
     options = _parser().parse_args(arguments)
     try:
         if options.pool and getattr(options, "all", False):
@@ -68,12 +68,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Pools:
-    """The pools that are asked, each by itself: they may be of different models."""
+    """Pools that are asked, each by itself: they may be of different models."""
 
     def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
-        """Raises PoolError or ConfigError if there is none to ask."""
+        """Connect to the pools. Raises PoolError or ConfigError if there is none to ask."""
         self.has_lost = False
-        """whether one was left out because it did not answer"""
+        """Set when a pool was left out because it did not answer."""
         self._key_file = key_file
         self._pools: list[KVCachePool] = []
         try:
@@ -111,7 +111,7 @@ class _Pools:
 
 
 class _Rows:
-    """What a command prints: a table on a terminal, lines with tabs elsewhere, or one JSON object a line.
+    """Output of a command: a table on a terminal, lines with tabs elsewhere, or one JSON object a line.
 
     A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` the last
     column is no column of a table: each of its values stands below, once.
@@ -131,7 +131,7 @@ class _Rows:
             print(*columns, sep="\t")
 
     def add(self, cells: Sequence[object], facts: dict[str, object]) -> None:
-        """A row, and what a machine gets to know instead."""
+        """Add a row: `cells` for people, `facts` for programs."""
         if self._as_json:
             print(json.dumps(facts))
         elif self._table is not None:
@@ -257,8 +257,11 @@ def _verify(options: argparse.Namespace, pools: _Pools) -> int:
 
 
 def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[int, list[BlockKey], int]:
-    """How many blocks are intact, the keys of which a copy was damaged, and how many blocks have gone
-    meanwhile or have a copy that cannot be read now."""
+    """Verify all blocks of a pool.
+
+    Returns the number of intact blocks, the keys of which a copy was damaged, and the number of blocks
+    that have gone meanwhile or have a copy that cannot be read now.
+    """
     num_intact, damaged = 0, []
     num_blocks, num_read = sum(tier.num_blocks for tier in stats.tiers.values()), 0
     with Steps() as steps:

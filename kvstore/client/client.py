@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from kvstore.client.backends import Backend, Backends, Unreachable, connect_all, no_answer
 from kvstore.client.connections import Place, PoolConnection
-from kvstore.client.holders import Holder, Holders, Unreachable, connect_all, nobody_answers
 from kvstore.client.leases import Lease
 from kvstore.client.mapped import MappedConnection
 from kvstore.client.replicas import Replicas, change_replica
@@ -39,15 +39,19 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 PUT_TIMEOUT_S = 30.0
+"""Default limit of the wait for pages."""
 _BATCH_BYTES = 64 << 20
-"""of blocks in one call: bounds how long it takes, and keeps pages from others"""
+"""Bytes of the blocks in one call: bounds how long it takes, and leaves pages for others."""
 _LISTED_AT_ONCE = 1000
+"""Blocks in one answer to `ListBlocks`."""
 Answer = TypeVar("Answer")
 
 
 class Verification(NamedTuple):
-    """`damaged`: keys of which a copy was dropped. Blocks that have gone, or have a copy that cannot be read
-    now, are in neither."""
+    """Result of `verify`. `damaged`: keys of which a copy was dropped.
+
+    Blocks that have gone, or have a copy that cannot be read now, are in neither.
+    """
 
     num_intact: int
     damaged: list[BlockKey]
@@ -62,11 +66,11 @@ class KVCachePool:
     MismatchError if one of them has come back with other blocks, ConfigError if with another cluster key.
     """
 
-    def __init__(self, holders: Holders, fingerprint: str, layout: KVLayout) -> None:
+    def __init__(self, backends: Backends, fingerprint: str, layout: KVLayout) -> None:
         self.fingerprint = fingerprint
-        """of the model whose blocks these are"""
+        """Fingerprint of the model whose blocks these are."""
         self.layout = layout
-        self._holders = holders
+        self._backends = backends
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -79,7 +83,7 @@ class KVCachePool:
         timeout_s: float = 10.0,
         key_file: Path | str | None = None,
     ) -> "KVCachePool":
-        """Connects to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
+        """Connect to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
         another.
 
         `fingerprint` and `layout` say what the caller's blocks are; by default they are what the pools hold.
@@ -103,8 +107,8 @@ class KVCachePool:
 
     @property
     def addresses(self) -> list[str]:
-        """As given to `connect`, in the order in which they are asked."""
-        return [holder.place.text for holder in self._holders.all]
+        """Addresses as given to `connect`, in the order in which the pools are asked."""
+        return [backend.place.text for backend in self._backends.all]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -114,7 +118,7 @@ class KVCachePool:
         blocks: "Sequence[ReadableBuffer]",
         timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
-        """Stores `blocks` under `keys`. When this returns, all of them have been sealed.
+        """Store `blocks` under `keys`. When this returns, all of them have been sealed.
 
         A block that is there already is not written again. A full pool is waited for: up to `timeout_s`,
         then PoolFullError; the blocks before have been stored. Goes to the first pool that answers.
@@ -128,12 +132,12 @@ class KVCachePool:
         for part in self._batches(len(distinct), self.layout.num_layers):
             some_keys = distinct[part]
             some_blocks = [by_key[key] for key in some_keys]
-            self._holders.first(lambda connection: connection.put(some_keys, some_blocks, timeout_s))  # noqa: B023
+            self._backends.first(lambda connection: connection.put(some_keys, some_blocks, timeout_s))  # noqa: B023
 
     def get(
         self, keys: Sequence[BlockKey], out: "Sequence[WriteableBuffer]", layers: range | None = None
     ) -> list[bool]:
-        """Copies the blocks, or only consecutive `layers` of them, into the caller's buffers.
+        """Copy the blocks, or only consecutive `layers` of them, into the caller's buffers.
 
         What is True in the answer has been verified. False: the block is not there, or was damaged and is
         no more; its buffer may have been written to all the same.
@@ -150,11 +154,12 @@ class KVCachePool:
                     is_there[i] = is_found
                 return [i for i in wanted if not is_there[i]]
 
-            self._holders.in_turn(range(len(keys))[part], read)
+            self._backends.in_turn(range(len(keys))[part], read)
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """The tier in which each block is, None for those that are nowhere. Counts as no use of them."""
+        """Return the tier in which each block is, None for those that are nowhere. Counts as no use of
+        them."""
         self._check(keys)
         tiers: list[Tier | None] = [None] * len(keys)
         for part in self._batches(len(keys), 0):
@@ -165,17 +170,17 @@ class KVCachePool:
                     tiers[i] = LOCATIONS[location]
                 return [i for i in wanted if tiers[i] is None]
 
-            self._holders.in_turn(range(len(keys))[part], look)
+            self._backends.in_turn(range(len(keys))[part], look)
         return tiers
 
     def prefix_len(self, keys: Sequence[BlockKey]) -> int:
-        """How many of the first blocks are there, up to the first that is not."""
+        """Count the leading blocks that are there, up to the first that is not."""
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
-        """Blocks in place, without a copy: see `Lease`. Only of pools on this host."""
+        """Lease blocks of pools on this host, to be read in place without a copy: see `Lease`."""
         self._check(keys)
-        local = Holders([holder for holder in self._holders.all if holder.place.tcp is None])
+        local = Backends([backend for backend in self._backends.all if backend.place.tcp is None])
         if not local.all:
             raise PoolError("blocks can be leased only from a pool on this host (unix:...); get copies them")
         lease = Lease(keys)
@@ -194,14 +199,14 @@ class KVCachePool:
         return lease
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks will be wanted soon: pools that have them on SSD begin to bring them to DRAM."""
+        """Let pools that have these blocks on SSD begin to bring them to DRAM: they will be wanted soon."""
         self._check(keys)
         self._of_each(keys, lambda connection, some_keys: connection.notify(Prefetch(some_keys)))
 
     # -- what becomes of blocks -------------------------------------------------------------------
 
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
-        """Keeps these blocks in DRAM for `ttl_s`: as long as others can be evicted, or `hard` at any price.
+        """Keep these blocks in DRAM for `ttl_s`: as long as others can be evicted, or `hard` at any price.
 
         Pins outlive this client; a soft one leaves a hard one as it is. Returns how many copies are pinned.
         Raises PoolError when hard pins would take more than half of a pool.
@@ -215,7 +220,7 @@ class KVCachePool:
         return sum(self._of_each(keys, pin, moves_blocks=True))
 
     def unpin(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many pins have been taken away."""
+        """Unpin these blocks. Returns the number of pins that were taken away."""
         self._check(keys)
 
         def unpin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
@@ -224,8 +229,8 @@ class KVCachePool:
         return sum(self._of_each(keys, unpin))
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Forgets these blocks in every pool and tier. Who reads one may finish. Returns how many copies
-        there were."""
+        """Forget these blocks in every pool and tier; reads in flight may finish. Returns the number of
+        copies."""
         self._check(keys)
 
         def remove(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
@@ -234,27 +239,27 @@ class KVCachePool:
         return sum(self._of_each(keys, remove))
 
     def clear(self) -> int:
-        """Forgets every block of every pool. Returns how many copies there were."""
+        """Forget every block of every pool. Returns the number of copies."""
         self._check([])
 
         def clear(connection: PoolConnection) -> int:
             return connection.call(RemoveBlocks(connection.next_id(), None), Count).num_blocks
 
-        return sum(self._holders.each(clear))
+        return sum(self._backends.each(clear))
 
     def change_replica(self, key: BlockKey, num_replicas: int) -> Replicas:
-        """Makes or removes copies until exactly `num_replicas` instances hold the block, on as many hosts as
+        """Make or remove copies until exactly `num_replicas` instances hold the block, on as many hosts as
         possible. Bytes go from messenger to messenger.
 
         Raises PoolError, which says how many copies there are now and why, if that cannot be reached.
         """
         self._check([key])
-        return change_replica(self._holders.all, key, num_replicas)
+        return change_replica(self._backends.all, key, num_replicas)
 
     # -- looking after pools ----------------------------------------------------------------------
 
     def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
-        """Of every pool that answers, by instance.
+        """Return the statistics of every pool that answers, by instance.
 
         `check_integrity` looks at every page now, and holds the pool up meanwhile; by default `integrity` and
         `num_orphaned` are those of its last look, which it takes when idle.
@@ -265,23 +270,24 @@ class KVCachePool:
             call = GetStats(connection.next_id(), check_integrity)
             return connection.address.instance, connection.call(call, Stats).stats
 
-        return dict(self._holders.each(ask))
+        return dict(self._backends.each(ask))
 
     def list_blocks(self) -> Iterator[tuple[str, BlockInfo]]:
-        """Every copy of every block, with its instance. Those that come and go meanwhile may be missed, or
-        named twice."""
+        """List every copy of every block, with its instance. Copies that come and go meanwhile may be missed,
+        or named twice."""
         self._check([])
         lost: list[Unreachable] = []
-        for holder in self._holders.all:
+        for backend in self._backends.all:
             try:
-                yield from _list_blocks(holder)
+                yield from _list_blocks(backend)
             except Unreachable as error:
                 lost.append(error)
-        if len(lost) == len(self._holders.all):
-            raise nobody_answers(lost)
+        if len(lost) == len(self._backends.all):
+            raise no_answer(lost)
 
     def verify(self, keys: Sequence[BlockKey]) -> Verification:
-        """Has every copy of these blocks read and compared with its checksums. Damaged ones are dropped."""
+        """Have every copy of these blocks read and compared with its checksums. Damaged copies are
+        dropped."""
         self._check(keys)
 
         def verify(connection: PoolConnection, some_keys: list[BlockKey]) -> Verified:
@@ -292,12 +298,12 @@ class KVCachePool:
         return Verification(sum(answer.num_intact for answer in answers), list(dict.fromkeys(damaged)))
 
     def close(self) -> None:
-        """Ends all connections; calls in other threads may finish, leases end. Idempotent."""
+        """End all connections; calls in other threads may finish, leases end. Idempotent."""
         self._is_closed = True
         if os.getpid() != self._pid:
             return  # nothing of the parent's is open here
-        for holder in self._holders.all:
-            holder.close()
+        for backend in self._backends.all:
+            backend.close()
 
     def __enter__(self) -> "KVCachePool":
         return self
@@ -316,22 +322,22 @@ class KVCachePool:
         *,
         moves_blocks: bool = False,
     ) -> list[Answer]:
-        """`use` with every pool that answers and as many keys as one call may name."""
+        """Call `use` with every pool that answers, for as many keys as one call may name."""
         answers: list[Answer] = []
         for part in self._batches(len(keys), self.layout.num_layers if moves_blocks else 0):
             some_keys = list(keys[part])
-            answers += self._holders.each(lambda connection: use(connection, some_keys))  # noqa: B023
+            answers += self._backends.each(lambda connection: use(connection, some_keys))  # noqa: B023
         return answers
 
     def _batches(self, num_keys: int, num_layers: int) -> Iterator[slice]:
-        """Parts of a list of keys, each for one call that moves or reads `num_layers` of each block."""
+        """Split a list of keys into slices for calls that move or read `num_layers` of each block."""
         stride = max_keys(num_layers)
         if num_layers:
             stride = max(1, min(stride, _BATCH_BYTES // (num_layers * self.layout.layer_bytes)))
         return (slice(start, start + stride) for start in range(0, num_keys, stride))
 
     def _check(self, keys: Sequence[BlockKey], num_blocks: int | None = None) -> None:
-        """Before every call. Raises PoolError for what is no key, or not one for each block."""
+        """Check the arguments of a call. Raises PoolError for what is no key, or not one for each block."""
         if self._is_closed:
             raise PoolError("this KVCachePool is closed; connect again")
         if os.getpid() != self._pid:
@@ -351,7 +357,7 @@ class KVCachePool:
         return layers
 
     def _view(self, buffer: "ReadableBuffer", num_layers: int, *, writable: bool = False) -> memoryview:
-        """The bytes of a caller's buffer."""
+        """Return the bytes of a caller's buffer. Raises PoolError for one of another size."""
         try:
             view = memoryview(buffer).cast("B")
         except TypeError as error:
@@ -369,7 +375,8 @@ class KVCachePool:
 
 
 def _key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
-    """The key in `key_file`; None if all places are on this host. Raises ConfigError if there must be one."""
+    """Load the key in `key_file`; None if all places are on this host. Raises ConfigError if there must be
+    one."""
     remote = [place.text for place in places if place.tcp is not None]
     if not remote:
         return None
@@ -381,7 +388,7 @@ def _key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey
     return ClusterKey.load(Path(key_file))
 
 
-def _list_blocks(holder: Holder) -> Iterator[tuple[str, BlockInfo]]:
+def _list_blocks(backend: Backend) -> Iterator[tuple[str, BlockInfo]]:
     cursor: int | None = 0
 
     def ask(connection: PoolConnection) -> tuple[str, Listing]:
@@ -390,6 +397,6 @@ def _list_blocks(holder: Holder) -> Iterator[tuple[str, BlockInfo]]:
         return connection.address.instance, connection.call(call, Listing)
 
     while cursor is not None:
-        instance, listing = holder.run(ask)
+        instance, listing = backend.run(ask)
         yield from ((instance, block) for block in listing.blocks)
         cursor = listing.next_cursor

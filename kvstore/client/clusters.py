@@ -1,4 +1,4 @@
-"""The clusters of this user that run on this host, and which of them is meant.
+"""Clusters of this user on this host, and the choice between them.
 
 Owns: which pools belong together. Does not know: what is asked of them.
 """
@@ -20,7 +20,7 @@ class Cluster(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Whatever `--cluster` may be given for this cluster, the shortest first."""
+        """Names that `--cluster` may be given for this cluster, the shortest first."""
         ports = [str(run.http_port) for run in self.runs.values() if run.http_port is not None]
         conductor_port = next(iter(self.runs.values())).cluster.rpartition(":")[2]
         ports += [conductor_port] if conductor_port.isdecimal() else []
@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
 
 
 def clusters() -> list[Cluster]:
-    """Those that have pools on this host."""
+    """Find the clusters that have pools on this host."""
     by_conductor: dict[str, Cluster] = {}
     for path, run in running():
         by_conductor.setdefault(run.cluster, Cluster({})).runs[path] = run
@@ -45,7 +45,7 @@ def clusters() -> list[Cluster]:
 
 
 def pools_of(name: str | None) -> list[str]:
-    """Addresses of the pools of the cluster with this name, or of the only one.
+    """Find the addresses of the pools of the cluster with this name, or of the only one.
 
     Raises PoolError if there is none, ConfigError if several may be meant.
     """
@@ -62,7 +62,7 @@ def pools_of(name: str | None) -> list[str]:
 
 
 def check_of_one_cluster(addresses: Sequence[str]) -> None:
-    """Raises ConfigError unless these pools belong to one cluster for certain.
+    """Raise ConfigError unless these pools certainly belong to one cluster.
 
     Pools at tcp:// addresses do if one key opens them all: nodes of a cluster share a key.
     """

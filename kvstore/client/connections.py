@@ -37,7 +37,6 @@ from kvstore.protocol.calls import (
     ReservePages,
     VerifyBlocks,
 )
-from kvstore.protocol.failures import error_of
 from mooncake.errors import ConfigError, PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import MessengerAddress
@@ -58,7 +57,7 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Place":
-        """Of `unix:/path` or `tcp://host:port`. Raises ConfigError."""
+        """Parse `unix:/path` or `tcp://host:port`. Raises ConfigError."""
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(text, text.removeprefix("unix:"), None)
         host, _, port = text.removeprefix("tcp://").rpartition(":")
@@ -83,7 +82,7 @@ class PoolConnection(ABC):
     fingerprint: str
     layout: KVLayout
     num_pages: int
-    """of the pool's DRAM"""
+    """Pages of the pool's DRAM."""
 
     def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
         self.place = place
@@ -92,12 +91,10 @@ class PoolConnection(ABC):
         self._sock = sock
         self._timeout_s = timeout_s
         self._timeouts_s: dict[int, float] = {}
-        """what the kernel has been told, by socket option"""
+        """Timeouts that the kernel has been told, by socket option."""
         self._call_ids = itertools.count(1)
-        self._space_epoch = 0
-        """of the last failure for want of room"""
         self._await_space: AwaitSpace | None = None
-        """a call without an answer so far, though nobody may be waiting for it"""
+        """A call without an answer so far, though nobody may be waiting for it."""
         self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
         _connections.add(self)
@@ -108,7 +105,7 @@ class PoolConnection(ABC):
         return next(self._call_ids)
 
     def call(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None = None) -> Expected:
-        """The answer to `call`, which must be `expected`. Raises what the pool says went wrong.
+        """Return the answer to `call`, which must be `expected`. Raises what the pool says went wrong.
 
         Raises TimeoutError after `timeout_s` (by default the connection's own) without any answer.
         """
@@ -117,11 +114,11 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def notify(self, message: RemoteCall | Notice) -> None:
-        """Sends a message. Raises PoolError if it is too large."""
+        """Send a message. Raises PoolError if it is too large."""
 
     @abstractmethod
     def _receive(self) -> FromRemotePool:
-        """The next message; ConnectionError or TimeoutError if none comes."""
+        """Receive the next message. Raises ConnectionError or TimeoutError if none comes."""
 
     def _answer(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None) -> Expected:
         self._set_timeout(socket.SO_RCVTIMEO, self._timeout_s if timeout_s is None else timeout_s)
@@ -138,14 +135,13 @@ class PoolConnection(ABC):
             if answer.call_id != call.call_id:
                 continue  # of a call that was given up
             if isinstance(answer, CallFailed):
-                self._space_epoch = answer.space_epoch
-                raise error_of(answer, f"this client and the pool at {self.place.text} must agree")
+                raise answer.error(f"this client and the pool at {self.place.text} must agree")
             if not isinstance(answer, expected):
                 raise self._broken(f"{type(answer).__name__} to {type(call).__name__}")
             return answer
 
     def close(self) -> None:
-        """Ends the session: the pool takes back what it had reserved or leased. Idempotent."""
+        """End the session: the pool takes back what it had reserved or leased. Idempotent."""
         self.is_open = False
         self._sock.close()
 
@@ -153,14 +149,14 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        """Copies `layers` of each block that is here and intact. The others' buffers may have changed."""
+        """Copy `layers` of each block that is here and intact. The buffers of the others may have changed."""
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
-        """Stores blocks of distinct keys; waits up to `timeout_s` for room, then raises PoolFullError."""
+        """Store blocks of distinct keys. Waits up to `timeout_s` for pages, then raises PoolFullError."""
 
     def reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
-        """Leases or reserves a page for each key; waits up to `timeout_s` for room.
+        """Lease or reserve a page for each key. Waits up to `timeout_s` for pages.
 
         Raises PoolFullError, or PoolError if there will never be room.
         """
@@ -169,24 +165,24 @@ class PoolConnection(ABC):
             try:
                 return self.call(ReservePages(self.next_id(), list(keys), 0), Reservation)
             except PoolFullError as error:
-                left_s = deadline - time.monotonic()
+                left_s, space_epoch = deadline - time.monotonic(), error.space_epoch
                 full = PoolFullError(f"no room for {len(keys)} blocks within {timeout_s:g} s: {error}")
             if left_s <= 0:
                 raise full
             try:
-                self._wait_for_space(left_s)
+                self._wait_for_space(space_epoch, left_s)
             except TimeoutError:
                 raise full from None
 
-    def _wait_for_space(self, timeout_s: float) -> None:
+    def _wait_for_space(self, space_epoch: int, timeout_s: float) -> None:
         # Whoever gives up again and again in a pool that stays full leaves one such call behind, not many.
         if self._await_space is None:
-            self._await_space = AwaitSpace(self.next_id(), self._space_epoch)
+            self._await_space = AwaitSpace(self.next_id(), space_epoch)
             self.notify(self._await_space)
         self._answer(self._await_space, Done, timeout_s)
 
     def parts(self, num_blocks: int) -> list[slice]:
-        """A batch in parts, none of which claims too much of a small pool at once."""
+        """Split a batch, so that no slice claims too much of a small pool at once."""
         stride = max(1, self.num_pages // 4)
         return [slice(start, start + stride) for start in range(0, num_blocks, stride)]
 
@@ -194,15 +190,15 @@ class PoolConnection(ABC):
         self.call(Release(self.next_id(), reservation_id), Done)
 
     def report_damaged(self, keys: list[BlockKey]) -> None:
-        """The pool looks at these blocks itself and drops what is damaged."""
+        """Let the pool look at these blocks itself and drop what is damaged."""
         if keys:
             self.call(VerifyBlocks(self.next_id(), keys), Verified)
 
     # ---------------------------------------------------------------------------------------------
 
     def _set_timeout(self, option: int, timeout_s: float) -> None:
-        """How long one send or receive may take. The kernel does that: Python's own timeouts cost a poll
-        before every call."""
+        """Limit how long one send or receive may take. The kernel does that: Python's own timeouts cost a
+        poll before every call."""
         if timeout_s != self._timeouts_s.get(option):
             seconds = int(timeout_s)
             timeval = _TIMEVAL.pack(seconds, max(_LEAST_TIMEOUT_US, int((timeout_s - seconds) * 1e6)))
@@ -210,14 +206,14 @@ class PoolConnection(ABC):
             self._timeouts_s[option] = timeout_s
 
     def _silent(self, option: int) -> TimeoutError:
-        """The kernel's timeout has passed."""
+        """Make the error of a timeout that has passed."""
         return TimeoutError(f"{self.place.text} has been silent for {self._timeouts_s[option]:g} s")
 
     def _gone(self, reason: object) -> ConnectionResetError:
         return ConnectionResetError(f"{self.place.text} is gone: {reason}")
 
     def _broken(self, what: str) -> PoolError:
-        """The other side does not keep to the protocol."""
+        """Make the error of a peer that does not keep to the protocol, and end the session."""
         self.is_open = False
         return PoolError(f"{self.place.text} answered what it should not: {what}")
 
@@ -226,7 +222,7 @@ _connections: "weakref.WeakSet[PoolConnection]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: its copies of the sockets would keep the parent's sessions alive."""
+    """Close a forked child's copies of the sockets, which would keep the parent's sessions alive."""
     for connection in _connections:
         connection.is_open = False
         connection._sock.close()

@@ -1,4 +1,4 @@
-"""A lease on blocks of pools on this host: they are read where they are.
+"""Leases on blocks of pools on this host, which are read where they are.
 
 Owns: what a lease holds and gives back. Does not know: how blocks are found.
 """
@@ -13,7 +13,7 @@ from mooncake.messages.blocks import BlockKey
 
 
 class Lease:
-    """A context manager: `blocks` may be read until it ends.
+    """A context manager during which `blocks` may be read.
 
     A lease ends with `end`, `ttl_s` after it was taken, when the client is closed and when its messenger
     ends. From then on the memory may become another block's at any time. Who may have been slower than that
@@ -22,14 +22,14 @@ class Lease:
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         self.blocks: list[memoryview | None] = [None] * len(keys)
-        """read-only, whole blocks; None for those that are not there"""
+        """Read-only views of whole blocks; None for those that are not there."""
         self._keys = keys
         self._pages: dict[int, tuple[MappedConnection, int, int]] = {}
-        """where each block is: page and generation"""
+        """Place of each block: connection, page and generation."""
         self._leases: list[tuple[MappedConnection, int]] = []
 
     def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
-        """Takes over what was leased for the blocks at `positions`. Returns the positions of the others."""
+        """Take over what was leased for the blocks at `positions`. Returns the positions of the others."""
         self._leases.append((connection, leased.lease_id))
         layers = range(connection.layout.num_layers)
         missing = []
@@ -42,7 +42,7 @@ class Lease:
         return missing
 
     def verify(self) -> list[bool]:
-        """Of each block, whether it is still there and its bytes fit the checksums stored with it."""
+        """Tell of each block whether it is still there and its bytes fit the checksums stored with it."""
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():
             is_there = connection.is_intact(self._keys[position], page)
@@ -51,8 +51,7 @@ class Lease:
         return is_intact
 
     def end(self) -> None:
-        """The blocks are not read any more. Views that nobody else holds cannot be used after this.
-        Idempotent."""
+        """End the lease. Views that nobody else holds cannot be used after this. Idempotent."""
         leases, self._leases = self._leases, []
         for view in self.blocks:
             if view is not None:

@@ -1,8 +1,8 @@
 """A pool on this host: calls over a Unix socket, blocks in the pool's own memory, mapped here.
 
 A page is written only between its reservation and the answer to `Release`, by the thread that uses the
-connection. So nobody writes any more to what a closed connection had reserved, and who connects under its
-old serial again has stopped.
+connection. So what a closed connection had reserved is written no more, and a client that connects under
+its old serial again has stopped.
 
 Owns: connections of that kind, the mapping. Does not know: which connection is used when.
 """
@@ -20,21 +20,19 @@ from kvstore.pool.pages import PageState
 from kvstore.pool.segment import Segment
 from kvstore.protocol.answers import Connected, Done, FromPool, Leased
 from kvstore.protocol.calls import MAX_MESSAGE_BYTES, Connect, EndLease, LeaseBlocks, Notice, SealBlocks
-from kvstore.protocol.channel import receive_soon
 from kvstore.protocol.frames import encode
+from kvstore.protocol.packets import FD_SPACE, receive_soon, set_up
 from messenger.wire.checksums import copy_layers, layer_checksums
 from mooncake.errors import PoolError
 from mooncake.messages.blocks import BlockKey, KVLayout
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
-_BUFFER_BYTES = 1 << 22
-_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _COPY_LEASE_S = 30.0
-"""longer than copying one batch takes; should it not be, the checksums tell"""
+"""Lease of the blocks of one copy, longer than it takes; should it not be, the checksums tell."""
 _TRIES = 40
-"""to receive an answer before sleeping"""
+"""Attempts to receive an answer before sleeping."""
 _POPULATED_BYTES = 64 * 1024
-"""pages at least so large are mapped at once, not by a fault every 4 KiB"""
+"""Size from which a page is mapped at once, not by a fault every 4 KiB."""
 
 
 class Mapping:
@@ -50,15 +48,15 @@ class Mapping:
         self._populates = segment.page_stride >= _POPULATED_BYTES
 
     def view(self, page: int, layers: range) -> memoryview:
-        """The bytes of `layers` of `page`."""
+        """Return the bytes of `layers` of `page`."""
         if self._populates and not self._is_populated[page]:
             self._populate(page)
         return self.segment.layers_view(page, layers)
 
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
-        """Whether what has just been read from `page` was this block, and intact.
+        """Tell whether what has just been read from `page` was this block, and intact.
 
-        A lease may end while its holder is stopped: the page could be another block's by now. The order
+        A lease may end while its backend is stopped: the page could be another block's by now. The order
         in which a page table is written makes it enough to look at the state last.
         """
         table = self.table
@@ -74,16 +72,16 @@ class Mapping:
 
 
 class MappedConnection(PoolConnection):
-    """Made by `open`."""
+    """A session over a Unix socket, with the pool's segment mapped. Made by `open`."""
 
     def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
         super().__init__(sock, place, serial, timeout_s)
         self.mapping: Mapping
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._fds: list[int] | None = None
-        """descriptors that came, as long as one is expected"""
+        """Descriptors that came, as long as one is expected."""
         self._lock = threading.Lock()
-        """of those who end leases and who closes: a closed descriptor's number may be another's soon"""
+        """Lock between the ends of leases and `close`: a closed descriptor's number may be another's soon."""
 
     @classmethod
     def open(
@@ -97,7 +95,7 @@ class MappedConnection(PoolConnection):
         *,
         may_format: bool,
     ) -> "MappedConnection":
-        """Connects. `known` is used if it is this pool's segment; a new pool is formatted if `may_format`.
+        """Connect. `known` is used if it is this pool's segment; a new pool is formatted if `may_format`.
 
         Raises OSError if nobody answers or there is no descriptor left, else what the pool refuses with.
         """
@@ -105,8 +103,7 @@ class MappedConnection(PoolConnection):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection = cls(sock, place, serial, timeout_s)
         try:
-            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            set_up(sock)
             try:
                 sock.connect(place.unix_path)
             except BlockingIOError:
@@ -154,7 +151,7 @@ class MappedConnection(PoolConnection):
             if self._fds is None:
                 num_bytes = self._receive_bytes()
             else:
-                num_bytes, ancillary, _flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE)
+                num_bytes, ancillary, _flags, _ = self._sock.recvmsg_into([self._buffer], FD_SPACE)
                 for _level, _kind, data in ancillary:
                     self._fds.extend(array.array("i", data))
         except BlockingIOError:
@@ -167,7 +164,8 @@ class MappedConnection(PoolConnection):
         return message
 
     def _receive_bytes(self) -> int:
-        """Most answers come within microseconds, waking up takes longer: so asks a while before it sleeps."""
+        """Receive a packet, asking a while before sleeping: most answers come within microseconds, waking up
+        takes longer."""
         try:
             return receive_soon(self._sock, self._buffer, _TRIES)
         except BlockingIOError:
@@ -180,17 +178,17 @@ class MappedConnection(PoolConnection):
     # -- blocks -----------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Leased:
-        """The pages of these blocks, which stay where they are for `ttl_s`."""
+        """Lease these blocks, which stay in their pages for `ttl_s`."""
         return self.call(LeaseBlocks(self.next_id(), list(keys), ttl_s), Leased)
 
     def end_lease(self, lease_id: int) -> None:
-        """May be called by any thread, at any time."""
+        """End a lease. May be called by any thread, at any time."""
         with self._lock:
             if self.is_open:
                 self.notify(EndLease(lease_id))
 
     def is_intact(self, key: BlockKey, page: int) -> bool:
-        """Whether a leased page holds this block still, and its bytes fit their checksums."""
+        """Tell whether a leased page holds this block still, and its bytes fit their checksums."""
         layers = range(self.layout.num_layers)
         checksums = layer_checksums(self.mapping.view(page, layers), self.layout.layer_bytes)
         return self.mapping.holds(key, page, layers, checksums)
@@ -244,6 +242,6 @@ class MappedConnection(PoolConnection):
 
 
 def _file_of(fd: int) -> tuple[int, int]:
-    """Names the file behind a descriptor, as long as somebody has it open or mapped."""
+    """Name the file behind a descriptor, as long as a process has it open or mapped."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

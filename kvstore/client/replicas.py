@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvstore.client.backends import Backend, Unreachable, no_answer
 from kvstore.client.connections import PoolConnection
-from kvstore.client.holders import Holder, Unreachable, nobody_answers
 from kvstore.protocol.answers import Count, Done, Granted, Located
 from kvstore.protocol.calls import AwaitArrived, AwaitSent, Lookup, OpenGrant, RemoveBlocks, StartSend
 from mooncake.errors import MooncakeError, PoolError, TransferError
@@ -20,11 +20,13 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Grant, MessengerAddress
 
 _COPY_TIMEOUT_S = 60.0
+"""Limit of one copy between messengers."""
 _ROOM_TIMEOUT_S = 10.0
+"""Limit of the wait for a page, at either end of a copy."""
 
 
 class Replicas(NamedTuple):
-    """Who holds a block. `num_hosts`: on how many hosts these instances are."""
+    """Instances that hold a block. `num_hosts`: the number of their hosts."""
 
     instances: list[str]
     num_hosts: int
@@ -34,16 +36,16 @@ class Replicas(NamedTuple):
 class _Pool:
     """A pool that answers."""
 
-    holder: Holder
+    backend: Backend
     address: MessengerAddress
     has_copy: bool
 
 
-def change_replica(holders: Sequence[Holder], key: BlockKey, num_replicas: int) -> Replicas:
-    """See `KVCachePool.change_replica`."""
+def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int) -> Replicas:
+    """Make or remove copies: see `KVCachePool.change_replica`."""
     if num_replicas < 1:
         raise PoolError(f"{num_replicas} copies wanted, the least is 1; use remove to have none")
-    pools, lost = _look(holders, key)
+    pools, lost = _look(backends, key)
     reasons = list(map(str, lost))
     owners = [pool for pool in pools if pool.has_copy]
     others = [pool for pool in pools if not pool.has_copy]
@@ -56,14 +58,14 @@ def change_replica(holders: Sequence[Holder], key: BlockKey, num_replicas: int) 
         target = _least_used_host(others, owners)
         others.remove(target)
         try:
-            _copy(key, owners, target.holder)
+            _copy(key, owners, target.backend)
         except (MooncakeError, Unreachable) as error:
             reasons.append(f"{target.address.instance}: {error}")
         else:
             owners.append(target)
     while len(owners) > num_replicas:
         surplus = _most_used_host(owners)
-        _remove(key, surplus.holder)
+        _remove(key, surplus.backend)
         owners.remove(surplus)
     if len(owners) < num_replicas:
         raise _too_few(len(owners), num_replicas, reasons)
@@ -72,8 +74,8 @@ def change_replica(holders: Sequence[Holder], key: BlockKey, num_replicas: int) 
     )
 
 
-def _look(holders: Sequence[Holder], key: BlockKey) -> tuple[list[_Pool], list[Unreachable]]:
-    """The pools that answer, each instance once, and why the others do not."""
+def _look(backends: Sequence[Backend], key: BlockKey) -> tuple[list[_Pool], list[Unreachable]]:
+    """Find the pools that answer, each instance once, and the reasons why the others do not."""
 
     def look(connection: PoolConnection) -> tuple[MessengerAddress, bool]:
         located = connection.call(Lookup(connection.next_id(), [key]), Located)
@@ -81,39 +83,39 @@ def _look(holders: Sequence[Holder], key: BlockKey) -> tuple[list[_Pool], list[U
 
     pools: dict[str, _Pool] = {}
     lost: list[Unreachable] = []
-    for holder in holders:
+    for backend in backends:
         try:
-            address, has_copy = holder.run(look)
+            address, has_copy = backend.run(look)
         except Unreachable as error:
             lost.append(error)
         else:
-            pools.setdefault(address.instance, _Pool(holder, address, has_copy))
+            pools.setdefault(address.instance, _Pool(backend, address, has_copy))
     if not pools:
-        raise nobody_answers(lost)
+        raise no_answer(lost)
     return list(pools.values()), lost
 
 
 def _least_used_host(candidates: Sequence[_Pool], owners: Sequence[_Pool]) -> _Pool:
-    """The first candidate on the host with the fewest copies."""
+    """Choose the first candidate on the host with the fewest copies."""
     num_copies = Counter(pool.address.host_id for pool in owners)
     return min(candidates, key=lambda pool: num_copies[pool.address.host_id])
 
 
 def _most_used_host(owners: Sequence[_Pool]) -> _Pool:
-    """The last owner on the host with the most copies."""
+    """Choose the last owner on the host with the most copies."""
     num_copies = Counter(pool.address.host_id for pool in owners)
     return max(reversed(owners), key=lambda pool: num_copies[pool.address.host_id])
 
 
-def _copy(key: BlockKey, sources: Sequence[_Pool], target: Holder) -> None:
-    """Copies the block from the first source that can send it.
+def _copy(key: BlockKey, sources: Sequence[_Pool], target: Backend) -> None:
+    """Copy the block from the first source that can send it.
 
     Raises Unreachable if the target is lost, else what went wrong with the last source.
     """
     errors: list[MooncakeError] = []
     for source in sources:
         try:
-            target.run(lambda connection: _receive(connection, key, source.holder))  # noqa: B023
+            target.run(lambda connection: _receive(connection, key, source.backend))  # noqa: B023
         except TransferError as error:
             errors.append(error)
         else:
@@ -121,7 +123,7 @@ def _copy(key: BlockKey, sources: Sequence[_Pool], target: Holder) -> None:
     raise errors[-1]
 
 
-def _receive(target: PoolConnection, key: BlockKey, source: Holder) -> None:
+def _receive(target: PoolConnection, key: BlockKey, source: Backend) -> None:
     reservation = target.reserve([key], _ROOM_TIMEOUT_S)
     try:
         if reservation.blocks[0].sealed:
@@ -149,9 +151,9 @@ def _send(source: PoolConnection, key: BlockKey, grant: Grant) -> None:
         source.release(reservation.reservation_id)
 
 
-def _remove(key: BlockKey, holder: Holder) -> None:
+def _remove(key: BlockKey, backend: Backend) -> None:
     try:
-        holder.run(lambda connection: connection.call(RemoveBlocks(connection.next_id(), [key]), Count))
+        backend.run(lambda connection: connection.call(RemoveBlocks(connection.next_id(), [key]), Count))
     except Unreachable as error:
         raise PoolError(f"a copy too many cannot be removed: {error}") from error
 

@@ -22,19 +22,20 @@ from mooncake.security.keys import ClusterKey
 
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
 _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
-_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_MAX_BUFFERS = 1024
+"""IOV_MAX of Linux."""
 _LOOKUP_BYTES = 1 << 20
-"""before so much is sent, it is worth asking which blocks are there already"""
+"""Size of a put from which it is worth asking which blocks are there already."""
 
 
 class StreamedConnection(PoolConnection):
-    """Made by `open`."""
+    """A session over TCP, with blocks behind the messages. Made by `open`."""
 
     def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
         super().__init__(sock, place, serial, timeout_s)
         self._frames = FrameBuffer()
         self._payload_bytes = 0
-        """behind the last message"""
+        """Bytes behind the last message."""
 
     @classmethod
     def open(
@@ -48,7 +49,7 @@ class StreamedConnection(PoolConnection):
         *,
         may_format: bool,
     ) -> "StreamedConnection":
-        """Connects; a new pool is formatted if `may_format`.
+        """Connect; a new pool is formatted if `may_format`.
 
         Raises OSError if nobody answers, ConfigError if the pool has another key, else what it refuses with.
         """
@@ -75,7 +76,7 @@ class StreamedConnection(PoolConnection):
         return connection
 
     def _prove(self, key: ClusterKey, timeout_s: float) -> None:
-        """Both sides show that they know `key`. A pool that drips is given up after `timeout_s`."""
+        """Prove to each other that both sides know `key`. A pool that drips is given up after `timeout_s`."""
         due_s = time.monotonic() + timeout_s
         visitor = Visitor(key)
         self.notify(visitor.greeting)
@@ -104,7 +105,7 @@ class StreamedConnection(PoolConnection):
         self._send([memoryview(encode_frame(message))])
 
     def _send(self, buffers: list[memoryview]) -> None:
-        """Empties `buffers`."""
+        """Send all of `buffers`, and empty the list."""
         try:
             while buffers:
                 num_bytes = self._sock.sendmsg(buffers[:_MAX_BUFFERS])
@@ -172,7 +173,7 @@ class StreamedConnection(PoolConnection):
         return is_there
 
     def _receive_block(self, block: memoryview) -> bytes:
-        """Fills `block` from the payload and returns the checksums of its layers."""
+        """Fill `block` from the payload. Returns the checksums of its layers."""
         checksums = LayerChecksums(block, self.layout.layer_bytes)
         if len(block) <= SMALL_BYTES:
             while (room := self._frames.room_for(len(block), SMALL_BYTES)) is not None:
@@ -196,8 +197,8 @@ class StreamedConnection(PoolConnection):
         checksums = b"".join(layer_checksums(block, self.layout.layer_bytes) for block in by_key.values())
         put = PutBlocks(self.next_id(), list(by_key), checksums, timeout_s)
         frame = encode_frame(put, len(by_key) * self.layout.block_bytes)
-        patience_s = timeout_s + self._timeout_s  # the pool reads on when it has room
-        self._set_timeout(socket.SO_SNDTIMEO, patience_s)
+        answer_timeout_s = timeout_s + self._timeout_s  # the pool reads on when it has room
+        self._set_timeout(socket.SO_SNDTIMEO, answer_timeout_s)
         self._send([memoryview(frame), *by_key.values()])
-        self._answer(put, Done, patience_s)
+        self._answer(put, Done, answer_timeout_s)
         self._set_timeout(socket.SO_SNDTIMEO, self._timeout_s)

@@ -1,61 +1,101 @@
 """A worker's calls to its messenger and their answers, as many at a time as there are tasks that ask.
 
-Owns: the connection, what is under way, whether the messenger is there. Does not know: what is asked for.
+Owns: the connection, calls in flight, whether the messenger is there. Does not know: what is asked for.
 """
 
 import asyncio
 import itertools
+import os
+import socket
 from collections.abc import Callable
+from typing import TypeVar
 
-from kvstore.protocol.answers import Answer, CallFailed, Detached, ErrorKind, FromPool, LayersFetched
-from kvstore.protocol.calls import Call, Notice, PinBlocks, Waiting
-from kvstore.protocol.channel import Channel
-from kvstore.protocol.failures import error_of
+import msgspec
+
+from kvstore.pool.segment import Segment
+from kvstore.protocol.answers import Answer, Attached, CallFailed, Detached, FromPool, LayersFetched
+from kvstore.protocol.calls import MAX_MESSAGE_BYTES, Attach, Call, Notice, PinBlocks, Waiting
+from kvstore.protocol.frames import encode
+from kvstore.protocol.packets import PacketConnection
 from mooncake.errors import PoolError
 
-ADVICE = "this worker and its messenger's pool must agree"
+_DECODER = msgspec.msgpack.Decoder(FromPool)
+_ADVICE = "this worker and its messenger's pool must agree"
 _ANSWER_TIMEOUT_S = 10.0
-"""for calls that a working messenger answers at once"""
+"""Limit for calls that a working messenger answers at once."""
+_RETRY_S = 0.02
+"""Pause before another attempt to connect to a messenger that does not listen yet."""
+Expected = TypeVar("Expected", bound=Answer)
 
 
 class WorkerCalls:
-    """Over one connection. All raise PoolError once the messenger is gone, or does not answer in time."""
+    """One connection. All methods raise PoolError once the messenger is gone, or does not answer in time."""
 
-    def __init__(self, channel: "Channel[FromPool]", instance: str) -> None:
+    def __init__(self, sock: socket.socket, instance: str) -> None:
         self.closed = asyncio.Event()
-        """set when the messenger is gone or has ended the session"""
-        self.space_epoch = 0
-        """of the messenger's pool, when it was full for us the last time"""
-        self._channel = channel
+        """Set when the messenger is gone or has ended the session."""
         self._instance = instance
         self._gone_reason = f"messenger of {instance} gone"
         self._ids = itertools.count(1)
-        self._under_way: dict[int, asyncio.Future[Answer]] = {}
+        self._in_flight: dict[int, asyncio.Future[Answer]] = {}
+        """Answers to come, by call."""
         self._on_layers: dict[int, Callable[[int, int], None]] = {}
-        """of fetches, by call"""
-        self._has_ended = False
-        self._reader = asyncio.create_task(self._read())
+        """Callbacks of fetches, by call."""
+        self._connection = PacketConnection(sock, _DECODER, self._take)
+        self._connection.ended.add_done_callback(lambda _: self._end())
+
+    @classmethod
+    async def attach(cls, socket_path: str, attach: Attach) -> tuple["WorkerCalls", Attached, Segment]:
+        """Connect to the messenger at `socket_path` as soon as it listens, and map its segment.
+
+        Raises ConnectionError if it goes away before it answers, else what it refuses with.
+        """
+        sock = await _connected(socket_path)
+        try:
+            await asyncio.get_running_loop().sock_sendall(sock, encode(attach))
+            packet, fds = await _first_packet(sock)
+            try:
+                answer = _DECODER.decode(packet)
+                if isinstance(answer, CallFailed):
+                    raise answer.error(_ADVICE)
+                if not isinstance(answer, Attached) or not fds:
+                    raise ConnectionResetError(f"it answered what it should not: {type(answer).__name__}")
+                segment = Segment.open(fds[0])
+                assert segment is not None, "a messenger formats before it answers"
+            finally:
+                for fd in fds:
+                    os.close(fd)  # the mapping stays
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, attach.instance), answer, segment
 
     def new_id(self) -> int:
-        """For a call."""
+        """Number the next call."""
         return next(self._ids)
 
     async def send(self, message: Call | Notice) -> None:
-        """Returns when it has left."""
+        """Return when the message has left."""
         if self.closed.is_set():
             raise PoolError(self._gone_reason)
+        self._connection.send(message)
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                await self._channel.send(message)
-        except ConnectionError as error:
-            raise PoolError(self._gone_reason) from error
+                has_left = await self._connection.has_sent()
         except TimeoutError:
             raise self._stalled() from None
+        if not has_left:
+            raise PoolError(self._gone_reason)
 
-    async def ask(self, call: Call, on_layers: Callable[[int, int], None] | None = None) -> Answer:
-        """Its answer; what the messenger could not do is raised. `on_layers` hears of a fetch on its way."""
+    async def ask(
+        self, call: Call, expected: type[Expected], on_layers: Callable[[int, int], None] | None = None
+    ) -> Expected:
+        """Return the answer to `call`, which must be `expected`, or raise what the messenger says went wrong.
+
+        `on_layers` is called while a fetch proceeds.
+        """
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._under_way[call.call_id] = answered
+        self._in_flight[call.call_id] = answered
         if on_layers is not None:
             self._on_layers[call.call_id] = on_layers
         try:
@@ -66,52 +106,77 @@ class WorkerCalls:
         except TimeoutError:
             raise self._stalled() from None
         finally:
-            del self._under_way[call.call_id]
+            del self._in_flight[call.call_id]
             self._on_layers.pop(call.call_id, None)
         if isinstance(answer, CallFailed):
-            if answer.kind is ErrorKind.POOL_FULL:
-                self.space_epoch = answer.space_epoch
-            raise error_of(answer, ADVICE)
+            raise answer.error(_ADVICE)
+        if not isinstance(answer, expected):
+            raise self._lost(f"messenger of {self._instance} answered {type(call).__name__} with {answer}")
         return answer
 
-    async def close(self) -> None:
-        """Detaches. Whoever waits for an answer gets a PoolError."""
-        self._gone_reason = f"client of {self._instance} closed"
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._end()
+    def close(self) -> None:
+        """Detach. Tasks that wait for an answer get a PoolError."""
+        self._lost(f"client of {self._instance} closed")
 
-    async def _read(self) -> None:
-        try:
-            while (message := await self._channel.receive()) is not None:
-                if isinstance(message, Detached):
-                    self._gone_reason = f"messenger of {self._instance} ended the session: {message.reason}"
-                    break
-                if isinstance(message, LayersFetched):
-                    on_layers = self._on_layers.get(message.call_id)
-                    if on_layers is not None:
-                        on_layers(message.num_blocks, message.num_layers)
-                    continue
-                answered = self._under_way.get(message.call_id)
+    def _take(self, message: FromPool) -> None:
+        match message:
+            case Detached(reason):
+                self._lost(f"messenger of {self._instance} ended the session: {reason}")
+            case LayersFetched(call_id, num_blocks, num_layers):
+                if call_id in self._on_layers:
+                    self._on_layers[call_id](num_blocks, num_layers)
+            case _:
+                answered = self._in_flight.get(message.call_id)
                 if answered is not None and not answered.done():  # else its caller was cancelled
                     answered.set_result(message)
-        finally:
-            self._end()
 
     def _stalled(self) -> PoolError:
-        """A messenger that does not answer is as good as gone: what it holds for this worker must end."""
-        self._gone_reason = f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s"
-        self.closed.set()
-        self._reader.cancel()  # which ends the rest
+        """Give up a messenger that does not answer: what it holds for this worker must end."""
+        return self._lost(f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s")
+
+    def _lost(self, reason: str) -> PoolError:
+        """End the connection, if it has not ended; the error says why it did."""
+        if not self.closed.is_set():
+            self._gone_reason = reason
+            self._end()
         return PoolError(self._gone_reason)
 
     def _end(self) -> None:
-        if self._has_ended:
+        if self.closed.is_set():
             return
-        self._has_ended = True
         self.closed.set()
-        self._channel.close()
-        for answered in self._under_way.values():
+        self._connection.close()
+        for answered in self._in_flight.values():
             if not answered.done():
                 answered.set_exception(PoolError(self._gone_reason))
                 answered.exception()  # retrieved, should its caller be gone
+
+
+async def _connected(socket_path: str) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, socket_path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            await asyncio.sleep(_RETRY_S)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+async def _first_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive the only message that comes with descriptors. Raises ConnectionError if none comes."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
+    packet, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1)
+    if not packet:
+        raise ConnectionResetError("it has closed the connection")
+    return packet, fds

@@ -1,7 +1,7 @@
 """The KV events of one instance's pool, in numbered batches.
 
 The pool reports every change of what can be found, as it happens. A publisher seals what has been collected
-into a batch and sends it; the last batches stay here for whoever missed one. Between two seals, consecutive
+into a batch and sends it; the last batches stay here for replays. Between two seals, consecutive
 events of one kind and tier become one. Everything runs in one thread, so a snapshot of the pool that is
 taken right after a seal, with no await in between, is the state after exactly that batch.
 
@@ -18,13 +18,13 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""A batch is sealed when it has this many, so it stays a message of some 200 KB, and the log bounded even if
+"""Blocks with which a batch is sealed, so that it stays a message of some 200 KB, and the log bounded even if
 nobody seals."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTokens:
-    """What a full block stands for; only routers that hash tokens themselves need it.
+    """Tokens of a full block; only routers that hash tokens themselves need them.
 
     `parent` is the key of the block before it, None for a first block (the root key is no block). Requests
     of other tenants must not match a block that was stored under a `cache_salt`: report it without tokens.
@@ -38,21 +38,21 @@ class BlockTokens:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What happened between two seals, oldest first. Never changes."""
+    """Events between two seals, oldest first. Never changes."""
 
     sequence: int
     events: list[KVEvent]
     tokens: dict[BlockKey, BlockTokens]
-    """of those stored blocks whose tokens are known"""
+    """Tokens of those stored blocks for which they are known."""
 
 
 class EventLog:
-    """Collects events and keeps the last `capacity_batches` batches. Begins with a `KVCleared`."""
+    """A collector of events, which keeps the last `capacity_batches` batches. Begins with a `KVCleared`."""
 
     def __init__(self, capacity_batches: int) -> None:
         self.capacity_batches = capacity_batches
         self.next_sequence = 0
-        """number of the batch that is being collected"""
+        """Number of the batch that is being collected."""
         self._batches: deque[Batch] = deque(maxlen=capacity_batches)
         self._listeners: list[Callable[[], None]] = []
         self._events: list[KVEvent]
@@ -61,38 +61,39 @@ class EventLog:
         self._kind: type[KVStored | KVRemoved] | None
         self._tier: Tier | None
         self._keys: list[BlockKey]
-        """of the last event, which goes on while kind and tier stay the same"""
+        """Keys of the last event, which goes on while kind and tier stay the same."""
         self._start_batch()
         # Numbers begin anew with each life: who followed an earlier one must forget what it said.
         self.cleared()
 
     def on_event(self, listener: Callable[[], None]) -> None:
-        """`listener` is called at the first event of each new batch, in the middle of a change of the pool:
-        it may take note, and nothing else."""
+        """Call `listener` at the first event of each new batch, in the middle of a change of the pool: it may
+        take note, and nothing else."""
         self._listeners.append(listener)
 
     # -- collecting: called for every block, so kept below a microsecond ---------------------------
 
     def stored(self, tier: Tier, key: BlockKey, tokens: BlockTokens | None = None) -> None:
-        """`key` can be found in `tier` now. Reported once until it is removed from there."""
+        """Record that `key` can be found in `tier` now. Reported once until it is removed from there."""
         if tokens is not None:
             self._tokens[key] = tokens
         self._collect(KVStored, tier, key)
 
     def stored_all(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        """As `stored`, one after the other; quicker for many."""
+        """Record many stored blocks; quicker than one by one."""
         self._collect_all(KVStored, tier, keys)
 
     def removed(self, tier: Tier, key: BlockKey) -> None:
-        """`key` can no longer be found in `tier`."""
+        """Record that `key` can no longer be found in `tier`."""
         self._collect(KVRemoved, tier, key)
 
     def removed_all(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        """As `removed`, one after the other; quicker for many."""
+        """Record many removed blocks; quicker than one by one."""
         self._collect_all(KVRemoved, tier, keys)
 
     def cleared(self) -> None:
-        """Nothing can be found any more, in any tier. Voids what the batch has collected so far."""
+        """Record that nothing can be found any more, in any tier. Voids what the batch has collected so
+        far."""
         self._start_batch()
         self._events.append(KVCleared())
         self._notify()
@@ -129,7 +130,7 @@ class EventLog:
     # -- batches ------------------------------------------------------------------------------------
 
     def seal(self) -> Batch | None:
-        """Ends the batch and gives it the next number. None if nothing has been collected."""
+        """End the batch and give it the next number. Returns None if nothing has been collected."""
         if not self._events:
             return None
         batch = Batch(self.next_sequence, self._events, self._tokens)
@@ -144,8 +145,8 @@ class EventLog:
         return self.next_sequence - len(self._batches)
 
     def since(self, sequence: int) -> list[Batch] | None:
-        """All sealed batches from number `sequence` on. None if some of them are gone, or if `sequence` lies
-        beyond the next number: then it is not from this log."""
+        """Return all sealed batches from number `sequence` on. None if some of them are gone, or if
+        `sequence` lies beyond the next number: then it is not from this log."""
         if not self.oldest_sequence <= sequence <= self.next_sequence:
             return None
         return list(itertools.islice(self._batches, sequence - self.oldest_sequence, None))

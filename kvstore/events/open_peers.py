@@ -15,16 +15,18 @@ from mooncake.security.curve import Monitor
 from mooncake.security.handshakes import connection_of, num_bytes_received
 
 MOST_OPEN = 32
-"""connections to one socket; one more puts out the oldest, which may come again"""
+"""Most connections to one socket; one more closes the oldest, which may connect again."""
 MOST_SENT_BYTES = 8 << 10
-"""of a connection, in all its life: libzmq keeps every frame of a message that does not end, in up to 32
-times its bytes. A router says 20 bytes to begin and 20 for each replay, and connects again by itself"""
+"""Most bytes that one connection may send: libzmq keeps every frame of a message that does not end, in up to
+32 times its bytes. A router says 20 bytes to begin and 20 for each replay, and connects again by itself."""
 LOOK_INTERVAL_S = 0.01
-"""while somebody is connected. libzmq's one thread takes some megabytes in this time"""
+"""Pause between two looks while a peer is connected. libzmq's one thread takes some megabytes in this
+time."""
 
 
 class OpenPeers:
-    """Bounds the number of TCP connections to `bound`, and what their peers send. Needs a running event loop.
+    """A bound on the number of TCP connections to a socket, and on what their peers send. Needs a running
+    event loop.
 
     To be made before `bound` is bound, and closed before it is closed.
     """
@@ -33,12 +35,12 @@ class OpenPeers:
         self._socket = bound
         self._crowd = Crowd[int](MOST_OPEN, self._put_out)
         self._connections: dict[int, socket.socket] = {}
-        """by libzmq's descriptor"""
+        """Connections by libzmq's descriptor."""
         self._monitor = Monitor(bound, self._on_event)
         self._next_look: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close all connections. Idempotent."""
         self._monitor.close()
         if self._next_look is not None:
             self._next_look.cancel()

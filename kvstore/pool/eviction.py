@@ -1,4 +1,4 @@
-"""Which block goes next: the three policies of Mooncake's Table 1, as one number a page.
+"""Order of eviction: the three policies of Mooncake's Table 1, as one number a page.
 
 LRU          the one not used for the longest time
 LFU          the one used least often; of those, the one not used for the longest time
@@ -15,16 +15,18 @@ import numpy as np
 from kvstore.pool.pages import Array, PageTable
 from mooncake.config.policies import EvictionPolicy
 
+# The fields of a page's number, which together leave its highest bit free.
 _AGE_BITS = 32
 _POSITION_BITS = 20
 _USES_BITS = 11
 _SOFT = np.uint64(1 << 63)
+"""Highest bit: set for softly pinned blocks."""
 
 
 def coldest(
     policy: EvictionPolicy, table: PageTable, candidates: Array, is_soft: Array, num_pages: int
 ) -> list[int]:
-    """The `num_pages` of `candidates` (page numbers) that should go first, in that order.
+    """Choose the `num_pages` of `candidates` (page numbers) that should go first, in that order.
 
     `is_soft` says of each candidate whether it is softly pinned.
     """
@@ -39,7 +41,7 @@ def coldest(
 
 
 def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
-    """One uint64 a page, larger for what should stay; its highest bit is left free."""
+    """Give each page a uint64, larger for what should stay; its highest bit is left free."""
     last_uses = table.last_uses[pages]
     if policy is EvictionPolicy.LRU:
         return last_uses

@@ -1,14 +1,43 @@
-"""Hits and misses: in which tier blocks were before somebody asked for them, and why others were in none.
+"""Hits and misses: the tiers in which blocks were before a request asked for them, and why others were in
+none.
 
-Owns: these counts, and which pages in DRAM have blocks that the lower tier had. Does not know: the pool.
+Owns: these counts, which pages in DRAM have blocks that the lower tier had, and what was evicted lately.
+Does not know: the pool.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from kvstore.pool.ghosts import Ghosts
+import numpy as np
+
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
+
+_MOST_GHOSTS = 1 << 20
+"""Limit of memory: 8 MiB."""
+_ID_BYTES = 8
+"""The part of a key that a ghost remembers."""
+
+
+class Ghosts:
+    """What was evicted lately, so that a miss can say whether more memory would have made it a hit.
+
+    A direct-mapped table of about `num_blocks` key prefixes: a new ghost may replace an old one.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        size = 1 << min(num_blocks, _MOST_GHOSTS).bit_length()
+        self._ids = np.zeros(size, np.uint64)
+        self._mask = size - 1
+
+    def add(self, key: BlockKey) -> None:
+        ghost = int.from_bytes(key[:_ID_BYTES], "little")
+        self._ids[ghost & self._mask] = ghost
+
+    def reason(self, key: BlockKey) -> str:
+        """Tell why this block is not here: "evicted" lately, or "absent"."""
+        ghost = int.from_bytes(key[:_ID_BYTES], "little")
+        return "evicted" if self._ids[ghost & self._mask] == ghost else "absent"
 
 
 class Hits:
@@ -16,27 +45,27 @@ class Hits:
 
     def __init__(self, ghosts: Ghosts) -> None:
         self.num_hits: Counter[Tier] = Counter()
-        """by the tier in which the block was before anybody asked for it"""
+        """Hits by the tier in which the block was before a request asked for it."""
         self.num_misses: Counter[str] = Counter()
-        """by reason: absent (not seen lately) or evicted"""
+        """Misses by reason: absent (not seen lately) or evicted."""
         self._ghosts = ghosts
         self._promoted: set[int] = set()
-        """pages whose block came from the lower tier and has not been asked for since"""
+        """Pages whose block came from the lower tier and has not been asked for since."""
 
     def promoted(self, page: int) -> None:
-        """The block in `page` has come from the lower tier."""
+        """Record that the block in `page` has come from the lower tier."""
         self._promoted.add(page)
 
     def left(self, page: int) -> None:
-        """The block in `page` is there no longer."""
+        """Record that the block in `page` is there no longer."""
         self._promoted.discard(page)
 
     def tier(self, page: int) -> Tier:
-        """Where the block in `page` was before anybody asked for it."""
+        """Return the tier in which the block in `page` was before a request asked for it."""
         return Tier.SSD if page in self._promoted else Tier.DRAM
 
     def found(self, pages: Collection[int]) -> None:
-        """Somebody has asked for the blocks in `pages`."""
+        """Record that a request has asked for the blocks in `pages`."""
         num_promoted = 0
         if self._promoted:
             num_promoted = sum(page in self._promoted for page in pages)
@@ -45,6 +74,6 @@ class Hits:
         self.num_hits[Tier.DRAM] += len(pages) - num_promoted
 
     def missed(self, keys: Iterable[BlockKey]) -> None:
-        """Somebody has asked for these blocks, and they are not in DRAM."""
+        """Record that a request has asked for these blocks, which are not in DRAM."""
         for key in keys:
             self.num_misses[self._ghosts.reason(key)] += 1

@@ -34,11 +34,15 @@ from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
 _ALIGNMENT = 64
+"""Bytes of a line of the cache, at which each array begins."""
 _GENERATIONS = 1 << 32
+"""Number of generations, after which they begin anew."""
 _MOST_USES = (1 << 32) - 1
+"""Largest number of uses that is counted."""
 _NOBODY = 0
+"""Writer of a page that only its owner writes."""
 COPIER_SERIAL = (1 << 32) - 1
-"""no client's"""
+"""Serial of messengers that copy to granted pages; no client has it."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -64,15 +68,15 @@ _STATES = tuple(PageState)
 _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for before in PageState)
 
 
-class Writer(NamedTuple):
-    """Who may have a page mapped for writing: a process, and which of its clients."""
+class PageWriter(NamedTuple):
+    """A process that may have a page mapped for writing, and which of its clients it is."""
 
     pid: int
     serial: int
 
     @classmethod
-    def copier(cls, pid: int) -> "Writer":
-        """A messenger that copies to granted pages."""
+    def copier(cls, pid: int) -> "PageWriter":
+        """Name a messenger that copies to granted pages."""
         return cls(pid, COPIER_SERIAL)
 
     @property
@@ -81,16 +85,16 @@ class Writer(NamedTuple):
 
 
 class Adopted(NamedTuple):
-    """What a table held when its owner died. All other pages are free now."""
+    """Contents of a table when its owner died. All other pages are free now."""
 
     sealed: list[int]
-    """oldest use first"""
-    quarantined: dict[int, Writer]
-    """pages that a process may still be writing"""
+    """Sealed pages, oldest use first."""
+    quarantined: dict[int, PageWriter]
+    """Pages that a process may still be writing."""
 
 
 def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Name, type and shape (of one page's entry) of each array, in their order in memory."""
+    """Return name, type and shape (of one page's entry) of each array, in their order in memory."""
     return [
         ("state", np.dtype("u1"), ()),
         ("generation", np.dtype("<u4"), ()),
@@ -106,18 +110,18 @@ def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, .
 
 
 def record_bytes(num_layers: int) -> int:
-    """What one page adds to a table."""
+    """Return the bytes that one page adds to a table."""
     return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in table_fields(num_layers))
 
 
 def table_bytes(num_pages: int, num_layers: int) -> int:
-    """Size of a table."""
+    """Return the size of a table in bytes."""
     fields = table_fields(num_layers)
     return sum(_aligned(num_pages * dtype.itemsize * math.prod(shape)) for _, dtype, shape in fields)
 
 
 def field_offsets(num_pages: int, num_layers: int) -> dict[str, int]:
-    """Where each array begins in a table."""
+    """Return the offset of each array in a table."""
     offsets, end = {}, 0
     for name, dtype, shape in table_fields(num_layers):
         offsets[name] = end
@@ -166,7 +170,7 @@ class PageTable:
         return bytes(self._key[page * KEY_BYTES : (page + 1) * KEY_BYTES])
 
     def keys(self, pages: Array) -> list[BlockKey]:
-        """The keys of many pages."""
+        """Return the keys of many pages."""
         packed = self._keys[pages].tobytes()
         return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
 
@@ -174,34 +178,35 @@ class PageTable:
         return self.last_use_of[page]
 
     def checksums(self, page: int, layers: range) -> bytes:
-        """One little-endian xxh3-64 per layer of `layers`."""
+        """Return one little-endian xxh3-64 per layer of `layers`."""
         return bytes(self._checksums[self._checksum_bytes(page, layers)])
 
     def layer_checksums(self, pages: Array, layer: int) -> Array:
-        """The xxh3-64 of one layer of many pages, `[n]`, a copy."""
+        """Return the xxh3-64 of one layer of many pages, `[n]`, a copy."""
         checksums: Array = self._arrays["checksums"].reshape(self.num_pages, self.num_layers)[pages, layer]
         return checksums
 
-    def writer(self, page: int) -> Writer | None:
-        """Who may be writing this page through a mapping of its own."""
+    def writer(self, page: int) -> PageWriter | None:
+        """Return the process that may be writing this page through a mapping of its own."""
         writer = self._writer[page]
-        return Writer(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
+        return PageWriter(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
 
     def is_intact(self, page: int) -> bool:
-        """Whether key and checksums were written together."""
+        """Tell whether key and checksums were written together."""
         return self._seal[page] == self._sealed_digest(page)
 
     def count(self) -> dict[PageState, int]:
-        """Number of pages in each state."""
+        """Count the pages in each state."""
         counts = np.bincount(self.states, minlength=len(PageState)).tolist()
         return {state: counts[state] for state in PageState}
 
-    def reserve(self, page: int, writer: Writer | None = None) -> None:
-        """`writer` has the page mapped and is going to write it; None: only its owner writes."""
+    def reserve(self, page: int, writer: PageWriter | None = None) -> None:
+        """Reserve a FREE page. `writer` has it mapped and is going to write it; None: only its owner
+        writes."""
         self.reserve_all([page], writer)
 
-    def reserve_all(self, pages: Sequence[int], writer: Writer | None = None) -> None:
-        """As `reserve`, one after the other."""
+    def reserve_all(self, pages: Sequence[int], writer: PageWriter | None = None) -> None:
+        """Reserve FREE pages, one after the other."""
         number = writer.pid << 32 | writer.serial if writer is not None else _NOBODY
         state_of, writer_of = self.state_of, self._writer
         for page in pages:
@@ -214,7 +219,7 @@ class PageTable:
         self._checksums[self._checksum_bytes(page, layers)] = checksums
 
     def seal(self, page: int, key: BlockKey, last_use: int, position: int = 0, num_uses: int = 1) -> None:
-        """The data and all checksums are there already."""
+        """Seal a page whose data and checksums are there already."""
         self._key[page * KEY_BYTES : (page + 1) * KEY_BYTES] = key
         self._seal[page] = self._sealed_digest(page)
         self.last_use_of[page] = last_use
@@ -226,7 +231,7 @@ class PageTable:
     def seal_all(
         self, pages: Sequence[int], keys: Sequence[BlockKey], first_use: int, positions: Sequence[int]
     ) -> None:
-        """As `seal`, one after the other; `first_use` is the `last_use` of the first."""
+        """Seal many pages; `first_use` is the `last_use` of the first."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] == RESERVED)
         self._keys[index] = np.frombuffer(b"".join(keys), self._keys.dtype)
@@ -238,7 +243,7 @@ class PageTable:
         self.states[index] = SEALED
 
     def use(self, page: int) -> None:
-        """One more use."""
+        """Count one more use."""
         self.num_uses_of[page] = min(self.num_uses_of[page] + 1, _MOST_USES)
 
     def quarantine(self, page: int) -> None:
@@ -249,36 +254,38 @@ class PageTable:
         self._move(page, FREE)
 
     def free_all(self, pages: Sequence[int]) -> None:
-        """As `free`, of pages that are not FREE."""
+        """Free pages that are not FREE."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] != FREE)
         self._arrays["generation"][index] += 1  # _GENERATIONS are as many as its type has
         self.states[index] = FREE
 
     def clear(self, page: int) -> None:
-        """Makes a page FREE, whatever it was."""
+        """Make a page FREE, whatever it was."""
         if self.state_of[page] != FREE:
             self._bump(page)
             self.state_of[page] = FREE
 
     def copy(self) -> "PageTable":
-        """The same in memory of its own."""
+        """Copy the table to memory of its own."""
         copy = PageTable.in_memory(self.num_pages, self.num_layers)
         for name, array in self._arrays.items():
             copy._arrays[name][:] = array
         return copy
 
-    def assign(self, writer: Writer) -> None:
-        """After the death of the owner: `writer` may be writing to any page that has not been sealed."""
+    def assign(self, writer: PageWriter) -> None:
+        """Record, after the death of the owner, that `writer` may be writing to any page that has not been
+        sealed."""
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 
     def adopt(self) -> Adopted:
-        """After the death of the owner. What its writers had begun stays theirs until they are gone."""
+        """Adopt the table after the death of its owner. What its writers had begun stays theirs until they
+        are gone."""
         pages = np.flatnonzero(self.states == SEALED)
         pages = pages[np.argsort(self.last_uses[pages], kind="stable")]
         by_key = dict(zip(self.keys(pages), pages.tolist(), strict=True))
-        quarantined: dict[int, Writer] = {}
+        quarantined: dict[int, PageWriter] = {}
         for page in set(np.flatnonzero(self.states).tolist()).difference(by_key.values()):
             writer = self._writer[page]
             if self.state_of[page] == SEALED or writer == _NOBODY:
@@ -286,7 +293,7 @@ class PageTable:
                 self.state_of[page] = FREE
             else:
                 self.state_of[page] = QUARANTINED
-                quarantined[page] = Writer(writer >> 32, writer & 0xFFFFFFFF)
+                quarantined[page] = PageWriter(writer >> 32, writer & 0xFFFFFFFF)
         return Adopted(list(by_key.values()), quarantined)
 
     def _move(self, page: int, state: int) -> None:

@@ -1,4 +1,4 @@
-"""Pins: blocks that are to stay although nobody uses them now (hot prefixes, a tenant's cached context).
+"""Pins: blocks that are to stay although no request uses them now (hot prefixes, a tenant's cached context).
 
 A *hard* pin keeps its block in DRAM at any price, a *soft* one as long as others can be evicted instead.
 Each has a deadline; a block has at most one, and a soft one does not take the place of a hard one.
@@ -6,52 +6,49 @@ Each has a deadline; a block has at most one, and a soft one does not take the p
 Owns: the pins. Does not know: who else uses a page.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.pool.shelf import Shelf
+from kvstore.pool.allocator import PageAllocator
+from kvstore.pool.deadlines import Deadlines
 from mooncake.errors import PoolError
 from mooncake.messages.blocks import BlockKey
-
-_SPARE_DEADLINES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """The block `key`, which is in `page`."""
+    """A pin on the block `key`, which is in `page`."""
 
     key: BlockKey
     page: int
     is_hard: bool
-    deadline_s: float
 
 
 class Pins:
-    """On the blocks of one shelf. A hard pin is a user of its page; `unclaim` gives up that of each page."""
+    """Pins on the blocks of one tier. A hard pin is a user of its page; `unclaim` gives up that of each
+    page."""
 
-    def __init__(self, shelf: Shelf, unclaim: Callable[[Sequence[int]], None]) -> None:
-        self._shelf = shelf
+    def __init__(self, allocator: PageAllocator, unclaim: Callable[[Sequence[int]], None]) -> None:
+        self._allocator = allocator
         self._unclaim = unclaim
         self._by_key: dict[BlockKey, _Pin] = {}
-        self._deadlines: list[tuple[float, BlockKey]] = []
-        """also of some that have ended"""
+        self.deadlines = Deadlines[BlockKey]()
         self._num_hard = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Hard or softly."""
+        """Tell whether a block is pinned, hard or softly."""
         return key in self._by_key
 
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
-        """Pins those of `keys` that are in DRAM, anew if they are pinned. Returns how many that are.
+        """Pin those of `keys` that are in DRAM, anew if they are pinned. Returns their number.
 
         A soft pin leaves a hard one as it is: whoever set that relies on it.
         Raises PoolError if hard pins would take more than half of the pool.
         """
-        index, num_pages = self._shelf.index, self._shelf.table.num_pages
+        index, num_pages = self._allocator.index, self._allocator.table.num_pages
         pages = {key: page for key in keys if (page := index.get(key)) is not None}
         num_hard = self._num_hard + sum(hard and not self._is_hard(key) for key in pages)
         if num_hard > num_pages // 2:
@@ -61,25 +58,24 @@ class Pins:
             )
         for key, page in pages.items():
             if hard or not self._is_hard(key):
-                self._put(_Pin(key, page, hard, deadline_s))
+                self._put(_Pin(key, page, hard))
+                self.deadlines.set(key, deadline_s)
         return len(pages)
 
     def remove(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
-        """Returns how many pins were taken away. `hard`: hard ones too."""
+        """Unpin blocks. Returns the number of pins that were taken away. `hard`: hard ones too."""
         num_removed = 0
         for key in keys:
             if key in self._by_key and (hard or not self._is_hard(key)):
+                self.deadlines.remove(key)
                 self._end(self._by_key.pop(key))
                 num_removed += 1
         return num_removed
 
     def expire(self, now_s: float) -> None:
-        """Ends every pin whose deadline has come."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, key = heapq.heappop(self._deadlines)
-            pin = self._by_key.get(key)
-            if pin is not None and pin.deadline_s == deadline_s:  # else replaced or gone already
-                self._end(self._by_key.pop(key))
+        """End every pin whose deadline has come."""
+        for key in self.deadlines.take_expired(now_s):
+            self._end(self._by_key.pop(key))
 
     def hard_pages(self) -> list[int]:
         return [pin.page for pin in self._by_key.values() if pin.is_hard]
@@ -88,24 +84,20 @@ class Pins:
         return key in self._by_key and self._by_key[key].is_hard
 
     def _put(self, pin: _Pin) -> None:
-        """In the place of another one, if there is one."""
+        """Put a pin in the place of an earlier one, if there is one."""
         if pin.is_hard:
-            self._shelf.claim([pin.page])
+            self._allocator.claim([pin.page])
             self._num_hard += 1
         if (previous := self._by_key.get(pin.key)) is not None:
             self._end(previous)
         if not pin.is_hard:
-            self._shelf.pin_softly(pin.page, True)
+            self._allocator.pin_softly(pin.page, True)
         self._by_key[pin.key] = pin
-        heapq.heappush(self._deadlines, (pin.deadline_s, pin.key))
-        if len(self._deadlines) > 2 * len(self._by_key) + _SPARE_DEADLINES:
-            self._deadlines = [(kept.deadline_s, key) for key, kept in self._by_key.items()]
-            heapq.heapify(self._deadlines)
 
     def _end(self, pin: _Pin) -> None:
-        """It keeps its block no longer."""
+        """End a pin: it keeps its block no longer."""
         if pin.is_hard:
             self._num_hard -= 1
             self._unclaim([pin.page])
         else:
-            self._shelf.pin_softly(pin.page, False)
+            self._allocator.pin_softly(pin.page, False)

@@ -1,4 +1,4 @@
-"""The DRAM tier of one instance's part of the KVCache pool: who uses which page, who gets the next one.
+"""DRAM tier of one instance's part of the KVCache pool: who uses which page, and who gets the next one.
 
 A block is found only while it is sealed. A *reservation* is one request's claim on pages: leases on the
 blocks that are there, fresh pages for those that are not. A *lease* only reads, and ends by itself at its
@@ -7,7 +7,7 @@ until nobody can do so any more. A *pin* keeps a block without anybody using it.
 paged blocks, deduplicated by key, eviction by policy.)
 
 Invariants, checked by `check_integrity`:
-- the users of a page (see shelf) are its reservations, its leases, its hard pin and its holds, no others;
+- the users of a page (see allocator) are its reservations, its leases, its hard pin and its holds, no others;
 - a page is RESERVED iff exactly one reservation has it as a block that is not complete or lost its key;
 - a page with a user is never evicted and never given to somebody else.
 
@@ -21,14 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.events.batches import EventLog
-from kvstore.pool.claims import NOBODY, Block, Lease, Leases, Reservation, layer_mask
+from kvstore.pool.allocator import PageAllocator
+from kvstore.pool.claims import NOBODY, Block, PageLease, PageReservation, layer_mask
+from kvstore.pool.deadlines import Deadlines
+from kvstore.pool.evictor import Evictor, LowerTier
 from kvstore.pool.hits import Hits
-from kvstore.pool.pages import RESERVED, SEALED, PageTable, Writer
+from kvstore.pool.pages import RESERVED, SEALED, PageTable, PageWriter
 from kvstore.pool.pins import Pins
-from kvstore.pool.room import LowerTier, Room
-from kvstore.pool.shelf import Shelf
 from mooncake.config.policies import EvictionPolicy
-from mooncake.errors import PoolError
+from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
@@ -43,10 +44,10 @@ class PoolCounters:
 
 
 class Pool:
-    """State machine over a page table; adopts what is already in it.
+    """A state machine over a page table; it adopts what is already there.
 
     `on_sealed` hears of pages whose blocks can be found from now on, those that are adopted too. What
-    `low_watermark`, `on_space` and `on_pressure` are says `Room`.
+    `low_watermark`, `on_space` and `on_pressure` are says `Evictor`.
     """
 
     def __init__(
@@ -62,46 +63,47 @@ class Pool:
         on_pressure: Callable[[], None] = lambda: None,
     ) -> None:
         self.table = table
-        self.shelf = Shelf(table, policy, self._removed, on_sealed)
+        self.allocator = PageAllocator(table, policy, self._removed, on_sealed)
         self.counters = PoolCounters()
-        self.room = Room(
-            self.shelf,
+        self.evictor = Evictor(
+            self.allocator,
             lower,
             low_watermark=low_watermark,
             on_evict=self._evicting,
             on_space=on_space,
             on_pressure=on_pressure,
         )
-        self.hits = Hits(self.room.ghosts)
-        self.pins = Pins(self.shelf, self._unclaim)
+        self.hits = Hits(self.evictor.ghosts)
+        self.pins = Pins(self.allocator, self._unclaim)
         self._events = events
         self._lower = lower
         self._all_layers = (1 << table.num_layers) - 1
         self._last_id = 0
-        self._reservations: dict[int, Reservation] = {}
-        self._leases = Leases()
+        self._reservations: dict[int, PageReservation] = {}
+        self._leases: dict[int, PageLease] = {}
+        self.lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
-        """outstanding transfers that touch a page, by page; no zeros"""
-        self._former_writers: dict[Writer, list[int]] = {}
-        for page, writer in self.shelf.adopted_writers.items():
+        """Transfers in flight that touch a page, by page; no zeros."""
+        self._former_writers: dict[PageWriter, list[int]] = {}
+        for page, writer in self.allocator.adopted_writers.items():
             self._add_hold(page)
             self._former_writers.setdefault(writer, []).append(page)
 
     # -- blocks -----------------------------------------------------------------------------------
 
     def find(self, key: BlockKey) -> int | None:
-        """The page of a sealed block."""
-        return self.shelf.index.get(key)
+        """Return the page of a sealed block."""
+        return self.allocator.index.get(key)
 
     def locate(self, keys: Iterable[BlockKey]) -> list[Tier | None]:
-        """The fastest tier of each block."""
-        index, lower = self.shelf.index, self._lower
+        """Return the fastest tier of each block."""
+        index, lower = self.allocator.index, self._lower
         if lower is None:
             return [Tier.DRAM if key in index else None for key in keys]
         return [Tier.DRAM if key in index else Tier.SSD if lower.holds(key) else None for key in keys]
 
     def remove(self, key: BlockKey) -> bool:
-        """Nobody finds this block any more; who reads it may finish. Whether it was there."""
+        """Remove a block from the index; reads in flight may finish. Returns whether it was there."""
         page = self.find(key)
         if page is None:
             return False
@@ -110,87 +112,84 @@ class Pool:
         return True
 
     def drop(self, page: int) -> None:
-        """The sealed block in `page` is damaged: nobody finds it any more."""
+        """Drop the sealed block in `page`, which is damaged."""
         if self.table.state_of[page] == SEALED:
             self.counters.num_dropped += 1
             self._unseal(page)
 
     def _unseal(self, page: int) -> None:
         self.pins.remove([self.table.key(page)])
-        self.shelf.unseal(page)
-        if not self.shelf.num_users_of[page]:
+        self.allocator.unseal(page)
+        if not self.allocator.num_users_of[page]:
             self._free(page)
-            self.room.users_left()
+            self.evictor.users_left()
 
     def _evicting(self, page: int) -> None:
-        """The block in this idle page is about to leave DRAM."""
+        """Take note that the block in this idle page is about to leave DRAM."""
         self.pins.remove([self.table.key(page)])
         self.hits.left(page)
 
     def _removed(self, key: BlockKey) -> None:
-        """The shelf's index has lost a block."""
+        """Report that the index has lost a block."""
         if self._events is not None:
             self._events.removed(Tier.DRAM, key)
 
     # -- reservations -----------------------------------------------------------------------------
 
     def reserve(
-        self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: Writer | None = None
-    ) -> Reservation:
-        """Leases what is sealed and reserves a page for everything else; all or nothing.
+        self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: PageWriter | None = None
+    ) -> PageReservation:
+        """PageLease what is sealed and reserve a page for everything else; all or nothing.
 
         `writer` will write the pages through a mapping of its own. Raises PoolFullError if not enough
         pages are free or can be evicted now, PoolError if the pool has not enough pages at all.
         """
         self._check_size(len(keys) + num_private)
-        index = self.shelf.index
+        index = self.allocator.index
         places = [index.get(key) for key in keys]
         found = list(dict.fromkeys(page for page in places if page is not None))
         num_missing = places.count(None) + num_private
-        self.shelf.claim(found)  # not to be evicted for the others
-        if num_missing > self.shelf.num_free + self.shelf.num_idle or not self.room.make(num_missing):
-            num_evictable = self.shelf.num_idle
-            self.shelf.unclaim(found, used=False)
-            raise self.room.refusal(num_missing, num_evictable)
+        self.allocator.claim(found)  # not to be evicted for the others
+        try:
+            self.evictor.require(num_missing)
+        except PoolFullError:
+            self.allocator.unclaim(found, used=False)
+            raise
         blocks = self._blocks([*keys, *[None] * num_private], places, writer)
         for block in blocks:
             if block.found:
                 block.tier = self.hits.tier(block.page)
         self._use(found)
         self.hits.missed(key for key, page in zip(keys, places, strict=True) if page is None)
-        reservation = Reservation(self._next_id(), owner, blocks)
+        reservation = PageReservation(self._next_id(), owner, blocks)
         self._reservations[reservation.reservation_id] = reservation
         return reservation
 
     def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
-        """Raises as `reserve` would, if not even all evictable pages were enough for these blocks now."""
+        """Raise as `reserve` would, if not even all evictable pages were enough for these blocks now."""
         self._check_size(len(keys) + num_private)
         places = [self.find(key) for key in keys]
         found = {page for page in places if page is not None}
-        num_missing = places.count(None) + num_private
-        num_evictable = self.shelf.num_idle - sum(map(self.shelf.is_idle, found))
-        if num_missing > self.shelf.num_free + num_evictable:
-            raise self.room.refusal(num_missing, num_evictable)
+        self.evictor.check(places.count(None) + num_private, sum(map(self.allocator.is_idle, found)))
 
     def _check_size(self, num_blocks: int) -> None:
         if num_blocks > self.table.num_pages:
             raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
 
-    def find_reservation(self, reservation_id: int) -> Reservation | None:
+    def find_reservation(self, reservation_id: int) -> PageReservation | None:
         return self._reservations.get(reservation_id)
 
-    def renew_pages(self, reservation: Reservation, blocks: Sequence[Block]) -> None:
-        """Gives blocks of `reservation` fresh pages, empty ones: a transfer may still write the old ones.
+    def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
+        """Give blocks of `reservation` fresh pages, empty ones: a transfer may still write the old ones.
 
         Does nothing if it has been released. Raises PoolFullError, and changes nothing, without room.
         """
         if self._reservations.get(reservation.reservation_id) is not reservation:
             return
-        if not self.room.make(len(blocks)):
-            raise self.room.refusal(len(blocks), self.shelf.num_idle)
+        self.evictor.require(len(blocks))
         old_pages = [block.page for block in blocks]
         writer = self.table.writer(old_pages[0]) if blocks else None
-        for block, page in zip(blocks, self.shelf.take(len(blocks), writer), strict=True):
+        for block, page in zip(blocks, self.allocator.take(len(blocks), writer), strict=True):
             del reservation.by_page[block.page]
             block.page, block.generation, block.arrived = page, self.table.generation(page), 0
             reservation.by_page[page] = block
@@ -199,28 +198,29 @@ class Pool:
     def is_complete(self, block: Block) -> bool:
         return block.arrived == self._all_layers
 
-    def arrived(self, reservation: Reservation, block: Block, layers: range, checksums: bytes) -> None:
-        """`layers` of `block` are in its page. The last one seals the block, if its key is still free."""
+    def arrived(self, reservation: PageReservation, block: Block, layers: range, checksums: bytes) -> None:
+        """Record that `layers` of `block` are in its page. The last one seals the block, if its key is still
+        free."""
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)
         block.arrived |= layer_mask(layers)
         if self.is_complete(block) and block.key is not None and self.find(block.key) is None:
-            self.shelf.seal(block.page, block.key, block.position)
+            self.allocator.seal(block.page, block.key, block.position)
             if self._events is not None:
                 self._events.stored(Tier.DRAM, block.key, block.tokens)
 
-    def begin_promotion(self, key: BlockKey, position: int) -> Reservation:
-        """A page for a block that the lower tier holds, before anybody has asked for it. Or PoolFullError."""
-        if not self.room.make(1):
-            raise self.room.refusal(1, self.shelf.num_idle)
+    def begin_promotion(self, key: BlockKey, position: int) -> PageReservation:
+        """Reserve a page for a block that the lower tier holds, before a request needs it. Raises
+        PoolFullError."""
+        self.evictor.require(1)
         (block,) = self._blocks([key], [None], None)
         block.position = position
-        reservation = Reservation(self._next_id(), NOBODY, [block])
+        reservation = PageReservation(self._next_id(), NOBODY, [block])
         self._reservations[reservation.reservation_id] = reservation
         return reservation
 
-    def promoted(self, reservation: Reservation, checksums: bytes, num_uses: int) -> None:
-        """The whole block of `begin_promotion` is in its page, verified."""
+    def promoted(self, reservation: PageReservation, checksums: bytes, num_uses: int) -> None:
+        """Record that the whole block of `begin_promotion` is in its page, verified."""
         (block,) = reservation.blocks
         self.arrived(reservation, block, range(self.table.num_layers), checksums)
         if self.table.state_of[block.page] == SEALED:
@@ -228,7 +228,7 @@ class Pool:
             self.hits.promoted(block.page)
 
     def release(self, reservation_id: int) -> None:
-        """Gives up all of a reservation's pages. Idempotent."""
+        """Release all pages of a reservation. Idempotent."""
         reservation = self._reservations.pop(reservation_id, None)
         if reservation is not None:
             # Last block first: it is of no use without those before it, so it should be evicted first.
@@ -236,82 +236,85 @@ class Pool:
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> Lease:
-        """Keeps those of `keys` that are in DRAM where they are until `end_lease` or `expire`."""
-        index = self.shelf.index
-        lease = Lease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
+    def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> PageLease:
+        """Keep those of `keys` that are in DRAM where they are until `end_lease` or `expire`."""
+        index = self.allocator.index
+        lease = PageLease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
         found = lease.claimed_pages
         self._use(found)
         self.hits.missed(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
-        self.shelf.claim(found)
-        self._leases.put(lease)
+        self.allocator.claim(found)
+        self._leases[lease.lease_id] = lease
+        self.lease_deadlines.set(lease.lease_id, deadline_s)
         return lease
 
     def end_lease(self, lease_id: int) -> None:
-        """Idempotent."""
-        lease = self._leases.take(lease_id)
+        """End a lease. Idempotent."""
+        lease = self._leases.pop(lease_id, None)
         if lease is not None:
+            self.lease_deadlines.remove(lease_id)
             self._unclaim(lease.claimed_pages[::-1])
 
-    def find_lease(self, lease_id: int) -> Lease | None:
-        return self._leases.find(lease_id)
+    def find_lease(self, lease_id: int) -> PageLease | None:
+        return self._leases.get(lease_id)
 
     def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
-        """Ids of the reservations and of the leases of `owner`."""
+        """Return the ids of the reservations and of the leases of `owner`."""
         reservations = [r.reservation_id for r in self._reservations.values() if r.owner == owner]
-        return reservations, [lease.lease_id for lease in self._leases if lease.owner == owner]
+        return reservations, [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
 
     # -- time -------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """Ends the leases and pins whose deadline has come."""
-        for lease in self._leases.take_expired(now_s):
+        """End the leases and pins whose deadline has come."""
+        for lease_id in self.lease_deadlines.take_expired(now_s):
             self.counters.num_expired_leases += 1
-            self._unclaim(lease.claimed_pages[::-1])
+            self._unclaim(self._leases.pop(lease_id).claimed_pages[::-1])
         self.pins.expire(now_s)
 
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:
-        """A transfer may read or write `page` from now on. Only for pages that are in use or sealed."""
-        assert self.shelf.num_users[page] or self.table.state_of[page] == SEALED
+        """Let a transfer read or write `page` from now on. Only for pages that are in use or sealed."""
+        assert self.allocator.num_users[page] or self.table.state_of[page] == SEALED
         self._add_hold(page)
 
     def unhold(self, page: int, *, used: bool = True) -> None:
-        """That transfer can not touch `page` any more. `used` says whether that was for somebody."""
+        """End a hold: that transfer cannot touch `page` any more. `used` says whether it was for a
+        request."""
         _decrement(self._num_holds, page)
         self._unclaim([page], used=used)
 
     def _add_hold(self, page: int) -> None:
         self._num_holds[page] += 1
-        self.shelf.claim([page])
+        self.allocator.claim([page])
 
     @property
-    def former_writers(self) -> list[Writer]:
-        """Who may still be writing to pages that a former life of this pool gave them."""
+    def former_writers(self) -> list[PageWriter]:
+        """Processes that may still be writing to pages that a former life of this pool gave them."""
         return list(self._former_writers)
 
-    def keep_aside(self, writer: Writer) -> None:
-        """This one may be writing to any of those pages too."""
+    def keep_aside(self, writer: PageWriter) -> None:
+        """Record that `writer` may be writing to any of those pages too."""
         pages = {page for pages in self._former_writers.values() for page in pages}
         own = self._former_writers.setdefault(writer, [])
         for page in pages.difference(own):
             self._add_hold(page)
             own.append(page)
 
-    def writer_gone(self, writer: Writer) -> None:
-        """What this writer began under a former life of the pool is free now. Idempotent."""
+    def writer_gone(self, writer: PageWriter) -> None:
+        """Free what this writer began under a former life of the pool. Idempotent."""
         for page in self._former_writers.pop(writer, []):
             self.unhold(page)
 
     # ---------------------------------------------------------------------------------------------
 
     def _blocks(
-        self, keys: Sequence[BlockKey | None], places: list[int | None], writer: Writer | None
+        self, keys: Sequence[BlockKey | None], places: list[int | None], writer: PageWriter | None
     ) -> list[Block]:
-        """One for each key, on its place or on a fresh page; those without a place come last."""
-        fresh = self.shelf.take(len(keys) - len(places) + places.count(None), writer)
-        self.room.pages_taken()
+        """Make a block for each key, in its page or in a fresh one; those without a key come last."""
+        fresh = self.allocator.take(len(keys) - len(places) + places.count(None), writer)
+        self.evictor.pages_taken()
         pages_left = iter(fresh)
         pages = [next(pages_left) if page is None else page for page in places] + list(pages_left)
         is_fresh = set(fresh)
@@ -328,21 +331,21 @@ class Pool:
             self.table.use(page)
 
     def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
-        for page in self.shelf.unclaim(pages, used=used):
+        for page in self.allocator.unclaim(pages, used=used):
             self._free(page)
         if self._num_holds:
             for page in pages:
                 # Given up by all but transfers: their bytes must not reach whoever would get this page next.
                 if (
                     self.table.state_of[page] == RESERVED
-                    and self._num_holds[page] == self.shelf.num_users_of[page]
+                    and self._num_holds[page] == self.allocator.num_users_of[page]
                 ):
                     self.table.quarantine(page)
-        self.room.users_left()
+        self.evictor.users_left()
 
     def _free(self, page: int) -> None:
         self.hits.left(page)
-        self.shelf.free(page)
+        self.allocator.free(page)
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -352,8 +355,8 @@ class Pool:
 
     @property
     def num_changes(self) -> int:
-        """Grows with whatever is done here."""
-        return self._last_id + self.room.epoch
+        """A number that grows with every change."""
+        return self._last_id + self.evictor.epoch
 
     @property
     def num_reservations(self) -> int:
@@ -365,24 +368,25 @@ class Pool:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages that some reservation, lease, transfer or hard pin uses."""
-        return int(np.count_nonzero(self.shelf.num_users))
+        """Pages that a reservation, lease, transfer or hard pin uses."""
+        return int(np.count_nonzero(self.allocator.num_users))
 
     def orphans(self) -> list[int]:
-        """Pages that have other users than the pool knows: they would never become free. Should be none."""
+        """Find pages that have other users than the pool knows: they would never become free. Should be
+        none."""
         known: Counter[int] = Counter(self._num_holds)
         known.update(page for r in self._reservations.values() for page in r.by_page)
-        known.update(page for lease in self._leases for page in lease.claimed_pages)
+        known.update(page for lease in self._leases.values() for page in lease.claimed_pages)
         known.update(self.pins.hard_pages())
-        users = self.shelf.num_users.copy()
+        users = self.allocator.num_users.copy()
         pages = np.fromiter(known.keys(), np.int64, len(known))
         users[pages] -= np.fromiter(known.values(), np.int32, len(known))
         orphans: list[int] = np.flatnonzero(users).tolist()
         return orphans
 
     def check_integrity(self) -> str | None:
-        """What is wrong, or None: every page is accounted for exactly once."""
-        problems = list(self.shelf.problems())
+        """Check that every page is accounted for exactly once. Returns what is wrong, or None."""
+        problems = list(self.allocator.problems())
         if self.orphans():
             problems.append("a page's users are not its reservations, leases, pins and holds")
         if min(self._num_holds.values(), default=1) < 1:

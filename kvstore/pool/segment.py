@@ -37,12 +37,13 @@ _BOARD_OFFSET = ALIGNMENT - BOARD_BYTES
 
 _PREFIX = struct.Struct("<8sII")  # magic, format version, bytes of the msgpack header
 _CHUNK_BYTES = 16 * HUGE_PAGE_BYTES
+"""Part of the mapping that is moved into huge pages at a time."""
 _UNFORMATTED = bytes(len(MAGIC))
 _ROUNDING_BYTES = 3 * ALIGNMENT  # the header, and what aligning table and pages may cost
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """What a segment holds. `page_stride` is the distance between pages in bytes."""
+    """Description of a segment. `page_stride` is the distance between pages in bytes."""
 
     fingerprint: str
     layout: KVLayout
@@ -53,7 +54,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @classmethod
     def plan(cls, size_bytes: int, fingerprint: str, layout: KVLayout) -> "SegmentHeader":
-        """As many pages as `size_bytes` hold. Raises ConfigError if that is none."""
+        """Plan as many pages as `size_bytes` hold. Raises ConfigError if that is none."""
         page_stride = _aligned(layout.block_bytes)
         space_bytes = max(0, size_bytes - _ROUNDING_BYTES)
         num_pages = space_bytes // (page_stride + record_bytes(layout.num_layers))
@@ -67,20 +68,20 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """From the first byte of the header to the last of the last page."""
+        """Bytes from the start of the header to the end of the last page."""
         return self.pages_offset + self.num_pages * self.page_stride
 
     def page_offset(self, page: int) -> int:
-        """Byte offset of `page`."""
+        """Return the byte offset of `page`."""
         assert 0 <= page < self.num_pages
         return self.pages_offset + page * self.page_stride
 
     def page_table(self, buffer: memoryview) -> PageTable:
-        """The table in a mapping that begins with this header."""
+        """Return the table in a mapping that begins with this header."""
         return PageTable(buffer[self.table_offset :], self.num_pages, self.layout.num_layers)
 
     def check(self, fingerprint: str, layout: KVLayout) -> None:
-        """Raises MismatchError unless these are blocks of that model in that layout."""
+        """Raise MismatchError unless these are blocks of that model in that layout."""
         if fingerprint != self.fingerprint:
             raise MismatchError(
                 "model fingerprint", self.fingerprint, fingerprint, "give each model its own pool"
@@ -90,7 +91,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
 
 def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | None:
-    """The header at the start of `buffer`, or None if there is none yet.
+    """Read the header at the start of `buffer`, or None if there is none yet.
 
     Raises MismatchError for a header of another kind or version; `what` names the thing in it.
     """
@@ -106,7 +107,7 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 
 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
-    """Makes `buffer` an empty table under `header`. The magic is written last."""
+    """Make `buffer` an empty table under `header`. The magic is written last."""
     encoded = msgspec.msgpack.encode(header)
     if _PREFIX.size + len(encoded) > _BOARD_OFFSET:
         raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")
@@ -135,7 +136,7 @@ class Segment:
 
     @classmethod
     def open(cls, fd: int) -> "Segment | None":
-        """Maps the segment behind `fd`, or None if it has not been formatted."""
+        """Map the segment behind `fd`, or None if it has not been formatted."""
         mapping = _map(fd)
         header = read_header(mapping.view, MAGIC, "the segment")
         if header is None:
@@ -149,20 +150,21 @@ class Segment:
 
     @classmethod
     def format(cls, fd: int, fingerprint: str, layout: KVLayout) -> "Segment":
-        """Makes the unformatted segment behind `fd` an empty pool for `layout`."""
+        """Make the unformatted segment behind `fd` an empty pool for `layout`."""
         mapping = _map(fd)
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)
         return cls(mapping, header)
 
     def openings(self) -> OpenPages:
-        """Which pages may be written over a network: none yet."""
+        """Make the table of pages that may be written over a network: none yet."""
         begin = self.header.pages_offset
         end = begin + self.num_pages * self.page_stride
         return OpenPages(self.buffer[begin:end], self.layout, self.num_pages, self.page_stride)
 
     def landing(self, fd: int) -> Landing | None:
-        """For those on this host, who map the segment behind `fd`; None where nothing can be compiled."""
+        """Describe the segment behind `fd` to peers on this host that map it; None where nothing can be
+        compiled."""
         board = Board.at(self.buffer[_BOARD_OFFSET : _BOARD_OFFSET + BOARD_BYTES])
         if board is None:
             return None
@@ -178,7 +180,8 @@ class Segment:
         )
 
     def catalogue(self) -> Catalogue | None:
-        """By which those find sealed blocks; None where nothing can be compiled."""
+        """Return the catalogue by which peers on this host find sealed blocks; None where nothing can be
+        compiled."""
         return Catalogue.at(self.buffer, self._shelves(), self.layout)
 
     def _shelves(self) -> Shelves:
@@ -200,63 +203,65 @@ class Segment:
         return self.header.page_table(self.buffer)
 
     def page_offset(self, page: int) -> int:
-        """Byte offset of `page` in the segment."""
+        """Return the byte offset of `page` in the segment."""
         return self.header.page_offset(page)
 
     def page_view(self, page: int) -> memoryview:
-        """The bytes of the block in `page`."""
+        """Return the bytes of the block in `page`."""
         return self.layers_view(page, range(self.layout.num_layers))
 
     def stride_view(self, page: int) -> memoryview:
-        """The bytes of `page` and the padding behind them: what disks are given, which want whole sectors."""
+        """Return the bytes of `page` and the padding behind them: what disks are given, which want whole
+        sectors."""
         start = self.page_offset(page)
         return self.buffer[start : start + self.page_stride]
 
     def layers_offset(self, page: int, layer: int) -> int:
-        """Byte offset of `layer` of `page` in the segment."""
+        """Return the byte offset of `layer` of `page` in the segment."""
         return self.page_offset(page) + layer * self._layer_bytes
 
     def layers_view(self, page: int, layers: range) -> memoryview:
-        """The bytes of consecutive `layers` of `page`."""
+        """Return the bytes of consecutive `layers` of `page`."""
         start = self.layers_offset(page, layers.start)
         return self.buffer[start : start + len(layers) * self._layer_bytes]
 
     def layer_view(self, page: int, layer: int) -> memoryview:
-        """The bytes of one layer of `page`."""
+        """Return the bytes of one layer of `page`."""
         return self.layers_view(page, range(layer, layer + 1))
 
-    def part_offset(self, page: int, layer: int, heads: range) -> int:
-        """Byte offset of consecutive `heads` of one layer of `page` in the segment."""
+    def heads_offset(self, page: int, layer: int, heads: range) -> int:
+        """Return the byte offset of consecutive `heads` of one layer of `page` in the segment."""
         return self.layers_offset(page, layer) + heads.start * self._head_bytes
 
-    def part_view(self, page: int, layer: int, heads: range) -> memoryview:
-        """The bytes of consecutive `heads` of one layer of `page`."""
-        start = self.part_offset(page, layer, heads)
+    def heads_view(self, page: int, layer: int, heads: range) -> memoryview:
+        """Return the bytes of consecutive `heads` of one layer of `page`."""
+        start = self.heads_offset(page, layer, heads)
         return self.buffer[start : start + len(heads) * self._head_bytes]
 
     def is_intact(self, page: int, layers: range, checksums: bytes) -> bool:
-        """Whether the bytes of `layers` of `page` have these checksums."""
+        """Tell whether the bytes of `layers` of `page` have these checksums."""
         return layer_checksums(self.layers_view(page, layers), self._layer_bytes) == checksums
 
     def huge_chunks(self) -> range:
-        """Where the parts begin that `use_huge_pages` takes, one after the other."""
+        """Offsets of the chunks that `use_huge_pages` takes, one after the other."""
         return range(0, self._mapping.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _CHUNK_BYTES)
 
     def use_huge_pages(self, start: int) -> bool:
-        """Moves one of `huge_chunks` into huge pages; whether the kernel could. Blocking, for some 100 ms."""
+        """Move one of `huge_chunks` into huge pages. Returns whether the kernel could. Blocking, for some 100
+        ms."""
         end = self.huge_chunks().stop
         return self._mapping.use_huge_pages(start, min(_CHUNK_BYTES, end - start))
 
     def lock(self) -> bool:
-        """Maps all of it and keeps it in memory, if the limits of this process allow that. Blocking."""
+        """Map the whole segment and keep it in memory, if the limits of this process allow that. Blocking."""
         return self._mapping.lock()
 
     def populate(self, page: int) -> None:
-        """Maps `page` at once: the first copy to a page is much slower otherwise."""
+        """Map `page` at once: the first copy to a page is much slower otherwise."""
         self._mapping.populate(self.page_offset(page), self.page_stride)
 
     def close(self) -> None:
-        """Unmaps the segment, or leaves that to the last view of it."""
+        """Unmap the segment, or leave that to the last view of it."""
         with contextlib.suppress(BufferError):
             self.buffer.release()
 

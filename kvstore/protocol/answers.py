@@ -1,4 +1,4 @@
-"""What a messenger says to those who use its instance's part of the pool, most of it in answer to `calls`.
+"""Messages of a messenger to the users of its instance's part of the pool, most of them answers to `calls`.
 
 Owns: its vocabulary. Does not know: sockets.
 """
@@ -7,11 +7,12 @@ from enum import StrEnum
 
 import msgspec
 
+from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Grant, MessengerAddress, PoolStats, Tier
 
 LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
-"""Where a block is: `Located` names these by index."""
+"""Places of a block: `Located` names these by index."""
 
 
 class Attached(msgspec.Struct, tag=True, frozen=True):
@@ -53,7 +54,7 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 
 
 class LayersFetched(msgspec.Struct, tag=True, frozen=True):
-    """Layers `[0, num_layers)` of the first `num_blocks` blocks of that fetch are there, verified.
+    """Progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks are there, verified.
 
     No answer: several come during a fetch, with the same numbers again while nothing but a part of the next
     layers has come. Blocks from `num_blocks` on have been given up: they keep the layers that they had, and
@@ -66,7 +67,7 @@ class LayersFetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetched(msgspec.Struct, tag=True, frozen=True):
-    """Of each block of the fetch, how many layers from 0 on are there. A block with all of them is sealed.
+    """End of a fetch: of each block, how many layers from 0 on are there. A block with all of them is sealed.
 
     `pages`: where the blocks are now. Those that were to be written when the source hung have other ones.
     """
@@ -77,14 +78,14 @@ class Fetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
-    """One byte a key: an index into `LOCATIONS`."""
+    """Places of blocks, one byte a key: an index into `LOCATIONS`."""
 
     call_id: int
     locations: bytes
 
 
 class Leased(msgspec.Struct, tag=True, frozen=True):
-    """The page of each block, or None for those that are not here (or cannot be had now)."""
+    """A lease: the page of each block, or None for those that are not here (or cannot be had now)."""
 
     call_id: int
     lease_id: int
@@ -106,7 +107,8 @@ class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listing(msgspec.Struct, tag=True, frozen=True):
-    """`next_cursor` is None at the end. Blocks that come and go meanwhile may be missed or named twice."""
+    """Some blocks of a pool. `next_cursor` is None at the end. Blocks that come and go meanwhile may be
+    missed or named twice."""
 
     call_id: int
     blocks: list[BlockInfo]
@@ -114,7 +116,7 @@ class Listing(msgspec.Struct, tag=True, frozen=True):
 
 
 class Verified(msgspec.Struct, tag=True, frozen=True):
-    """`damaged`: keys of which a copy was dropped."""
+    """Result of `VerifyBlocks`. `damaged`: keys of which a copy was dropped."""
 
     call_id: int
     num_intact: int
@@ -122,7 +124,7 @@ class Verified(msgspec.Struct, tag=True, frozen=True):
 
 
 class GotBlocks(msgspec.Struct, tag=True, frozen=True):
-    """The layers of those blocks that are `found` follow, in order; `checksums` as in `PutBlocks`."""
+    """Answer before the layers of those blocks that are `found`, in order; `checksums` as in `PutBlocks`."""
 
     call_id: int
     found: list[bool]
@@ -139,7 +141,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class ErrorKind(StrEnum):
-    """Which error of `mooncake.errors` a failed call raises."""
+    """Error of `mooncake.errors` that a failed call raises."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"
@@ -149,7 +151,10 @@ class ErrorKind(StrEnum):
 
 
 class CallFailed(msgspec.Struct, tag=True, frozen=True):
-    """`space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH."""
+    """An error of the pool as it travels: what a call raises in a messenger, its user raises.
+
+    `space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH.
+    """
 
     call_id: int
     kind: ErrorKind
@@ -157,9 +162,40 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
     space_epoch: int = 0
     mismatch: tuple[str, str, str] | None = None
 
+    @classmethod
+    def of(cls, call_id: int, error: MooncakeError) -> "CallFailed":
+        """Make the answer by which the other side raises `error`."""
+        match error:
+            case PoolFullError():
+                return cls(call_id, ErrorKind.POOL_FULL, str(error), space_epoch=error.space_epoch)
+            case MismatchError():
+                mismatch = (error.what, str(error.ours), str(error.theirs))
+                return cls(call_id, ErrorKind.MISMATCH, str(error), mismatch=mismatch)
+            case TransferError():
+                return cls(call_id, ErrorKind.TRANSFER, str(error))
+            case ConfigError():
+                return cls(call_id, ErrorKind.CONFIG, str(error))
+            case _:
+                return cls(call_id, ErrorKind.POOL, str(error))
+
+    def error(self, advice: str) -> MooncakeError:
+        """Make the error that the caller raises. `advice`: what to do where both sides do not fit."""
+        match self.kind:
+            case ErrorKind.POOL_FULL:
+                return PoolFullError(self.message, self.space_epoch)
+            case ErrorKind.TRANSFER:
+                return TransferError(self.message)
+            case ErrorKind.CONFIG:
+                return ConfigError(self.message)
+            case ErrorKind.MISMATCH if self.mismatch is not None:
+                what, theirs, ours = self.mismatch
+                return MismatchError(what, ours, theirs, advice)
+            case _:
+                return PoolError(self.message)
+
 
 class Detached(msgspec.Struct, tag=True, frozen=True):
-    """The messenger ends the session because of what it was sent."""
+    """End of the session because of what the user has sent."""
 
     reason: str
 

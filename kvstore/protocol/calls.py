@@ -1,4 +1,4 @@
-"""What those who use an instance's part of the pool say to its messenger.
+"""Messages of the users of an instance's part of the pool to its messenger.
 
 A *worker* (`Attach`) and any number of *clients* (`Connect`) speak the same language: one msgpack packet
 a message on a Unix socket, and the segment mapped beside it. Clients on other hosts speak it over TCP,
@@ -22,7 +22,8 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Grant, PoolShard
 
 MAX_MESSAGE_BYTES = 384 * 1024
-"""Of an answer too. Fits the socket buffer that Linux grants by default; 4,096 keys take 72 KiB."""
+"""Most bytes of a message, of an answer too. Fits the socket buffer that Linux grants by default; 4,096 keys
+take 72 KiB."""
 
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 
@@ -71,14 +72,14 @@ class ReservePages(msgspec.Struct, tag=True, frozen=True):
 
 
 class AwaitSpace(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Done` when the pool's space epoch exceeds `space_epoch`."""
+    """Wait until the pool's space epoch exceeds `space_epoch`. Answered by `Done`."""
 
     call_id: int
     space_epoch: int
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """The worker has written layers `[layer_begin, layer_end)` of `pages`.
+    """Declare layers `[layer_begin, layer_end)` of `pages` written.
 
     `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Ignored if the
     reservation has been released meanwhile.
@@ -92,7 +93,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
 
 class SealBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Every page of this reservation that was not sealed has been written: seal them, then release it.
+    """Declare every page of this reservation written that was not sealed: seal them, then release it.
 
     `checksums`: little-endian xxh3-64, page by page, within a page layer by layer. Answered by `Done`.
     """
@@ -103,7 +104,7 @@ class SealBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
-    """What the reservation's keys from `first_block` on stand for: little-endian uint32 token ids.
+    """Say what the reservation's keys from `first_block` on stand for: little-endian uint32 token ids.
 
     Only sent when `Attached.wants_token_ids`; they go out with the block's event and are not kept.
     """
@@ -130,14 +131,14 @@ class StartSend(msgspec.Struct, tag=True, frozen=True):
 
 
 class AwaitSent(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Done` when the receiver has acknowledged everything."""
+    """Wait until the receiver has acknowledged everything. Answered by `Done`."""
 
     call_id: int
     reservation_id: int
 
 
 class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Done` when every granted page is complete and verified."""
+    """Wait until every granted page is complete and verified. Answered by `Done`."""
 
     call_id: int
     reservation_id: int
@@ -161,7 +162,7 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopFetch(msgspec.Struct, tag=True, frozen=True):
-    """The fetch of this reservation has taken long enough. It is answered as soon as nothing is written."""
+    """End the fetch of this reservation early. It is answered as soon as nothing is written."""
 
     reservation_id: int
 
@@ -177,7 +178,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
-    """Where are these blocks? Answered by `Located`. Leases nothing and counts as no use."""
+    """Ask where these blocks are. Answered by `Located`. Leases nothing and counts as no use."""
 
     call_id: int
     keys: list[BlockKey]
@@ -192,13 +193,13 @@ class LeaseBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndLease(msgspec.Struct, tag=True, frozen=True):
-    """The blocks of this lease are not read any more. Ignored if it has ended."""
+    """End a lease. Ignored if it has ended."""
 
     lease_id: int
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """These blocks will be reserved or leased soon: begin to bring them to DRAM."""
+    """Begin to bring blocks to DRAM: they will be reserved or leased soon."""
 
     keys: list[BlockKey]
 
@@ -217,7 +218,7 @@ class PinBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Count`: how many pins have been taken away. `hard`: hard ones too."""
+    """Unpin these blocks. Answered by `Count`: how many pins have been taken away. `hard`: hard ones too."""
 
     call_id: int
     keys: list[BlockKey]
@@ -238,7 +239,7 @@ class DropIdle(msgspec.Struct, tag=True, frozen=True):
 
 
 class ListBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Up to `max_blocks` blocks from `cursor` on (0 begins). Answered by `Listing`."""
+    """List up to `max_blocks` blocks from `cursor` on (0 begins). Answered by `Listing`."""
 
     call_id: int
     cursor: int
@@ -256,7 +257,7 @@ class VerifyBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetBlocks(msgspec.Struct, tag=True, frozen=True):
-    """TCP only: send layers `[layer_begin, layer_end)` of these blocks. Answered by `GotBlocks`."""
+    """Send layers `[layer_begin, layer_end)` of these blocks, over TCP only. Answered by `GotBlocks`."""
 
     call_id: int
     keys: list[BlockKey]
@@ -265,7 +266,7 @@ class GetBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class PutBlocks(msgspec.Struct, tag=True, frozen=True):
-    """TCP only: store the whole blocks that follow. Answered by `Done` when all of them can be found.
+    """Store the whole blocks that follow, over TCP only. Answered by `Done` when all of them can be found.
 
     `checksums`: little-endian xxh3-64, block by block, within a block layer by layer. Waits up to
     `timeout_s` for room.
@@ -278,7 +279,7 @@ class PutBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Stats`. `check_integrity` looks at every page."""
+    """Ask for counters. Answered by `Stats`. `check_integrity` looks at every page."""
 
     call_id: int
     check_integrity: bool

@@ -16,27 +16,29 @@ from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.errors import PoolError
 
 MAX_GREETING_BYTES = 4096
-"""of a message from somebody who has not shown that he knows the cluster's key"""
+"""Most bytes of a message from an unauthenticated peer."""
 LONGEST_WAIT_S = 3600.0
-"""that a call may ask for"""
+"""Longest wait that a call may ask for."""
 MAX_KEYS = 4096
-"""of one message"""
+"""Most keys of one message."""
 SMALL_BYTES = 64 * 1024
-"""a block so small is received together with what follows it, and copied"""
+"""Size up to which a block is received together with what follows it, and copied."""
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
-"""taken along behind a header: small messages come whole, little of a large payload must be copied"""
+"""Bytes received along behind a header: small messages come whole, little of a large payload must be
+copied."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 def max_keys(num_layers: int) -> int:
-    """How many keys one message may name when checksums of `num_layers` layers of each come with them."""
+    """Return how many keys one message may name when checksums of `num_layers` layers of each come with
+    them."""
     return max(1, min(MAX_KEYS, MAX_MESSAGE_BYTES // 2 // (CHECKSUM_BYTES * max(1, num_layers))))
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Raises PoolError if it is too large."""
+    """Encode a message. Raises PoolError if it is too large."""
     encoded = _encoder.encode(message)
     if len(encoded) > MAX_MESSAGE_BYTES:
         raise PoolError(
@@ -47,13 +49,13 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def encode_frame(message: msgspec.Struct, payload_bytes: int = 0) -> bytes:
-    """All of a frame but its payload. Raises PoolError if it is too large."""
+    """Encode all of a frame but its payload. Raises PoolError if it is too large."""
     encoded = encode(message)
     return _HEADER.pack(len(encoded), payload_bytes) + encoded
 
 
 class FrameBuffer:
-    """What has been received of a stream of frames and not been used yet.
+    """Bytes that have been received of a stream of frames and not been used yet.
 
     The caller receives into what `room...` returns, says how much with `received`, and takes every payload
     off the stream before the next message. Only greetings are taken before `trust`.
@@ -66,7 +68,7 @@ class FrameBuffer:
         self._is_trusted = False
 
     def trust(self) -> None:
-        """The other side knows the cluster's key: from now on it gets room for everything."""
+        """Take larger frames from now on: the other side knows the cluster's key."""
         held = self._buffer[self._begin : self._end]
         self._buffer = memoryview(bytearray(_HEADER.size + MAX_MESSAGE_BYTES + SMALL_BYTES))
         self._buffer[: len(held)] = held
@@ -74,13 +76,14 @@ class FrameBuffer:
         self._is_trusted = True
 
     def room_for_message(self) -> memoryview | None:
-        """Where to receive what the next message lacks; None when it is whole. Raises PoolError for what is
-        no frame."""
+        """Return where to receive what the next message lacks; None when it is whole. Raises PoolError for
+        what is no frame."""
         room = self.room_for(_HEADER.size, _AHEAD_BYTES)
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Where to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when they are."""
+        """Return where to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when they
+        are."""
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None
@@ -94,14 +97,14 @@ class FrameBuffer:
         self._end += num_bytes
 
     def take_message(self) -> tuple[memoryview, int]:
-        """The message, valid until more is received, and the length of the payload behind it."""
+        """Take the message, valid until more is received, and the length of the payload behind it."""
         num_bytes, payload_bytes = self._sizes()
         begin = self._begin + _HEADER.size
         self._begin = begin + num_bytes
         return self._buffer[begin : self._begin], payload_bytes
 
     def take_into(self, target: memoryview) -> int:
-        """Moves what is held to the start of `target`. Returns how much."""
+        """Move what is held to the start of `target`. Returns the number of bytes."""
         num_bytes = min(len(target), self._end - self._begin)
         target[:num_bytes] = self._buffer[self._begin : self._begin + num_bytes]
         self._begin += num_bytes

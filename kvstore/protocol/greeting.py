@@ -1,4 +1,4 @@
-"""The greeting of a pool and a client on another host, in which each shows that it knows the cluster's key.
+"""Mutual authentication of a pool and a client on another host, by the cluster's key.
 
     client                                            pool
     Greeting(nonce)                           ->
@@ -22,7 +22,7 @@ _LABELS = proofs.Labels(visitor=b"pool client", host=b"pool")
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """From the client. Answered by `Challenge`."""
+    """First message of a client. Answered by `Challenge`."""
 
     nonce: Nonce
 
@@ -35,20 +35,21 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 
 
 class Proof(msgspec.Struct, tag=True, frozen=True):
-    """The client's proof. Not answered; whoever fails it has his connection closed."""
+    """The client's proof. Not answered; a client that fails it has its connection closed."""
 
     proof: bytes
 
 
 class Visitor:
-    """The client of one connection."""
+    """The client's end of one connection."""
 
     def __init__(self, key: ClusterKey) -> None:
         self._visitor = proofs.Visitor(key, _LABELS)
         self.greeting = Greeting(self._visitor.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
-        """None if the pool has another key: then nothing must be said to it any more."""
+        """Prove to the pool that we have the key. None if the pool has another one: nothing must be said to
+        it then."""
         if not self._visitor.recognises(challenge.nonce, challenge.proof):
             return None
         return Proof(self._visitor.proof(challenge.nonce))
@@ -62,5 +63,5 @@ class Doorkeeper:
         self.challenge = Challenge(self._doorkeeper.nonce, self._doorkeeper.proof)
 
     def admits(self, proof: Proof) -> bool:
-        """Whether it comes from somebody who has the key."""
+        """Tell whether a proof comes from a client that has the key."""
         return self._doorkeeper.admits(proof.proof)

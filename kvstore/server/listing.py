@@ -1,4 +1,4 @@
-"""What is in the pool, for those who look at it: counters, lists of blocks, proof that a block is intact.
+"""Descriptions of a pool: counters, lists of blocks, proof that a block is intact.
 
 Owns: how a store is described. Does not know: who asks.
 """
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import PageState
-from kvstore.pool.shelf import Shelf
 from kvstore.protocol.answers import BlockInfo, Listing
 from kvstore.server.store import Store
 from messenger.sender.peer import Peer
@@ -21,8 +21,8 @@ from mooncake.messages.pools import PeerStats, PoolStats, Tier, TierStats
 
 
 def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
-    """All counters. `check_integrity` looks at every page now; else `integrity` and `num_orphaned` are those
-    of the last look."""
+    """Collect all counters. `check_integrity` looks at every page now; else `integrity` and `num_orphaned`
+    are those of the last look."""
     if check_integrity:
         store.check()
     pool, traffic = store.pool, store.traffic
@@ -38,7 +38,7 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         num_leases=pool.num_leases,
         num_pins=len(pool.pins),
         block_bytes=store.segment.layout.block_bytes,
-        eviction_policy=pool.shelf.policy.value,
+        eviction_policy=pool.allocator.policy.value,
         tiers=_tiers(store),
         num_misses=dict(pool.hits.num_misses),
         num_dropped=pool.counters.num_dropped,
@@ -61,9 +61,9 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
     tiers = {
         Tier.DRAM: TierStats(
             num_slots=pool.table.num_pages,
-            num_blocks=len(pool.shelf.index),
+            num_blocks=len(pool.allocator.index),
             num_hits=pool.hits.num_hits[Tier.DRAM],
-            num_evictions=pool.room.num_evictions,
+            num_evictions=pool.evictor.num_evictions,
             num_checksum_failures=pool.counters.num_dropped,
         )
     }
@@ -84,7 +84,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
 
 
 def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
-    """Transports by the names that messages carry."""
+    """Name transports as messages do."""
     return {transport.value: count for transport, count in num_bytes.items()}
 
 
@@ -100,12 +100,12 @@ def _peer_stats(peer: Peer, moved: PeerTraffic) -> PeerStats:
 
 
 def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
-    """Those that have been used: between two messengers it is mostly one."""
+    """Select the transports that have been used: between two messengers it is mostly one."""
     return {transport.value: amount for transport, amount in amounts.items() if amount}
 
 
 def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:
-    """Copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
+    """List copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
 
     Raises PoolError for a cursor or number that is none.
     """
@@ -113,30 +113,34 @@ def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Lis
         raise PoolError(
             f"{max_blocks} blocks from {cursor} on; ask for at least one, from 0 or a `next_cursor` on"
         )
-    shelves = [(Tier.DRAM, store.pool.shelf)]
-    shelves += [(Tier.SSD, disk.shelf) for disk in store.ssd.disks] if store.ssd is not None else []
+    allocators = [(Tier.DRAM, store.pool.allocator)]
+    allocators += [(Tier.SSD, disk.allocator) for disk in store.ssd.disks] if store.ssd is not None else []
     blocks: list[BlockInfo] = []
     first_place = 0
-    for tier, shelf in shelves:
-        end_place = first_place + shelf.table.num_pages
+    for tier, allocator in allocators:
+        end_place = first_place + allocator.table.num_pages
         if cursor < end_place:
             start = cursor - first_place
-            sealed = start + np.flatnonzero(shelf.table.states[start:] == PageState.SEALED)
-            room = max_blocks - len(blocks)
-            blocks += [_info(tier, shelf, page) for page in sealed[:room].tolist()]
-            if len(sealed) > room:
-                return Listing(call_id, blocks, first_place + int(sealed[room]))
+            sealed = start + np.flatnonzero(allocator.table.states[start:] == PageState.SEALED)
+            num_left = max_blocks - len(blocks)
+            blocks += [_info(tier, allocator, page) for page in sealed[:num_left].tolist()]
+            if len(sealed) > num_left:
+                return Listing(call_id, blocks, first_place + int(sealed[num_left]))
             cursor = end_place
         first_place = end_place
     return Listing(call_id, blocks, None)
 
 
-def _info(tier: Tier, shelf: Shelf, page: int) -> BlockInfo:
-    return BlockInfo(shelf.table.key(page), tier, int(shelf.table.num_uses[page]), int(shelf.num_users[page]))
+def _info(tier: Tier, allocator: PageAllocator, page: int) -> BlockInfo:
+    return BlockInfo(
+        allocator.table.key(page), tier, int(allocator.table.num_uses[page]), int(allocator.num_users[page])
+    )
 
 
 async def verify_block(store: Store, key: BlockKey) -> bool | None:
-    """Whether all copies of a block match their checksums; those that do not are dropped. Counts as no use.
+    """Compare all copies of a block with their checksums; damaged ones are dropped. Counts as no use.
+
+    Returns None if none is damaged, but one cannot be read now, or there is no copy.
 
     None: none is damaged, but one cannot be read now, or there is no copy.
     """
@@ -147,7 +151,7 @@ async def verify_block(store: Store, key: BlockKey) -> bool | None:
 
 
 async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
-    """Of the copy there, if there is one."""
+    """Verify the copy in DRAM, if there is one."""
     pool, segment = store.pool, store.segment
     page = pool.find(key)
     if page is None:
@@ -165,5 +169,5 @@ async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
 
 
 async def _verify_on_ssd(store: Store, key: BlockKey) -> list[bool | None]:
-    """Of the copy on each disk that has one; None for those that cannot be read now."""
+    """Verify the copy on each disk that has one; None for those that cannot be read now."""
     return await store.ssd.verify(key) if store.ssd is not None else []

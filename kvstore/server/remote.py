@@ -1,10 +1,10 @@
-"""The pool's door for clients on other hosts: messages and blocks over TCP.
+"""Service for clients on other hosts: messages and blocks over TCP.
 
 A block that comes goes straight into its page and is sealed when it has been verified; one that goes is
-sent straight from its page, leased meanwhile. Lengths are checked before anything is done, and who stalls
-in the middle of a transfer, or says nothing while pages are reserved for him, loses his connection.
+sent straight from its page, leased meanwhile. Lengths are checked before anything is done. A client that
+stalls in the middle of a transfer, or says nothing while pages are reserved for it, loses its connection.
 
-Whoever does not prove that he knows the cluster's key costs a closed connection and a counter (see greeting).
+An unauthenticated peer costs a closed connection and a counter (see greeting).
 
 Owns: the connections of remote clients. Does not know: how pages are found.
 """
@@ -12,13 +12,13 @@ Owns: the connections of remote clients. Does not know: how pages are found.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from kvstore.pool.claims import Block, Reservation
-from kvstore.protocol.answers import Connected, Detached, Done, FromRemotePool, GotBlocks
+from kvstore.pool.claims import Block, PageReservation
+from kvstore.protocol.answers import CallFailed, Connected, Detached, Done, FromRemotePool, GotBlocks
 from kvstore.protocol.calls import (
     Commit,
     Connect,
@@ -31,10 +31,9 @@ from kvstore.protocol.calls import (
     ToPool,
     ToRemotePool,
 )
-from kvstore.protocol.failures import failed_call
 from kvstore.protocol.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
 from kvstore.protocol.greeting import Doorkeeper, Greeting, Proof
-from kvstore.server.session import Session, User
+from kvstore.server.client_session import ClientSession
 from kvstore.server.store import Store
 from messenger.receiver.receiver import Threshold
 from messenger.transport.handshake import StrangerError
@@ -43,7 +42,6 @@ from messenger.transport.transports import Traffic
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
 from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferError
 from mooncake.messages.blocks import BlockKey
-from mooncake.messages.pools import MessengerAddress
 from mooncake.security.keys import ClusterKey
 
 log = logging.getLogger(__name__)
@@ -52,34 +50,27 @@ _DECODER = msgspec.msgpack.Decoder(ToRemotePool)
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 _PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
 _GRACE_S = 30.0
+"""Time that a transfer of any size may take."""
 _LEAST_BYTES_PER_S = 4 << 20
-"""a transfer may take `_GRACE_S`, and what it takes at this speed"""
+"""Rate that a transfer must reach: it may take `_GRACE_S`, and what it takes at this speed."""
 _TURN_BYTES = 4 << 20
-"""moved before others get their turn"""
+"""Bytes that are moved before others get their turn."""
 _GROUP_BYTES = 16 << 20
-"""of blocks that pages are reserved for at once"""
+"""Bytes of blocks that pages are reserved for at once."""
 _MOST_UNANSWERED = 256
+"""Most calls of one client that wait for their answers."""
 _IDLE_S = 120.0
-"""how long pages stay reserved for a client that says nothing"""
+"""Time that pages stay reserved for a client that says nothing."""
 _WATCH_S = 5.0
+"""Pause between two looks for a stall."""
 Incoming = TypeVar("Incoming")
-
-
-class Host(Protocol):
-    """Whose door this is."""
-
-    address: MessengerAddress
-
-    def check_connect(self, connect: Connect) -> Store:
-        """What this client gets to see. Raises MismatchError or PoolError."""
-
-    def remote_user(self, name: str) -> User:
-        """A client that writes no page itself."""
+Admit = Callable[[Connect, None, Callable[[FromRemotePool], None]], tuple[Connected, ClientSession]]
+"""A function that opens a client's session: see `Service.admit`."""
 
 
 async def serve_client(
     stream: Stream,
-    host: Host,
+    admit: Admit,
     tasks: asyncio.TaskGroup,
     key: ClusterKey,
     traffic: Traffic,
@@ -87,14 +78,14 @@ async def serve_client(
     *,
     timeout_s: float,
 ) -> None:
-    """Serves a client from its greeting until it leaves. Its proof and its first message are due within
+    """Serve a client from its greeting until it leaves. Its proof and its first message are due within
     `timeout_s` each."""
     client = _Client(stream)
     try:
         with threshold.room(stream):
-            await client.admit(key, timeout_s)
+            await client.authenticate(key, timeout_s)
         async with asyncio.timeout(timeout_s):
-            await client.greet(host, tasks)
+            await client.open(admit, tasks)
         await client.serve()
     except StrangerError as error:
         traffic.count_stranger(str(error))
@@ -110,33 +101,34 @@ async def serve_client(
 
 
 class _Client:
-    """One connection. Its messages are handled one after another; what must wait answers later."""
+    """One connection. Its messages are handled one after another; calls that must wait are answered later."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._frames = FrameBuffer()
         self._loop = asyncio.get_running_loop()
         self._store: Store
-        self._session: Session
-        self._user: User | None = None
+        self._session: ClientSession
         self._outbox: list[bytes] = []
         self._sending = asyncio.Lock()
         self._is_handling = False
         self._has_late_answer = asyncio.Event()
-        """an answer came while no message was being handled"""
+        """Set when an answer came while no message was being handled."""
         self._num_unanswered = 0
         self._payload_left = 0
-        """bytes of the message's payload that have not been taken off the stream"""
+        """Bytes of the message's payload that have not been taken off the stream."""
         self._num_moved = 0
-        """bytes since others had their turn"""
+        """Bytes that were moved since others had their turn."""
         self._receive_due_s: float | None = None
         self._send_due_s: float | None = None
         self._last_message_s = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
-        self._late_answers: asyncio.Task[None] | None = None
+        """The next look for a stall; set while there is a session."""
+        self._late_answers: asyncio.Task[None]
 
-    async def admit(self, key: ClusterKey, timeout_s: float) -> None:
-        """Raises StrangerError unless the client proves within `timeout_s` that it knows `key`."""
+    async def authenticate(self, key: ClusterKey, timeout_s: float) -> None:
+        """Authenticate the client. Raises StrangerError unless it proves within `timeout_s` that it knows
+        `key`."""
         try:
             async with asyncio.timeout(timeout_s):
                 greeting, _ = await self._next(_GREETING_DECODER)
@@ -149,25 +141,23 @@ class _Client:
             raise StrangerError("it has another cluster key")
         self._frames.trust()
 
-    async def greet(self, host: Host, tasks: asyncio.TaskGroup) -> None:
+    async def open(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
+        """Take the first message and answer it. Raises what the client is refused with."""
         connect, payload_bytes = await self._next(_DECODER)
         if not isinstance(connect, Connect) or payload_bytes:
             raise PoolError(f"the first message is {type(connect).__name__}; it must be Connect")
         try:
-            self._store = host.check_connect(connect)
+            answer, self._session = admit(connect, None, self._post)
         except MooncakeError as error:
-            await self.send([encode_frame(failed_call(connect.call_id, error))])
+            await self.send([encode_frame(CallFailed.of(connect.call_id, error))])
             raise
-        header = self._store.segment.header
-        answer = Connected(connect.call_id, host.address, header.fingerprint, header.layout)
-        await self.send([encode_frame(answer)])
-        self._user = host.remote_user("a client on another host")
-        self._session = Session(self._user, self._store, tasks, self._post)
+        self._store = self._session.store
         self._late_answers = tasks.create_task(self._send_late_answers())
         self._look_after()
+        await self.send([encode_frame(answer)])
 
     async def serve(self) -> None:
-        """Until the connection ends. Raises PoolError for what no correct client sends."""
+        """Handle messages until the connection ends. Raises PoolError for what no correct client sends."""
         while True:
             message, self._payload_left = await self._next(_DECODER)
             self._last_message_s = self._loop.time()
@@ -185,16 +175,14 @@ class _Client:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        if self._late_answers is not None:
             self._late_answers.cancel()
-        if self._user is not None:
             self._session.end()
         self._stream.close()
 
     # -- messages ---------------------------------------------------------------------------------
 
     async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
-        """The next message and the length of its payload. Raises PoolError for what is none."""
+        """Receive the next message, and the length of its payload. Raises PoolError for what is none."""
         while (room := self._frames.room_for_message()) is not None:
             self._frames.received(await self._stream.receive_some([room]))
         encoded, payload_bytes = self._frames.take_message()
@@ -216,7 +204,7 @@ class _Client:
             self._is_handling = False
 
     def _post(self, answer: FromRemotePool) -> None:
-        """An answer of the session. Raises PoolError if it is too large."""
+        """Post an answer of the session. Raises PoolError if it is too large."""
         self._outbox.append(encode_frame(answer))
         self._num_unanswered -= 1
         if not self._is_handling:
@@ -230,7 +218,7 @@ class _Client:
                 await self.send([])
 
     async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Sends the answers that wait and then `buffers`, as a whole."""
+        """Send the answers that wait and then `buffers`, as a whole."""
         async with self._sending:
             waiting, self._outbox = self._outbox, []
             turn: list[bytes | memoryview] = [*waiting]
@@ -251,10 +239,10 @@ class _Client:
         try:
             await self._send_blocks(call)
         except MooncakeError as error:
-            await self.send([encode_frame(failed_call(call.call_id, error))])
+            await self.send([encode_frame(CallFailed.of(call.call_id, error))])
 
     async def _send_blocks(self, call: GetBlocks) -> None:
-        """Raises before anything is sent, or not at all."""
+        """Send the blocks of a call. Raises before anything is sent, or not at all."""
         segment, table = self._store.segment, self._store.pool.table
         layers = range(call.layer_begin, call.layer_end)
         if not 0 <= layers.start < layers.stop <= table.num_layers:
@@ -293,7 +281,7 @@ class _Client:
             self._receive_due_s = self._loop.time() + _longest_s(self._payload_left)
             await self._skip(self._payload_left)
             self._receive_due_s = None
-            await self.send([encode_frame(failed_call(call.call_id, error))])
+            await self.send([encode_frame(CallFailed.of(call.call_id, error))])
         else:
             await self.send([encode_frame(Done(call.call_id))])
 
@@ -314,16 +302,14 @@ class _Client:
                 self._receive_due_s = None
                 self._session.release(reservation.reservation_id, "the client's blocks have come")
 
-    async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
+    async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> PageReservation:
         """Waits up to `timeout_s` for room."""
         deadline_s = self._loop.time() + timeout_s
         while True:
             try:
                 return await self._session.reserve(keys, 0)
             except PoolFullError as error:
-                # Taken after the attempt, which may move blocks and so look like room itself: waiting for an
-                # older epoch might end at once, and nobody else would ever have a turn.
-                space_epoch = self._store.pool.room.epoch
+                space_epoch = error.space_epoch
                 full = PoolFullError(f"no room for {len(keys)} blocks within {timeout_s:g} s: {error}")
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -331,7 +317,7 @@ class _Client:
             except TimeoutError:
                 raise full from None
 
-    async def _receive_block(self, reservation: Reservation, block: Block, expected: bytes) -> None:
+    async def _receive_block(self, reservation: PageReservation, block: Block, expected: bytes) -> None:
         """Places, verifies and seals the next block of the payload."""
         segment = self._store.segment
         if block.found:
@@ -382,8 +368,7 @@ class _Client:
         stalls = any(due_s is not None and due_s < now_s for due_s in (self._receive_due_s, self._send_due_s))
         if self._last_message_s + _IDLE_S < now_s:
             self._last_message_s = now_s
-            assert self._user is not None
-            stalls = stalls or bool(self._store.pool.claims_of(self._user.owner)[0])
+            stalls = stalls or bool(self._store.pool.claims_of(self._session.user.owner)[0])
         if stalls:
             log.warning("a client on another host stalls; its connection is ended")
             self._stream.shut_down()

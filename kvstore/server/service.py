@@ -7,41 +7,37 @@ Owns: the process, its sockets, who is attached. Does not know: what the cached 
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import logging
-import os
 import socket
-import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kvstore.events.batches import EventLog
-from kvstore.events.publisher import InternalPublisher, VllmPublisher
-from kvstore.pool.pages import Writer
+from kvstore.events.internal import InternalPublisher
+from kvstore.events.vllm import VllmPublisher
+from kvstore.pool.pages import PageWriter
 from kvstore.pool.segment import Segment
-from kvstore.protocol.answers import Attached, Connected
+from kvstore.protocol.answers import Attached, CallFailed, Connected, FromRemotePool
 from kvstore.protocol.calls import Attach, Connect, ToPool
-from kvstore.protocol.channel import Connection
-from kvstore.protocol.failures import failed_call
+from kvstore.protocol.packets import ServerConnection
+from kvstore.server.client_session import ClientSession, User
+from kvstore.server.listeners import accept, listen_clients, listen_tcp, listen_unix
 from kvstore.server.remote import serve_client
-from kvstore.server.session import Session, User
 from kvstore.server.store import Store, open_store
 from messenger.rdma.cards import Cards, open_cards
 from messenger.receiver.receiver import Threshold, turn_away
 from messenger.transport import direct, listening
 from messenger.transport.listening import ListeningLoop
-from messenger.transport.pacing import begin_unpaced
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
 from messenger.wire import checksums
 from messenger.wire.identity import host_id
 from mooncake.config.sections import ANY_ENDPOINT
-from mooncake.config.settings import host_and_port
-from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
+from mooncake.errors import MismatchError, MooncakeError, PoolError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress
 from mooncake.node.process import Ready, child_main, report
@@ -50,11 +46,10 @@ from mooncake.node.process_config import MessengerProcess
 log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToPool)
-_BACKLOG = 128
 _FLUSH_S = 2.0
-"""how long the end may take to write blocks to SSD; a supervisor gives up on us after 5 s"""
-_ACCEPT_RETRY_S = 0.5
+"""Time that the end may take to write blocks to SSD; a supervisor gives up on a messenger after 5 s."""
 _REPLAYED_BATCHES = 1000
+"""Batches of KV events that are kept for replays: some 10 s under full load."""
 
 
 class Service:
@@ -74,8 +69,8 @@ class Service:
         self._cards = cards
         self._owners = itertools.count(1)
         self.store: Store | None = None
-        self._worker: tuple[int, Connection[ToPool]] | None = None
-        """incarnation and connection of the worker"""
+        self._worker: tuple[int, ServerConnection[ToPool]] | None = None
+        """Incarnation and connection of the worker."""
         self._events = EventLog(_REPLAYED_BATCHES)
         self.address = MessengerAddress(
             instance=config.instance,
@@ -116,68 +111,92 @@ class Service:
     # -- workers and clients of this host ---------------------------------------------------------
 
     async def accept_users(self, listener: socket.socket) -> None:
+        """Serve workers and clients of this host that connect to `listener`, until cancelled."""
         while True:
-            sock = await _accept(listener)
+            sock = await accept(listener)
             self._tasks.create_task(self._serve_user(sock))
 
     async def _serve_user(self, sock: socket.socket) -> None:
-        session: Session | None = None
+        session: ClientSession | None = None
 
         def on_message(message: ToPool) -> None:
             nonlocal session
             if session is not None:
                 session.handle(message)
             elif isinstance(message, Attach | Connect):
-                session = self._admit(message, connection)
+                session = self._admit_local(message, connection)
             else:
                 raise PoolError(
                     f"the first message is {type(message).__name__}; it must be Attach or Connect"
                 )
 
-        connection = Connection(sock, _DECODER, on_message)
+        connection = ServerConnection(sock, _DECODER, on_message)
 
-        def lose_patience() -> None:
+        def end_unless_admitted() -> None:
             if session is None:
                 connection.close()
 
-        patience = asyncio.get_running_loop().call_later(
-            self._config.settings.connect_timeout_s, lose_patience
-        )
+        timeout_s = self._config.settings.connect_timeout_s
+        deadline = asyncio.get_running_loop().call_later(timeout_s, end_unless_admitted)
         try:
             await connection.ended
         finally:
-            patience.cancel()
+            deadline.cancel()
             connection.close()
             if self._worker is not None and self._worker[1] is connection:
                 self._worker = None
             if session is not None:
                 session.end()
 
-    def _admit(self, first: Attach | Connect, connection: Connection[ToPool]) -> Session | None:
-        """Answers the first message. None if the user was refused."""
+    def _admit_local(
+        self, first: Attach | Connect, connection: ServerConnection[ToPool]
+    ) -> ClientSession | None:
+        """Answer the first message of a user of this host, who maps the segment. None if it was refused."""
+        writer = PageWriter(connection.peer_pid, first.serial)
         try:
-            store = self._check_attach(first) if isinstance(first, Attach) else self.check_connect(first)
+            if isinstance(first, Attach):
+                answer, session = self._attach(first, writer, connection)
+            else:
+                answer, session = self.admit(first, writer, connection.send)
         except MooncakeError as error:
             log.warning("%s refused: %s", type(first).__name__, error)
-            connection.send(failed_call(first.call_id, error))
+            connection.send(CallFailed.of(first.call_id, error))
             connection.close()
             return None
-        writer = Writer(connection.peer_pid, first.serial)
-        store.pool.writer_gone(writer)  # it says that it has stopped what it had begun
-        if isinstance(first, Attach):
-            self._worker = (first.incarnation, connection)
-            name = f"the worker of incarnation {first.incarnation}"
-            wants_token_ids = self._config.kvcache.vllm_events is not None
-            answer: Attached | Connected = Attached(first.call_id, self.address, wants_token_ids)
-        else:
-            name = f"client {writer.serial} of process {writer.pid}"
-            header = store.segment.header
-            answer = Connected(first.call_id, self.address, header.fingerprint, header.layout)
-        session = Session(User(next(self._owners), name, writer), store, self._tasks, connection.send)
         connection.send(answer, fd=self._config.segment_fd)
         return session
 
-    def _check_attach(self, attach: Attach) -> Store:
+    def admit(
+        self, connect: Connect, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
+    ) -> tuple[Connected, ClientSession]:
+        """Open a client's session: the answer to its first message, and the session that `send` speaks for.
+
+        `writer` is None for a client that writes no page itself. Raises MismatchError, or PoolError if the
+        pool has no layout yet and another must give it one.
+        """
+        if self.store is None and not connect.may_format:
+            raise PoolError(
+                f"{self._config.instance} has no pool yet: no worker has attached, and this client names"
+                " no fingerprint and layout of its own"
+            )
+        store = self.store_for(connect.fingerprint, connect.layout)
+        name = "a client on another host"
+        if writer is not None:
+            name = f"client {writer.serial} of process {writer.pid}"
+        session = self._open_session(store, name, writer, send)
+        header = store.segment.header
+        return Connected(connect.call_id, self.address, header.fingerprint, header.layout), session
+
+    def _open_session(
+        self, store: Store, name: str, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
+    ) -> ClientSession:
+        if writer is not None:
+            store.pool.writer_gone(writer)  # it says that it has stopped what it had begun
+        return ClientSession(User(next(self._owners), name, writer), store, self._tasks, send)
+
+    def _attach(
+        self, attach: Attach, writer: PageWriter, connection: ServerConnection[ToPool]
+    ) -> tuple[Attached | Connected, ClientSession]:
         if attach.instance != self._config.instance:
             raise MismatchError("instance", self._config.instance, attach.instance, "check the socket path")
         if self._worker is not None and not self._worker[1].peer_is_gone():
@@ -185,19 +204,15 @@ class Service:
                 f"messenger {self._config.instance} serves a live worker already"
                 f" (incarnation {self._worker[0]}); end that one first"
             )
-        return self.store_for(attach.fingerprint, attach.layout)
-
-    def check_connect(self, connect: Connect) -> Store:
-        """The store for a client. Raises MismatchError, or PoolError if it is to be formatted by another."""
-        if self.store is None and not connect.may_format:
-            raise PoolError(
-                f"{self._config.instance} has no pool yet: no worker has attached, and this client names"
-                " no fingerprint and layout of its own"
-            )
-        return self.store_for(connect.fingerprint, connect.layout)
+        store = self.store_for(attach.fingerprint, attach.layout)
+        self._worker = (attach.incarnation, connection)
+        name = f"the worker of incarnation {attach.incarnation}"
+        wants_token_ids = self._config.kvcache.vllm_events is not None
+        answer = Attached(attach.call_id, self.address, wants_token_ids)
+        return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """The store, if its blocks are what the user takes them for; formatted for him if it is new.
+        """Return the store, if its blocks are what the user takes them for; format a new one for it.
 
         Raises MismatchError, or PoolError if there is no pool yet and the user names no layout.
         """
@@ -231,25 +246,25 @@ class Service:
     # -- other hosts ------------------------------------------------------------------------------
 
     async def accept_clients(self, listener: socket.socket) -> None:
+        """Serve clients on other hosts that connect to `listener`, until cancelled."""
         threshold = Threshold()
         while True:
-            sock = await _accept(listener)
-            self._tasks.create_task(
-                serve_client(
-                    Stream(sock),
-                    self,
-                    self._tasks,
-                    self._config.cluster_key,
-                    self._traffic,
-                    threshold,
-                    timeout_s=self._config.settings.connect_timeout_s,
-                )
+            sock = await accept(listener)
+            serving = serve_client(
+                Stream(sock),
+                self.admit,
+                self._tasks,
+                self._config.cluster_key,
+                self._traffic,
+                threshold,
+                timeout_s=self._config.settings.connect_timeout_s,
             )
+            self._tasks.create_task(serving)
 
     async def accept_peers(self, listener: socket.socket) -> None:
         tls, threshold = self._tls if listener.family == socket.AF_INET else None, Threshold()
         while True:
-            sock = await _accept(listener)
+            sock = await accept(listener)
             try:
                 stream = Stream(sock if tls is None else tls.accept(sock))
             except OSError as error:  # it has gone already
@@ -272,90 +287,14 @@ class Service:
         else:
             await self.store.sessions.serve(stream, threshold)
 
-    def remote_user(self, name: str) -> User:
-        """A client that writes no page itself."""
-        return User(next(self._owners), name, None)
-
-
-async def _accept(listener: socket.socket) -> socket.socket:
-    """The next connection, after a turn for the one before: a crowd must not keep everybody else waiting, nor
-    get past its limits. Without descriptors for it, those who connect wait until some are free again."""
-    while True:
-        await asyncio.sleep(0)  # one that waits already is accepted without a turn of the loop
-        try:
-            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        except OSError as error:
-            log.warning("cannot accept a connection: %s", error)
-            await asyncio.sleep(_ACCEPT_RETRY_S)
-        else:
-            return sock
-
-
-@contextlib.contextmanager
-def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
-    """Listens at `path`, replacing a dead predecessor's file. Raises ConfigError if it is in use."""
-    with socket.socket(socket.AF_UNIX, kind) as listener:
-        try:
-            _remove_stale(path, kind)
-            listener.bind(path)
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {path}: {error}") from error
-        try:
-            os.chmod(path, 0o600)
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-            yield listener
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
-
-def _remove_stale(path: str, kind: socket.SocketKind) -> None:
-    """Unlinks the socket file of a process that listens no more."""
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        error_code = probe.connect_ex(path)
-    if error_code == 0:
-        raise ConfigError(f"somebody listens at {path} already; give each instance its own paths")
-    if error_code == errno.ECONNREFUSED and stat.S_ISSOCK(os.stat(path).st_mode):
-        os.unlink(path)
-
-
-@contextlib.contextmanager
-def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
-    """Listens at `host`:`port`. Raises ConfigError if that cannot be had."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        begin_unpaced(listener)
-        try:
-            listener.bind((host, port))
-        except socket.gaierror as error:
-            raise ConfigError(
-                f"cannot listen at {host}: it is, or has, no IPv4 address ({error.strerror}); name one"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-        yield listener
-
-
-@contextlib.contextmanager
-def listen_clients(address: str) -> Iterator[socket.socket]:
-    """Listens for clients of other hosts."""
-    try:
-        with listen_tcp(*host_and_port(address)) as listener:
-            yield listener
-    except ConfigError as error:
-        raise ConfigError(f"kvcache.listen: {error}") from error
-
 
 def event_loop(config: MessengerProcess) -> ListeningLoop:
-    """Of a process for `serve`."""
+    """Make the event loop of a process for `serve`."""
     return ListeningLoop(1e-6 * config.settings.poll_us)
 
 
 async def serve(config: MessengerProcess) -> None:
-    """Serves one instance until cancelled."""
+    """Serve one instance until cancelled."""
     checksums.prepare()
     direct.prepare()
     listening.prepare()

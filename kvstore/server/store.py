@@ -1,4 +1,4 @@
-"""An instance's opened part of the pool: both tiers and all that works on them.
+"""Opened part of the pool of an instance: both tiers and all that works on them.
 
 Owns: how the parts fit together, their opening and their closing. Does not know: who uses the pool.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.events.batches import EventLog
-from kvstore.pool.pages import PageState, Writer
+from kvstore.pool.pages import PageState, PageWriter
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.ssd.mover import Mover
@@ -37,13 +37,16 @@ from mooncake.node.process_config import MessengerProcess
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+"""Pause between two looks for leases and pins that have expired."""
 _WATCH_AGAIN_S = 60.0
+"""Pause before another attempt to watch a process that cannot be watched now."""
 _CHECK_INTERVAL_S = 30.0
+"""Shortest time between two checks of all pages."""
 
 
 @dataclass(slots=True)
 class Store:
-    """One segment, perhaps slabs, and who they are to others. Made by `open_store`."""
+    """One segment, perhaps slabs, and their identity to others. Made by `open_store`."""
 
     config: KVCacheConfig
     identity: Identity
@@ -60,58 +63,58 @@ class Store:
     events: EventLog
     board: Board | None
     space: asyncio.Event
-    """set whenever a page becomes free or evictable"""
+    """Set whenever a page becomes free or evictable."""
     problem: str | None = None
-    """what the last look at every page found wrong"""
+    """Problem that the last look at every page found."""
     num_orphaned: int = 0
-    """pages that nobody will free, as of that look"""
+    """Pages that nobody will free, as of that look."""
 
     def now_s(self) -> float:
-        """The clock of leases and pins."""
+        """Read the clock of leases and pins."""
         return asyncio.get_running_loop().time()
 
     def is_on_ssd_only(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether DRAM lacks a block of `keys` that SSD has."""
+        """Tell whether DRAM lacks a block of `keys` that SSD has."""
         return self.ssd is not None and Tier.SSD in self.pool.locate(keys)
 
     def found_prefix(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """The blocks before the first that no tier has: without that one the others are of no use to a
+        """Return the blocks before the first that no tier has: without that one the others are of no use to a
         prefill."""
         located = zip(keys, self.pool.locate(keys), strict=True)
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
 
     def remove(self, keys: Sequence[BlockKey] | None) -> int:
-        """Forgets these blocks, or all, in every tier. Returns how many there were."""
+        """Forget these blocks, or all, in every tier. Returns their number."""
         if keys is not None:
             return sum(self.mover.remove(key) for key in keys)
-        everything = {*self.pool.shelf.index, *(self.ssd.keys() if self.ssd is not None else ())}
+        everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}
         num_removed = sum(self.mover.remove(key) for key in everything)
         self.events.cleared()
         return num_removed
 
     def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets, in every tier, those of `keys` that nobody uses and no pin keeps."""
+        """Forget, in every tier, those of `keys` that nobody uses and no pin keeps."""
         for key in keys:
             page = self.pool.find(key)
-            if page is None or (self.pool.shelf.is_idle(page) and key not in self.pool.pins):
+            if page is None or (self.pool.allocator.is_idle(page) and key not in self.pool.pins):
                 self.mover.remove(key)
 
     def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:
-        """Every block that can be found, by tier."""
-        yield Tier.DRAM, list(self.pool.shelf.index)
+        """Yield every block that can be found, by tier."""
+        yield Tier.DRAM, list(self.pool.allocator.index)
         if self.ssd is not None:
             yield Tier.SSD, list(dict.fromkeys(self.ssd.keys()))
 
     async def wait_for_space(self, space_epoch: int) -> None:
-        """Returns when pages have become free or evictable since `space_epoch`."""
-        while self.pool.room.epoch <= space_epoch:
+        """Return when pages have become free or evictable since `space_epoch`."""
+        while self.pool.evictor.epoch <= space_epoch:
             self.space.clear()
             await self.space.wait()
 
     # -- upkeep -----------------------------------------------------------------------------------
 
     async def tend(self, tasks: asyncio.TaskGroup) -> None:
-        """Ends leases and pins in time, frees what former writers leave, counts every page when idle."""
+        """End leases and pins in time, free what former writers leave, and count every page when idle."""
         for writer in self.pool.former_writers:
             tasks.create_task(self._await_end(writer))
         seen = checked = self.pool.num_changes
@@ -126,8 +129,8 @@ class Store:
                 checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
 
     async def settle(self) -> None:
-        """Moves the segment into huge pages and locks it in memory, as far as the kernel lets us. Then RDMA
-        may use it: what is registered cannot be moved any more, and huge pages are registered fast.
+        """Move the segment into huge pages and lock it in memory, as far as the kernel lets us. Then RDMA may
+        use it: what is registered cannot be moved any more, and huge pages are registered fast.
 
         Beside the requests, and at half speed unless RDMA waits for it: in a large segment it takes minutes.
         Raises ConfigError if RDMA is demanded and the segment cannot be registered.
@@ -139,7 +142,7 @@ class Store:
             is_moved = await loop.run_in_executor(None, self.segment.use_huge_pages, start)
             is_huge &= is_moved
             if not is_moved and not was_moved:
-                break  # else it may have been a page that is on its way to somebody
+                break  # else it may have been a page that is being sent
             was_moved = is_moved
             if not self.cards.names:
                 await asyncio.sleep(loop.time() - started_s)
@@ -148,7 +151,7 @@ class Store:
         await self.cards.register(self.segment.buffer)
 
     def check(self) -> None:
-        """Looks at every page of both tiers."""
+        """Look at every page of both tiers."""
         problem = self.pool.check_integrity()
         if problem is None and self.ssd is not None:
             problem = "; ".join(self.ssd.problems()) or None
@@ -157,9 +160,9 @@ class Store:
         self.problem = problem
         self.num_orphaned = len(self.pool.orphans())
 
-    async def _await_end(self, writer: Writer) -> None:
-        """Frees the pages that a former life of the messenger gave to a process, when that has ended, or the
-        copy that it was making.
+    async def _await_end(self, writer: PageWriter) -> None:
+        """Free the pages that a former life of the messenger gave to a process, when that or its copy has
+        ended.
 
         Those of a process that cannot be watched from here stay aside until it comes again by itself.
         """
@@ -199,7 +202,7 @@ def open_store(
     cards: Cards,
     tasks: asyncio.TaskGroup,
 ) -> Store:
-    """Adopts what segment and slabs hold, and starts what works on them.
+    """Adopt what segment and slabs hold, and start what works on them.
 
     Raises ConfigError or MismatchError if a slab cannot be this pool's.
     """
@@ -212,7 +215,7 @@ def open_store(
     landing = segment.landing(config.segment_fd)
     table = segment.page_table()
     board = landing.board if landing is not None else None
-    copiers = [Writer.copier(pid) for pid in board.former_copiers] if board is not None else []
+    copiers = [PageWriter.copier(pid) for pid in board.former_copiers] if board is not None else []
     for copier in copiers[:1]:
         table.assign(copier)
     catalogue = segment.catalogue()
@@ -237,8 +240,8 @@ def open_store(
         promotion_timeout_s=kvcache.ssd_timeout_s,
     )
     if ssd is not None:
-        ssd.on_lost = pool.room.left_lower_tier
-        ssd.on_health = pool.room.changed
+        ssd.on_lost = pool.evictor.left_lower_tier
+        ssd.on_health = pool.evictor.changed
     for copier in copiers:
         pool.keep_aside(copier)
     grants = Grants(pool, segment, address, board)
@@ -288,7 +291,7 @@ def open_store(
 
 
 def _open_ssd(config: MessengerProcess, segment: Segment, events: EventLog) -> SsdTier | None:
-    """The tier over all directories that can be used, None without any."""
+    """Open the tier over all directories that can be used; None without any."""
     kvcache, slabs = config.kvcache, []
     for directory in kvcache.ssd_dirs:
         try:

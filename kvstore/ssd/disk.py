@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import FREE, QUARANTINED
-from kvstore.pool.shelf import Shelf
 from kvstore.ssd.slab import Record, Slab
 from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
@@ -21,9 +21,13 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _GONE = (FREE, QUARANTINED)
+"""States of slots whose block is not to be found."""
 _USES = 1 << 62
+"""Bound of the numbers of uses that a slab may bring: they are counted on from there."""
 _FIRST_PAUSE_S = 1.0
+"""Time that a disk is left alone after its first failure."""
 _LONGEST_PAUSE_S = 60.0
+"""Bound of that time, which doubles with each failure."""
 
 
 class Suspended(Exception):
@@ -31,7 +35,7 @@ class Suspended(Exception):
 
 
 class Disk:
-    """One slab: its slots, its threads, its health."""
+    """One slab: its slots, threads and health."""
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class Disk:
     ) -> None:
         self.slab = slab
         # The slab's own table lies in a file: a disk that hangs may hold up whoever writes there.
-        self.shelf = Shelf(slab.table.copy(), policy, on_removed)
+        self.allocator = PageAllocator(slab.table.copy(), policy, on_removed)
         self._last_use = int(slab.table.last_uses.max(initial=0)) % _USES
         self.is_healthy = True
         self.num_evictions = 0
@@ -54,12 +58,12 @@ class Disk:
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"slab-{slab.path.parent.name}")
         self._num_idle_threads = depth
         self._queue: deque[asyncio.Future[None]] = deque()
-        """work that waits for a thread: done when it has one"""
+        """Work that waits for a thread: done when it has one."""
         self._num_overdue = 0
         self._pause_s = _FIRST_PAUSE_S
 
     async def run(self, work: Callable[[], None]) -> None:
-        """Blocking work on the slab; longer than the deadline it suspends the disk. Do not cancel.
+        """Run blocking work on the slab; longer than the deadline it suspends the disk. Do not cancel.
 
         Raises OSError, or Suspended if nothing was done.
         """
@@ -88,7 +92,7 @@ class Disk:
             self._give_back_thread()
 
     async def _take_thread(self) -> None:
-        """Waiting behind others does not count as the disk's time: they may be many."""
+        """Wait for a thread. That does not count as the disk's time: many may wait."""
         if self._num_idle_threads:
             self._num_idle_threads -= 1
         else:
@@ -105,7 +109,7 @@ class Disk:
         self._num_idle_threads += 1
 
     def suspend(self, reason: str) -> None:
-        """Leaves the disk alone for a while, longer each time."""
+        """Leave the disk alone for a while, longer each time."""
         if not self.is_healthy:
             return
         self.is_healthy = False
@@ -127,19 +131,19 @@ class Disk:
         self._on_health()
 
     def take_slot(self) -> int | None:
-        """A slot to write to, RESERVED; the coldest block makes room if need be."""
-        if not self.shelf.num_free:
-            coldest = self.shelf.coldest()
+        """Allocate a slot to write to, RESERVED; the coldest block makes room if need be."""
+        if not self.allocator.num_free:
+            coldest = self.allocator.coldest()
             if coldest is None:
                 return None  # every block is being read or written
-            self.shelf.evict(coldest)
+            self.allocator.evict(coldest)
             self.num_evictions += 1
-        return self.shelf.take(1)[0]
+        return self.allocator.take(1)[0]
 
     def give_back(self, slot: int) -> None:
-        """Whoever took or read `slot` is through with it."""
-        for ended in self.shelf.unclaim([slot]):
-            self.shelf.free(ended)
+        """End the use of `slot`."""
+        for ended in self.allocator.unclaim([slot]):
+            self.allocator.free(ended)
 
     async def store(
         self,
@@ -150,21 +154,21 @@ class Disk:
         position: int,
         num_uses: int,
     ) -> None:
-        """Writes a block, and its record on the disk. As `run`."""
+        """Write a block, and its record on the disk. As `run`."""
         self._last_use += 1
         record = Record(key, checksums, self._last_use, position, num_uses)
         await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))
 
     def drop(self, slot: int) -> None:
-        """Nobody finds the block in `slot` any more."""
-        self.shelf.unseal(slot)
-        if not self.shelf.num_users[slot]:
-            self.shelf.free(slot)
+        """Remove the block in `slot`."""
+        self.allocator.unseal(slot)
+        if not self.allocator.num_users[slot]:
+            self.allocator.free(slot)
         self.erase(slot)
 
     def erase(self, slot: int) -> None:
-        """Its record on the disk goes too, now: what was removed must not be found after a crash."""
-        self.slab.erase(slot, lambda: self.shelf.table.state_of[slot] in _GONE)
+        """Erase the record in `slot` now: what was removed must not be found after a crash."""
+        self.slab.erase(slot, lambda: self.allocator.table.state_of[slot] in _GONE)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -172,9 +176,9 @@ class Disk:
 
 @dataclass(slots=True)
 class Write:
-    """A block on its way to a slot."""
+    """A block that is being written to a slot."""
 
     disk: Disk
     slot: int
     is_wanted: bool = True
-    """not removed meanwhile"""
+    """Cleared when the block is removed meanwhile."""

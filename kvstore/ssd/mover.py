@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.pool.claims import Reservation
+from kvstore.pool.claims import PageReservation
 from kvstore.pool.pages import SEALED
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
@@ -26,23 +26,23 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-"""after a block that no disk took"""
+"""Pause after a block that no disk took."""
 
 
 @dataclass(slots=True, eq=False)
 class _Promotion:
-    """A block on its way to DRAM. Its page is given up when it has come and nobody waits any more."""
+    """A promotion in flight. Its page is released when the block has come and nothing waits any more."""
 
-    reservation: Reservation
+    reservation: PageReservation
     task: asyncio.Task[None] = field(init=False)
     num_waiting: int = 0
     is_wanted: bool = True
-    """not removed meanwhile"""
+    """Cleared when the block is removed meanwhile."""
 
 
 @dataclass(slots=True)
 class _Claims:
-    """What a request for some blocks keeps in DRAM until it has them all."""
+    """Pages that a request keeps in DRAM until it has all of its blocks."""
 
     pages: list[int] = field(default_factory=list)
     promotions: list[_Promotion] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Claims:
 
 
 class Mover:
-    """Works on one pool and, if there is one, its SSD tier. `space` is set whenever room changes."""
+    """The mover of one pool and, if there is one, its SSD tier. `space` is set whenever room changes."""
 
     def __init__(
         self,
@@ -76,21 +76,22 @@ class Mover:
         self._max_demotions = max_demotions
         self._promotion_timeout_s = promotion_timeout_s
         self._demoting: set[int] = set()
-        """pages that should become free within the timeout"""
+        """Pages that should become free within the timeout."""
         self._is_pausing = False
-        """no disk took a block: others are not tried at once"""
+        """Set after no disk took a block: others are not tried at once."""
         self._promotions: dict[BlockKey, _Promotion] = {}
         self._wake = asyncio.Event()
         self._line = asyncio.Lock()
-        """of those who collect pages until they have enough: one at a time, else they wait for each other"""
+        """Lock of requests that collect pages until they have enough: one at a time, else they wait for each
+        other."""
         self.num_promotions = 0
 
     def wake(self) -> None:
-        """Pages are wanted, or more can be had now."""
+        """Wake `run`: pages are wanted, or more can be had now."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Makes room whenever woken, until cancelled."""
+        """Make room whenever woken, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -101,17 +102,17 @@ class Mover:
     @property
     def _num_target(self) -> int:
         """Free pages to reach."""
-        return min(max(self._high_watermark, self._pool.room.num_wanted), self._pool.table.num_pages)
+        return min(max(self._high_watermark, self._pool.evictor.num_wanted), self._pool.table.num_pages)
 
     def _make_room(self) -> None:
-        pool, room = self._pool, self._pool.room
-        while pool.shelf.num_free + len(self._demoting) < self._num_target:
-            page = pool.shelf.coldest()
+        pool, evictor = self._pool, self._pool.evictor
+        while pool.allocator.num_free + len(self._demoting) < self._num_target:
+            page = pool.allocator.coldest()
             if page is None:
                 break  # every page is in use; the next one that is not wakes us
-            if room.is_disposable(page):
-                room.evict(page)
-                room.changed()
+            if evictor.is_disposable(page):
+                evictor.evict(page)
+                evictor.changed()
             elif len(self._demoting) < self._max_demotions and not self._is_pausing:
                 self._demoting.add(page)
                 pool.hold(page)
@@ -119,10 +120,12 @@ class Mover:
             else:
                 return  # the next demotion that ends, or the end of the pause, wakes us
         if not self._demoting:
-            room.num_wanted = 0  # whoever still waits will ask again; others must not be evicted for nobody
+            evictor.num_wanted = (
+                0  # whoever still waits will ask again; others must not be evicted for nobody
+            )
 
     async def flush(self, timeout_s: float) -> None:
-        """Before the end: writes what only DRAM has to SSD, latest use first, as far as time allows."""
+        """Write what only DRAM has to SSD before the end, latest use first, as far as time allows."""
         if self._ssd is None:
             return
         table, pool = self._pool.table, self._pool
@@ -179,14 +182,14 @@ class Mover:
                 self._ssd.forget(key)  # found damaged while it was being written
         elif not is_held:
             self._pause()
-        elif pool.shelf.is_idle(page) and pool.room.is_disposable(page):
-            if pool.shelf.num_free < self._num_target:
-                pool.room.evict(page)
-            pool.room.changed()
+        elif pool.allocator.is_idle(page) and pool.evictor.is_disposable(page):
+            if pool.allocator.num_free < self._num_target:
+                pool.evictor.evict(page)
+            pool.evictor.changed()
         self.wake()
 
     def _stop_counting_on(self, page: int) -> None:
-        """Its disk hangs, perhaps for ever. Others must take its place."""
+        """Stop counting on a page whose disk hangs, perhaps for ever. Others must take its place."""
         self._demoting.discard(page)
         self.wake()
 
@@ -200,7 +203,7 @@ class Mover:
         self.wake()
 
     def remove(self, key: BlockKey) -> bool:
-        """Forgets a block in every tier, and on its way between them. Whether it was there."""
+        """Forget a block in every tier, and on its way between them. Returns whether it was there."""
         if (promotion := self._promotions.pop(key, None)) is not None:
             promotion.is_wanted = False
         was_in_dram = self._pool.remove(key)
@@ -211,7 +214,8 @@ class Mover:
 
     @contextlib.asynccontextmanager
     async def promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
-        """Within it those of `keys` that any tier has are in DRAM, as far as there are pages and time.
+        """Promote those of `keys` that any tier has, and keep them in DRAM within the context, as far as
+        there are pages and time.
 
         `patiently`: waits for pages that others use. Else only for such as become free by themselves.
         """
@@ -234,12 +238,12 @@ class Mover:
                 self._end_if_unwanted(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether all of `keys` that any tier has are in DRAM."""
+        """Tell whether all of `keys` that any tier has are in DRAM."""
         ssd = self._ssd
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begins to bring blocks to DRAM for somebody who will come, as far as there are pages now."""
+        """Begin to bring blocks to DRAM for a request to come, as far as there are pages now."""
         if self._ssd is None:
             return
         pages = [page for key in keys if (page := self._pool.find(key)) is not None]
@@ -252,7 +256,7 @@ class Mover:
             self._pool.unhold(page, used=False)
 
     async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
-        """Holds what is in DRAM and begins to promote the rest."""
+        """Hold what is in DRAM and begin to promote the rest."""
         assert self._ssd is not None
         # What is there comes first: else it might have to go to make room for the others.
         for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):
@@ -273,7 +277,7 @@ class Mover:
                 claims.pages.append(page)
 
     def _begin(self, key: BlockKey) -> _Promotion | None:
-        """Begins to promote a block that SSD holds, if there is a page for it now."""
+        """Begin to promote a block that SSD holds, if there is a page for it now."""
         assert self._ssd is not None
         try:
             reservation = self._pool.begin_promotion(key, self._ssd.position(key))
@@ -284,9 +288,9 @@ class Mover:
         return promotion
 
     def _room_is_coming(self) -> bool:
-        """Whether pages will become free without anybody letting go of a block."""
+        """Tell whether pages will become free without a block being released by others."""
         unclaimed = any(not promotion.num_waiting for promotion in self._promotions.values())
-        return bool(self._pool.shelf.num_idle or self._demoting or unclaimed)
+        return bool(self._pool.allocator.num_idle or self._demoting or unclaimed)
 
     async def _load(self, key: BlockKey, promotion: _Promotion) -> None:
         assert self._ssd is not None

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
-    """What the table of a slab says of a block. `checksums`: of all layers."""
+    """Record of a block in a slab's table. `checksums`: of all layers."""
 
     key: BlockKey
     checksums: bytes
@@ -76,7 +76,7 @@ class Slab:
     """
 
     def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:
-        """Takes over both descriptors."""
+        """Take over both descriptors."""
         self.path = path
         self.table = table
         self.num_slots = header.num_pages
@@ -84,13 +84,13 @@ class Slab:
         self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         self.header = header
         self._records = threading.Lock()
-        """of who clears a record: another may be about to write a new one"""
+        """Lock of records: while one is cleared, another may be about to be written."""
         self._fd = fd
         self._lock_fd = lock_fd
 
     @classmethod
     def open(cls, directory: Path, name: str, size_bytes: int, fingerprint: str, layout: KVLayout) -> "Slab":
-        """Creates `<directory>/<name>.slab` with at most `size_bytes`, or opens the one that is there.
+        """Create `<directory>/<name>.slab` with at most `size_bytes`, or open the one that is there.
 
         Blocking. Raises
 
@@ -113,7 +113,7 @@ class Slab:
         return cls(path, header, header.page_table(mapping), slots_fd, lock_fd)
 
     def write(self, slot: int, block: memoryview) -> None:
-        """Blocking, without the GIL; threads may write different slots. Raises OSError.
+        """Write a block. Blocking, without the GIL; threads may write different slots. Raises OSError.
 
         `block` has `slot_bytes` bytes and begins at an address that is a multiple of 4096.
         """
@@ -125,7 +125,7 @@ class Slab:
     def store(
         self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Writes a block and then, if it `is_wanted` still, its record.
+        """Write a block and then, if it `is_wanted` still, its record.
 
         What was in the slot before cannot be found meanwhile. Who does not want it any more calls `erase`.
         """
@@ -139,13 +139,13 @@ class Slab:
                 self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
 
     def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
-        """The block in `slot` is not to be found again, unless another has come there meanwhile."""
+        """Erase the record in `slot`, unless another block has come there meanwhile."""
         with self._records:
             if is_free():
                 self.table.clear(slot)
 
     def read(self, slot: int, block: memoryview) -> None:
-        """Fills `block`. As `write`."""
+        """Fill `block`. As `write`."""
         assert len(block) == self.slot_bytes
         offset, num_done = self.header.page_offset(slot), 0
         while num_done < self.slot_bytes:
@@ -157,13 +157,13 @@ class Slab:
         return num_bytes
 
     def close(self) -> None:
-        """Gives up the slab. No read or write is under way, and the table is used no more."""
+        """Close the slab. No read or write is in flight, and the table is used no more."""
         os.close(self._fd)
         os.close(self._lock_fd)
 
 
 def _lock(path: Path) -> int:
-    """Makes this process the slab's owner for as long as the returned descriptor is open."""
+    """Make this process the slab's owner for as long as the returned descriptor is open."""
     fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,7 +182,7 @@ def _lock(path: Path) -> int:
 
 
 def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
-    """The header of the file at `path`; None if there is none, or none of which a slot could be read."""
+    """Read the header of the file at `path`; None if there is none, or none of which a slot could be read."""
     if not path.exists():
         return None
     with _descriptor(path, os.O_RDONLY) as fd:
@@ -216,7 +216,7 @@ def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
 
 
 def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
-    """An empty slab at `path`, all of its space allocated."""
+    """Create an empty slab at `path`, all of its space allocated."""
     new_path = Path(f"{path}.new")
     for leftover in (path, new_path):
         leftover.unlink(missing_ok=True)
@@ -235,7 +235,8 @@ def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
 
 
 def _check_space(directory: Path, size_bytes: int) -> None:
-    """Asks before the file system tries: until it gave up, it would take all space from everybody else."""
+    """Check for space before the file system tries: until it gave up, it would take all space from everybody
+    else."""
     disk = os.statvfs(directory)
     available_bytes = disk.f_bavail * disk.f_frsize
     if available_bytes < size_bytes:
@@ -248,7 +249,7 @@ def _check_space(directory: Path, size_bytes: int) -> None:
 
 
 def _open_slots(path: Path, header: SegmentHeader) -> int:
-    """A descriptor for the slots: past the page cache where the file system can."""
+    """Open a descriptor for the slots: past the page cache where the file system can."""
     with contextlib.ExitStack() as undo:
         try:
             fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
@@ -276,7 +277,8 @@ def _descriptor(path: Path, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _misplaced(directory: Path) -> Iterator[None]:
-    """A directory that cannot be used is a mistake in the configuration, not a fault of the disk."""
+    """Turn a directory that cannot be used into a mistake in the configuration, which is not a fault of the
+    disk."""
     try:
         yield
     except OSError as error:

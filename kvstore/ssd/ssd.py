@@ -36,7 +36,7 @@ class SsdCounters:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came with a block that was read, intact."""
+    """Facts that came with a block that was read, intact."""
 
     checksums: bytes
     num_uses: int
@@ -58,7 +58,7 @@ class SsdTier:
     ) -> None:
         self.counters = SsdCounters()
         self.on_lost = on_lost
-        """hears of every block that leaves this tier"""
+        """Callback for every block that leaves this tier."""
         self.on_health = on_health
         self._events = events
         self.disks = [
@@ -81,7 +81,7 @@ class SsdTier:
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(disk.shelf.index) for disk in self.disks)
+        return sum(len(disk.allocator.index) for disk in self.disks)
 
     @property
     def num_evictions(self) -> int:
@@ -92,17 +92,17 @@ class SsdTier:
         return sum(disk.slab.num_slots for disk in self.disks)
 
     def keys(self) -> Iterator[BlockKey]:
-        """Every block, of suspended disks too."""
-        return itertools.chain.from_iterable(disk.shelf.index for disk in self.disks)
+        """Yield the key of every block, of suspended disks too."""
+        return itertools.chain.from_iterable(disk.allocator.index for disk in self.disks)
 
     def holds(self, key: BlockKey) -> bool:
-        """Whether a disk that works has this block."""
+        """Tell whether a disk that works has this block."""
         return self._find(key) is not None
 
     async def store(
         self, key: BlockKey, page: memoryview, checksums: bytes, position: int, num_uses: int
     ) -> bool:
-        """Writes the sealed block in `page` (a whole page stride). Whether the tier holds it now.
+        """Write the sealed block in `page` (a whole page stride). Returns whether the tier holds it now.
 
         The page must stay as it is until this has returned.
         """
@@ -124,8 +124,8 @@ class SsdTier:
             return False
         else:
             if write.is_wanted:
-                disk.shelf.table.set_checksums(slot, range(disk.shelf.table.num_layers), checksums)
-                disk.shelf.seal(slot, key, position, num_uses)
+                disk.allocator.table.set_checksums(slot, range(disk.allocator.table.num_layers), checksums)
+                disk.allocator.seal(slot, key, position, num_uses)
                 self.counters.num_demotions += 1
                 if self._events is not None and self._num_copies(key) == 1:
                     self._events.stored(Tier.SSD, key)
@@ -135,7 +135,7 @@ class SsdTier:
             disk.give_back(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
-        """Reads a block into `page` (a whole page stride), or None if it cannot be had intact.
+        """Read a block into `page` (a whole page stride), or None if it cannot be had intact.
 
         Do not cancel: a thread writes to the page until this has returned.
         """
@@ -143,7 +143,7 @@ class SsdTier:
         if found is None:
             return None
         disk, slot = found
-        table = disk.shelf.table
+        table = disk.allocator.table
         expected = table.checksums(slot, range(table.num_layers))
         actual = b""
 
@@ -152,7 +152,7 @@ class SsdTier:
             disk.slab.read(slot, page)
             actual = layer_checksums(page[: table.num_layers * layer_bytes], layer_bytes)
 
-        disk.shelf.claim([slot])
+        disk.allocator.claim([slot])
         try:
             await disk.run(read)
         except Suspended:
@@ -173,15 +173,15 @@ class SsdTier:
             disk.give_back(slot)
 
     async def verify(self, key: BlockKey) -> list[bool | None]:
-        """One answer for each disk that has this block: intact, damaged (and dropped now), or None: not
-        readable now. Counts as no use."""
-        copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
+        """Verify a block. One answer for each disk that has it: intact, damaged (and dropped now), or None:
+        not readable now. Counts as no use."""
+        copies = [(disk, slot) for disk in self.disks if (slot := disk.allocator.index.get(key)) is not None]
         return [await self._is_intact(disk, slot, key) for disk, slot in copies]
 
     async def _is_intact(self, disk: Disk, slot: int, key: BlockKey) -> bool | None:
-        if not disk.is_healthy or disk.shelf.index.get(key) != slot:
+        if not disk.is_healthy or disk.allocator.index.get(key) != slot:
             return None
-        table, layer_bytes = disk.shelf.table, disk.slab.header.layout.layer_bytes
+        table, layer_bytes = disk.allocator.table, disk.slab.header.layout.layer_bytes
         expected = table.checksums(slot, range(table.num_layers))
         actual = b""
 
@@ -192,7 +192,7 @@ class SsdTier:
                 with block[: table.num_layers * layer_bytes] as layers:
                     actual = layer_checksums(layers, layer_bytes)
 
-        disk.shelf.claim([slot])
+        disk.allocator.claim([slot])
         try:
             await disk.run(read)
         except (OSError, Suspended):
@@ -204,22 +204,22 @@ class SsdTier:
                 self._drop(disk, slot, key)
             return is_intact
         finally:
-            for ended in disk.shelf.unclaim([slot], used=False):
-                disk.shelf.free(ended)
+            for ended in disk.allocator.unclaim([slot], used=False):
+                disk.allocator.free(ended)
 
     def position(self, key: BlockKey) -> int:
-        """Index of a block that is held in the prompt that stored it."""
+        """Return the index of a block that is held in the prompt that stored it."""
         found = self._find(key)
         assert found is not None
         disk, slot = found
-        return int(disk.shelf.table.positions[slot])
+        return int(disk.allocator.table.positions[slot])
 
     def forget(self, key: BlockKey) -> bool:
-        """Removes a block from every disk. Whether it was there."""
+        """Remove a block from every disk. Returns whether it was there."""
         if (write := self._writing.get(key)) is not None:
             write.is_wanted = False
             write.disk.slab.erase(write.slot, lambda: True)
-        copies = [(disk, slot) for disk in self.disks if (slot := disk.shelf.index.get(key)) is not None]
+        copies = [(disk, slot) for disk in self.disks if (slot := disk.allocator.index.get(key)) is not None]
         for disk, slot in copies:
             disk.drop(slot)
         return bool(copies)
@@ -229,13 +229,13 @@ class SsdTier:
             disk.close()
 
     def problems(self) -> Iterator[str]:
-        """What contradicts itself here. Looks at every slot."""
+        """Find what contradicts itself. Looks at every slot."""
         for disk in self.disks:
-            yield from (f"{disk.slab.path}: {problem}" for problem in disk.shelf.problems())
+            yield from (f"{disk.slab.path}: {problem}" for problem in disk.allocator.problems())
 
     def _find(self, key: BlockKey) -> tuple[Disk, int] | None:
         for disk in self.disks:
-            if disk.is_healthy and (slot := disk.shelf.index.get(key)) is not None:
+            if disk.is_healthy and (slot := disk.allocator.index.get(key)) is not None:
                 return disk, slot
         return None
 
@@ -244,12 +244,13 @@ class SsdTier:
         return next((disk for disk in turns if disk.is_healthy), None)
 
     def _drop(self, disk: Disk, slot: int, key: BlockKey) -> None:
-        if disk.shelf.index.get(key) == slot:
+        if disk.allocator.index.get(key) == slot:
             disk.drop(slot)
 
     def _num_copies(self, key: BlockKey) -> int:
-        """More than one if it came again while the disk that has it was suspended."""
-        return sum(key in disk.shelf.index for disk in self.disks)
+        """Count the copies of a block: more than one if it came again while the disk that has it was
+        suspended."""
+        return sum(key in disk.allocator.index for disk in self.disks)
 
     def _removed(self, key: BlockKey) -> None:
         if self._num_copies(key):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvstore.pool.claims import Block, Reservation
+from kvstore.pool.claims import Block, PageReservation
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.transfer.shares import Share, shares, steps
@@ -31,20 +31,20 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""requests under way: one is answered while the next ones travel"""
+"""Requests in flight: one is answered while the next ones travel."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
-"""of a request for several layers; so few that the first ones are soon there"""
+"""Bytes of a request for several layers; so few that the first ones are soon there."""
 _SETTLING_S = 0.1
-"""how long a fetch that is stopped may take to let go of its pages, before it has to do with others"""
+"""Time in which a fetch that is stopped may give up its pages, before it gets others."""
 _FEWEST_STEPS = 4
-"""in which the layers of few blocks come, if there are so many"""
+"""Fewest steps in which the layers of few blocks come, if there are so many."""
 _SIGN_OF_LIFE_S = 0.2
-"""while a request is being answered, its caller hears so often whether bytes come"""
+"""Pause between two reports whether bytes come, while a request is being answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """`layers` of the blocks `[first, end)` of the fetch."""
+    """A request for `layers` of the blocks `[first, end)` of the fetch."""
 
     layers: range
     first: int
@@ -53,11 +53,12 @@ class _Request:
 
 _Asking = asyncio.Task[list[bytes]]
 _UnderWay = deque[tuple[_Request, list[_Asking]]]
-"""requests, and what is asked of each source for them; oldest first"""
+"""Requests in flight, and what is asked of each source for them; oldest first."""
 
 
 class BlockFetch:
-    """`run` it once. `on_layers(num_blocks, num_layers)`: so many layers of the first so many are there.
+    """A fetch for one reservation, to be `run` once. `on_layers(num_blocks, num_layers)`: so many layers of
+    the first so many blocks are there.
 
     With the same numbers as before it says only that the sources go on sending.
     """
@@ -67,7 +68,7 @@ class BlockFetch:
         pool: Pool,
         segment: Segment,
         peers: Peers,
-        reservation: Reservation,
+        reservation: PageReservation,
         indices: Sequence[int],
         on_layers: Callable[[int, int], None],
     ) -> None:
@@ -76,31 +77,33 @@ class BlockFetch:
         self._blocks = [_block_at(reservation, index) for index in indices]
         self._on_layers = on_layers
         self._num_wanted = len(self._blocks)
-        """blocks before the first that the source has not"""
+        """Number of blocks before the first that the source has not."""
         self._pages = {block.page for block in self._blocks}
-        """of those that have not been given up: requests for others may be under way for a while"""
+        """Pages of the blocks that have not been given up: requests for others may be in flight for a
+        while."""
         if len(self._pages) < len(indices):
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0
-        """that all of these have"""
+        """Number of layers that all of these have."""
         self._said = self._num_wanted, self._num_layers
-        """to the caller at last"""
+        """What the caller was told at last."""
         self._streaming: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
     def writes(self, page: int) -> bool:
-        """Whether `page` is this fetch's to write."""
+        """Tell whether `page` is this fetch's to write."""
         return page in self._pages
 
     def stop(self) -> None:
-        """Nothing more counts as arrived. Idempotent; `run` returns when nothing is written any more."""
+        """Stop the fetch: nothing more counts as arrived. Idempotent; `run` returns when nothing is written
+        any more."""
         if not self._is_stopped and self._streaming is not None:
             self._streaming.cancel()
         self._stopped.set()
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """In the order in which they were named."""
+        """Blocks of the fetch, in the order in which they were named."""
         return self._blocks
 
     @property
@@ -113,7 +116,7 @@ class BlockFetch:
         tasks: asyncio.TaskGroup,
         urgency: Urgency = Urgency.LATENCY,
     ) -> None:
-        """Returns when nothing more comes, and nobody else writes the pages of `blocks`.
+        """Run the fetch until nothing more comes, and nobody else writes the pages of `blocks`.
 
         A source that fails is no error; the others are of no use without it. If one hangs when the fetch is
         stopped, what has not come gets other pages; PoolFullError if there are none.
@@ -163,8 +166,8 @@ class BlockFetch:
     def _requests(
         self, peers: Sequence[Peer], parts: Sequence[Share], urgency: Urgency
     ) -> Iterator[_Request]:
-        """Layer by layer; of few blocks several layers at once, of many blocks a layer in several parts, each
-        as large as may be asked for by then."""
+        """Plan requests layer by layer; of few blocks several layers at once, of many blocks a layer in
+        several requests, each as large as may be asked for by then."""
         layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
         num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
         num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))
@@ -181,7 +184,8 @@ class BlockFetch:
         return self._segment.layout.layers[request.layers.start : request.layers.stop]
 
     async def _ask(self, peer: Peer, share: Share, request: _Request, urgency: Urgency) -> list[bytes]:
-        """The checksums of the peer's share of the request's blocks that have come, from the first on.
+        """Ask a peer for its share of the request's blocks. Returns the checksums of those that have come,
+        from the first on.
 
         Raises TransferError.
         """
@@ -193,12 +197,12 @@ class BlockFetch:
         else:
             heads, layer = share.heads, request.layers.start
             positions = self._segment.layout.head_positions(heads)
-            views = [self._segment.part_view(block.page, layer, positions) for block in blocks]
+            views = [self._segment.heads_view(block.page, layer, positions) for block in blocks]
         checksums = await peer.fetch(keys, views, layers, urgency, heads)
         return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
     async def _take(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:
-        """Counts what has come for the oldest request, and says so.
+        """Count what has come for the oldest request, and say so.
 
         If a block is given up, then only when nothing is under way to its page any more.
         """
@@ -212,7 +216,8 @@ class BlockFetch:
             self._on_layers(*self._said)
 
     async def _take_first(self, peers: Sequence[Peer], under_way: _UnderWay) -> None:
-        """In the order of the requests, so the layers of a block are counted in order too."""
+        """Count the answer to the oldest request: in this order the layers of a block are counted in order
+        too."""
         request, asking = under_way[0]
         await self._answered(peers, asking)
         answers = [await task for task in asking]
@@ -235,7 +240,7 @@ class BlockFetch:
         return layer_checksums(view, self._segment.layout.layer_bytes)
 
     async def _answered(self, peers: Sequence[Peer], asking: Sequence[_Asking]) -> None:
-        """Returns when all answers are there. On a slow path they come in many pieces: says that they do."""
+        """Return when all answers are there. On a slow path they come in many pieces: say that they do."""
         num_bytes = _num_received_bytes(peers)
         while not all(task.done() for task in asking):
             await asyncio.wait(asking, timeout=_SIGN_OF_LIFE_S)
@@ -250,7 +255,7 @@ def _num_received_bytes(peers: Sequence[Peer]) -> int:
 
 
 async def _end(asking: Sequence[_Asking]) -> None:
-    """Returns when none of them writes any more, however often the waiter is cancelled meanwhile."""
+    """Return when none of them writes any more, however often the waiter is cancelled meanwhile."""
     for task in asking:
         task.cancel()
     while not all(task.done() for task in asking):
@@ -258,8 +263,8 @@ async def _end(asking: Sequence[_Asking]) -> None:
             await asyncio.wait(asking)
 
 
-def _block_at(reservation: Reservation, index: int) -> Block:
-    """Raises PoolError unless it may be fetched."""
+def _block_at(reservation: PageReservation, index: int) -> Block:
+    """Return the block at `index`. Raises PoolError unless it may be fetched."""
     if not 0 <= index < len(reservation.blocks):
         raise PoolError(f"block {index} of a fetch; the reservation has {len(reservation.blocks)} blocks")
     block = reservation.blocks[index]

@@ -18,10 +18,10 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.pool.claims import Block, Reservation, layer_mask
+from kvstore.pool.claims import Block, PageReservation, layer_mask
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
-from kvstore.transfer.parts import Parts
+from kvstore.transfer.partial_layers import PartialLayers
 from messenger.rdma.windows import Range
 from messenger.receiver.door import Writer, WriteRefused
 from messenger.shm.board import Board
@@ -31,29 +31,30 @@ from mooncake.errors import PoolError, TransferError
 from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
 
 _NUM_COMPLETED = 1024
+"""Completed grants that are remembered."""
 _NUM_TRIES = 8
-"""to find a free place on the board"""
+"""Attempts to find a free place on the board."""
 
 
 @dataclass(slots=True, eq=False)
 class _OpenGrant:
     grant_id: int
-    reservation: Reservation
+    reservation: PageReservation
     incomplete: dict[int, int]
-    """by page that is not complete yet, as a mask: layers being received right now, and those in `parts`"""
+    """Layers that are being received right now or are in `partial_layers`, as a mask, by incomplete page."""
     pages: list[int]
-    """all that were granted"""
-    parts: Parts
+    """All pages that were granted."""
+    partial_layers: PartialLayers
     arrived: asyncio.Future[None]
-    """done with success, or with the reason why nothing more will come"""
+    """Done with success, or with the reason why nothing more will come."""
     writers: list[Writer] = field(default_factory=list)
 
 
 class Grants:
-    """The `messenger.receiver.door.WriteTarget` over a pool and its segment."""
+    """Open grants: the `messenger.receiver.door.WriteTarget` over a pool and its segment."""
 
     def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress, board: Board | None) -> None:
-        """`board`: by which those on this host are told that they may write, if they can."""
+        """`board` tells peers on this host which grants they may write to, where they can."""
         self._pool = pool
         self._segment = segment
         self._address = address
@@ -62,12 +63,12 @@ class Grants:
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
-        """grants whose last acknowledgements may have been lost with a connection"""
+        """Grants whose last acknowledgements may have been lost with a connection."""
 
     # -- the worker's side ------------------------------------------------------------------------
 
-    def grant(self, reservation: Reservation) -> Grant:
-        """Opens the incomplete blocks of `reservation`. Raises PoolError if that was done before."""
+    def grant(self, reservation: PageReservation) -> Grant:
+        """Open the incomplete blocks of `reservation`. Raises PoolError if that was done before."""
         if reservation.reservation_id in self._by_reservation:
             raise PoolError(f"reservation {reservation.reservation_id} has a grant already")
         missing = [(i, b) for i, b in enumerate(reservation.blocks) if not self._pool.is_complete(b)]
@@ -78,7 +79,7 @@ class Grants:
             reservation=reservation,
             incomplete={block.page: 0 for _, block in missing},
             pages=[block.page for _, block in missing],
-            parts=Parts(self._segment.layout.num_kv_heads),
+            partial_layers=PartialLayers(self._segment.layout.num_kv_heads),
             arrived=asyncio.get_running_loop().create_future(),
         )
         self._by_reservation[reservation.reservation_id] = grant
@@ -89,19 +90,19 @@ class Grants:
         pages = [GrantedPage(index, block.page, block.generation) for index, block in missing]
         return Grant(grant.grant_id, self._address, pages)
 
-    def is_granted(self, reservation: Reservation, page: int) -> bool:
-        """Whether `page` is or was open to remote writes, so that the worker must not write it."""
+    def is_granted(self, reservation: PageReservation, page: int) -> bool:
+        """Tell whether `page` is or was open to remote writes, so that the worker must not write it."""
         return reservation.reservation_id in self._by_reservation and not reservation.by_page[page].found
 
-    async def wait_arrived(self, reservation: Reservation) -> None:
-        """Raises TransferError if the granted pages will never be complete."""
+    async def wait_arrived(self, reservation: PageReservation) -> None:
+        """Return when all granted pages are complete. Raises TransferError if they never will be."""
         grant = self._by_reservation.get(reservation.reservation_id)
         if grant is None:
             raise PoolError(f"reservation {reservation.reservation_id} has no grant")
         await asyncio.shield(grant.arrived)
 
     def revoke(self, reservation_id: int, reason: str) -> None:
-        """The reservation ends: nothing may be written any more. Idempotent."""
+        """Revoke the grant of a reservation that ends: nothing may be written any more. Idempotent."""
         grant = self._by_reservation.pop(reservation_id, None)
         if grant is not None and grant.grant_id in self._open:
             self._fail(grant, reason)
@@ -151,7 +152,7 @@ class Grants:
     def _begin_part(
         self, grant: _OpenGrant, block: Block, entry: WriteEntry, layers: range, heads: range
     ) -> memoryview | None:
-        """As `begin`, which has checked page and layers."""
+        """Begin the write of some heads of a layer. `begin` has checked page and layers."""
         try:
             positions = self._segment.layout.head_positions(heads)
         except ValueError as error:
@@ -162,14 +163,14 @@ class Grants:
             )
         page, layer = entry.page, layers.start
         what = f"heads [{heads.start}, {heads.stop}) of layer {entry.layer_begin} of page {page}"
-        view = self._segment.part_view(page, layer, positions)
-        if block.arrived & layer_mask(layers) or grant.parts.have_arrived(page, layer, positions):
+        view = self._segment.heads_view(page, layer, positions)
+        if block.arrived & layer_mask(layers) or grant.partial_layers.have_arrived(page, layer, positions):
             # Of a part that is there only the bytes are known.
             if layer_checksums(view, len(view)) == entry.checksums:
                 return None
             raise self._other_is_there(grant, page, what)
-        is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.parts.knows(page, layer)
-        if is_whole or not grant.parts.begin(page, layer, positions):
+        is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.partial_layers.knows(page, layer)
+        if is_whole or not grant.partial_layers.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
         grant.incomplete[page] |= layer_mask(layers)
         self.openings.take(page, layers)
@@ -177,7 +178,8 @@ class Grants:
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
-        """One of both belongs elsewhere. Nobody finds the block, nor what would be complete with it."""
+        """Refuse a write whose place holds other bytes. One of both belongs elsewhere: nobody finds the
+        block, nor what would be complete with it."""
         self._pool.drop(page)
         reason = f"{what} are there already, and differ"
         self._fail(grant, reason)
@@ -205,7 +207,7 @@ class Grants:
         layers, checksums = self._positions(entry), entry.checksums
         if heads is not None:
             layout = self._segment.layout
-            if not grant.parts.complete(entry.page, layers.start, layout.head_positions(heads)):
+            if not grant.partial_layers.complete(entry.page, layers.start, layout.head_positions(heads)):
                 self._pool.unhold(entry.page)
                 return False
             checksums = layer_checksums(self._segment.layers_view(entry.page, layers), layout.layer_bytes)
@@ -222,7 +224,9 @@ class Grants:
         grant = self._open.get(grant_id)
         if grant is not None:
             layers, layout = self._positions(entry), self._segment.layout
-            if heads is None or grant.parts.abandon(entry.page, layers.start, layout.head_positions(heads)):
+            if heads is None or grant.partial_layers.abandon(
+                entry.page, layers.start, layout.head_positions(heads)
+            ):
                 grant.incomplete[entry.page] &= ~layer_mask(layers)
                 self.openings.release(entry.page, layers)
         self._pool.unhold(entry.page)
@@ -238,7 +242,7 @@ class Grants:
     # ---------------------------------------------------------------------------------------------
 
     def _positions(self, entry: WriteEntry) -> range:
-        """Where its layers are in this pool's blocks. Raises ValueError."""
+        """Return where its layers are in this pool's blocks. Raises ValueError."""
         return self._segment.layout.positions(range(entry.layer_begin, entry.layer_end))
 
     def _find(self, grant_id: int) -> _OpenGrant:
@@ -248,8 +252,8 @@ class Grants:
         return grant
 
     def _new_id(self) -> int:
-        """Random, so that an id of an earlier life of this messenger means nothing. Open to be written by
-        others of this host, if there is a place for it on the board."""
+        """Choose a random id, so that one of an earlier life of this messenger means nothing, and open it to
+        writers of this host, if there is a place for it on the board."""
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
             if self._board is None or self._board.open(grant_id):
@@ -257,7 +261,7 @@ class Grants:
         return grant_id
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
-        """None of its pages is given to anybody else while somebody of this host may still write to it."""
+        """Keep the pages of a grant from others while a writer of this host may still write to them."""
         for page in grant.pages:
             self.openings.close(page)
         if self._board is None:
@@ -281,7 +285,7 @@ class Grants:
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:
-        """It is open. Nothing more comes, of which its writers hear."""
+        """Fail an open grant. Nothing more comes, of which its writers hear."""
         del self._open[grant.grant_id]
         self._close_to_copiers(grant)
         for writer in grant.writers:

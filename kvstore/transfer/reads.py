@@ -18,11 +18,12 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 log = logging.getLogger(__name__)
 
 _LEASE_S = 60.0
-"""a reader that takes longer finds out by the checksums that its blocks have gone"""
+"""Lease of a read; a reader that takes longer finds out by the checksums that its blocks have gone."""
 
 
 class Reads:
-    """The `messenger.receiver.door.ReadSource` over a pool. `now_s` is the clock of its leases."""
+    """Reads of other messengers: the `messenger.receiver.door.ReadSource` over a pool. `now_s` is the clock
+    of its leases."""
 
     def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
         self._pool = pool
@@ -33,7 +34,8 @@ class Reads:
     async def lease(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """As `ReadSource.lease`: blocks that only SSD has come to DRAM first, as far as there is room."""
+        """Lease as `ReadSource.lease` says: blocks that only SSD has come to DRAM first, as far as there is
+        room."""
         _check(keys)
         async with self._mover.promoted(keys, patiently=False):
             return self._lease(keys, layers, heads)
@@ -41,12 +43,12 @@ class Reads:
     def lease_now(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """As `ReadSource.lease_now`: None if a block is on SSD only."""
+        """Lease as `ReadSource.lease_now` says: None if a block is on SSD only."""
         _check(keys)
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
     def was_read(self, keys: Sequence[BlockKey]) -> int:
-        """As `ReadSource.was_read`."""
+        """Count reads as `ReadSource.was_read` says."""
         _check(keys)
         there = [key for key in keys if self._pool.find(key) is not None]
         lease = self._pool.lease(NOBODY, there, self._now_s())
@@ -75,8 +77,8 @@ class Reads:
         return blocks, lambda: self._pool.end_lease(lease.lease_id)
 
     def _parts(self, pages: Sequence[int | None], layer: int, heads: range) -> list[Readable]:
-        """`heads` of one layer of each page, which have no checksum yet. Damaged blocks are dropped: the
-        checksum of a part would hide that."""
+        """Select `heads` of one layer of each page, which have no checksum yet. Damaged blocks are dropped:
+        the checksum of a few heads would hide that."""
         segment, layers, blocks = self._segment, range(layer, layer + 1), []
         for index, page in enumerate(pages):
             if page is None:
@@ -85,8 +87,8 @@ class Reads:
                 log.error("page %d is damaged, its block is dropped", page)
                 self._pool.drop(page)
                 continue
-            view = segment.part_view(page, layer, heads)
-            offset = segment.part_offset(page, layer, heads)
+            view = segment.heads_view(page, layer, heads)
+            offset = segment.heads_offset(page, layer, heads)
             blocks.append(Readable(index, view, offset, layer_checksums(view, len(view))))
         return blocks
 

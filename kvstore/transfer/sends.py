@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.pool.claims import Block, Reservation, layer_mask
+from kvstore.pool.claims import Block, PageReservation, layer_mask
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from messenger.sender.peers import Peers
@@ -51,16 +51,17 @@ class _Range:
 
 
 class Sends:
-    """Those of one user's reservations, each to one grant or to those of a group."""
+    """Sends of one user's reservations, each to one grant or to those of a group."""
 
     def __init__(self, pool: Pool, segment: Segment, peers: Peers, tasks: asyncio.TaskGroup) -> None:
         self._pool, self._segment, self._peers = pool, segment, peers
         self._tasks = tasks
         self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
-        """by reservation"""
+        """Sends by reservation."""
 
-    def start(self, reservation: Reservation, grant: Grant, ref_text: str) -> None:
-        """To `grant` and its `others`. Raises PoolError if the reservation is being sent already."""
+    def start(self, reservation: PageReservation, grant: Grant, ref_text: str) -> None:
+        """Start to send to `grant` and its `others`. Raises PoolError if the reservation is being sent
+        already."""
         if reservation.reservation_id in self._of:
             raise PoolError(f"reservation {reservation.reservation_id} is being sent already")
         sends = [
@@ -70,19 +71,19 @@ class Sends:
         self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
 
     def wake(self, reservation_id: int) -> None:
-        """Layers of its blocks have come."""
+        """Take note that layers of its blocks have come."""
         for send, _ in self._of.get(reservation_id, []):
             send.wake()
 
     async def wait(self, reservation_id: int) -> None:
-        """Returns when everything is acknowledged. Raises TransferError, and PoolError if it is not sent."""
+        """Return when everything is acknowledged. Raises TransferError, and PoolError if it is not sent."""
         if reservation_id not in self._of:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         for send, _ in list(self._of[reservation_id]):
             await asyncio.shield(send.outcome)
 
     def cancel(self, reservation_id: int) -> None:
-        """Idempotent."""
+        """Cancel the sends of a reservation. Idempotent."""
         for send, task in self._of.pop(reservation_id, []):
             task.cancel()
             send.finish(TransferError("released before everything was sent"))
@@ -93,14 +94,14 @@ class Sends:
 
 
 class Send:
-    """`run` is the transfer; `outcome` is done when it has ended, whichever way."""
+    """One transfer, which `run` makes; `outcome` is done when it has ended, whichever way."""
 
     def __init__(
         self,
         pool: Pool,
         segment: Segment,
         peers: Peers,
-        reservation: Reservation,
+        reservation: PageReservation,
         grant: Grant,
         ref_text: str,
     ) -> None:
@@ -113,16 +114,16 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unacknowledged = 0
-        """layers, since it is known which the receiver has"""
+        """Layers of all blocks, from when it is known which the receiver has."""
         self._heads: range | None = None
-        """of the model, those that are sent; None if the receiver has the same as this pool"""
+        """Heads of the model that are sent; None if the receiver has the same as this pool."""
         self._layer_bytes = segment.layout.layer_bytes
-        """of what is sent of a layer"""
+        """Bytes that are sent of a layer."""
         self._changed = asyncio.Event()
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Layers have been committed, or the transfer has changed."""
+        """Take note that layers have been committed, or the transfer has changed."""
         self._changed.set()
 
     def finish(self, error: TransferError | None) -> None:
@@ -148,7 +149,8 @@ class Send:
             self.finish(None)
 
     def _plan(self, theirs: KVLayout) -> None:
-        """What travels to a receiver with that shard. Nothing does if the grant is only others' to fill."""
+        """Plan what travels to a receiver with that shard. Nothing does if the grant is only others' to
+        fill."""
         ours = self._segment.layout
         layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
         if not layers or not heads:
@@ -178,7 +180,8 @@ class Send:
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
-        """The next frame: layers that are there and were not submitted, up to the limits of a frame."""
+        """Choose the layers of the next frame, which are there and were not submitted, up to the limits of a
+        frame."""
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges
@@ -208,7 +211,8 @@ class Send:
         )
 
     def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
-        """One a layer: at one end other heads lie between them. Raises TransferError for a damaged page."""
+        """Make an entry for each layer: at one end other heads lie between them. Raises TransferError for a
+        damaged page."""
         segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
         checksums = self._pool.table.checksums(r.page, r.layers)
         is_part = len(part) < segment.layout.num_kv_heads
@@ -218,10 +222,10 @@ class Send:
         for number, layer in enumerate(r.layers):
             checksum = checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
             if is_part:
-                view = segment.part_view(r.page, layer, part)
+                view = segment.heads_view(r.page, layer, part)
                 checksum = layer_checksums(view, len(view))
             first = segment.layout.first_layer + layer
-            offset = segment.part_offset(r.page, layer, part)
+            offset = segment.heads_offset(r.page, layer, part)
             yield WriteEntry(granted.page, granted.generation, first, first + 1, checksum, offset)
 
     def _frame_done(self, ranges: list[_Range], outcome: Outcome) -> None:
@@ -240,7 +244,7 @@ class Send:
         self._pool.drop(page)
 
 
-def _block_at(reservation: Reservation, index: int) -> Block:
+def _block_at(reservation: PageReservation, index: int) -> Block:
     if not 0 <= index < len(reservation.blocks):
         raise PoolError(
             f"the grant names block {index}, reservation {reservation.reservation_id} has"
@@ -250,7 +254,7 @@ def _block_at(reservation: Reservation, index: int) -> Block:
 
 
 def _lowest_run(mask: int, max_len: int) -> range:
-    """The lowest consecutive set bits of `mask`, at most `max_len` of them."""
+    """Return the lowest consecutive set bits of `mask`, at most `max_len` of them."""
     start = (mask & -mask).bit_length() - 1
     run = mask >> start
     length = (~run & (run + 1)).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Shares: which shard of a group of pools has which part of this pool's blocks.
+"""Split of this pool's blocks between the shards of a group of pools.
 
 A group (the stages of a pipeline, the ranks of a tensor-parallel group) holds each block as several shards,
 one in each member's pool. Whoever fetches a block from a group asks each member for what it has of one's own
@@ -17,17 +17,19 @@ from mooncake.messages.pools import MessengerAddress, PoolShard
 
 
 class Share(NamedTuple):
-    """What one member has of this pool's shard. Layers and heads are the model's."""
+    """The share of one member in this pool's shard. Layers and heads are the model's."""
 
     messenger: MessengerAddress
     layers: range
     heads: range
     has_same_heads: bool
-    """as this pool: then its layers are one range with the next ones, at both ends"""
+    """Set if the member has the heads that this pool has: then its layers are one range with the next ones,
+    at both ends."""
 
 
 def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
-    """Raises TransferError unless every head of every layer of `ours` is in exactly one shard of `group`."""
+    """Compute the share of each member. Raises TransferError unless every head of every layer of `ours` is in
+    exactly one shard of `group`."""
     found = []
     for shard in group:
         theirs = shard.layout
@@ -49,8 +51,8 @@ def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
 
 
 def steps(ours: KVLayout, from_shares: Sequence[Share], num_at_once: int) -> Iterator[range]:
-    """The positions of all layers, in order, up to `num_at_once` together where each share has all or none of
-    them as one range."""
+    """Yield the positions of all layers, in order, up to `num_at_once` together where each share has all or
+    none of them as one range."""
     if not all(share.has_same_heads for share in from_shares):
         num_at_once = 1
     edges = {ours.layers.start, ours.layers.stop, *(share.layers.start for share in from_shares)}

@@ -10,7 +10,7 @@ from socket import socket
 
 import numpy as np
 
-from kvstore.pool.claims import Reservation
+from kvstore.pool.claims import PageReservation
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.ssd.mover import Mover
@@ -131,10 +131,10 @@ class Member:
         for listener in self._listeners:
             tasks.create_task(self._accept(listener))
 
-    def reserve(self, keys: Sequence[BlockKey]) -> Reservation:
+    def reserve(self, keys: Sequence[BlockKey]) -> PageReservation:
         return self.pool.reserve(OWNER, keys, 0)
 
-    def write(self, reservation: Reservation, layers: range) -> None:
+    def write(self, reservation: PageReservation, layers: range) -> None:
         """These layers of this shard of all blocks are computed."""
         for block in reservation.blocks:
             assert block.key is not None
@@ -149,7 +149,7 @@ class Member:
         self.write(reservation, range(self.layout.num_layers))
         self.pool.release(reservation.reservation_id)
 
-    def send(self, reservation: Reservation, grant: Grant) -> tuple[Send, "asyncio.Task[None]"]:
+    def send(self, reservation: PageReservation, grant: Grant) -> tuple[Send, "asyncio.Task[None]"]:
         send = Send(self.pool, self.segment, self.peers, reservation, grant, "request 1")
         return send, self.tasks.create_task(send.run())
 

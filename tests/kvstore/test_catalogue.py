@@ -93,7 +93,7 @@ def test_what_an_earlier_life_has_sealed_is_found_though_it_noted_nothing() -> N
     os.truncate(fd, 1 << 18)
     try:
         first, keys = Node(fd), new_keys(5)
-        first.pool.shelf._on_sealed = lambda pages: None
+        first.pool.allocator._on_sealed = lambda pages: None
         first.store(keys)
         assert all(read(first.catalogue, key) is None for key in keys)
         second = Node(fd)
@@ -148,10 +148,10 @@ def test_a_block_that_goes_while_it_is_copied_counts_as_not_there(field: str) ->
         (key,) = new_keys(1)
         pool_node.store([key])
         segment, size = pool_node.segment, len(pool_node.segment.buffer)
-        shelves, name = segment._shelves(), f"{field}_offset"
-        start = getattr(shelves, name)
+        allocators, name = segment._shelves(), f"{field}_offset"
+        start = getattr(allocators, name)
         buffer = memoryview(bytearray(segment.buffer) + segment.buffer[start:])
-        catalogue = Catalogue.at(buffer, structs.replace(shelves, **{name: size}), LAYOUT)
+        catalogue = Catalogue.at(buffer, structs.replace(allocators, **{name: size}), LAYOUT)
         assert catalogue is not None
         assert read(catalogue, key) == content(key)
         target = buffer[size : size + LAYOUT.block_bytes]

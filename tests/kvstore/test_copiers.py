@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.events.batches import EventLog
-from kvstore.pool.pages import PageState, Writer
+from kvstore.pool.pages import PageState, PageWriter
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.server.store import Store, open_store
@@ -94,7 +94,7 @@ async def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended
     seat = former.landing.take_seat(copier.pid)
     assert seat is not None
     grant = former.grants.grant(former.pool.reserve(OWNER, keys[:1], 0))
-    former.pool.reserve(OWNER, keys[1:], 0, Writer(os.getpid(), 0))  # its worker lives on
+    former.pool.reserve(OWNER, keys[1:], 0, PageWriter(os.getpid(), 0))  # its worker lives on
     words = former.segment.buffer[seat.board_offset :][:2048].cast("Q")
     words[2 * seat.number] = grant.grant_id + 1
 
@@ -107,7 +107,7 @@ async def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended
         else:
             copier.kill()
         await until(lambda: table.state(granted.page) is PageState.FREE)
-        assert store.pool.former_writers == [Writer(os.getpid(), 0)]
+        assert store.pool.former_writers == [PageWriter(os.getpid(), 0)]
         assert table.count()[PageState.QUARANTINED] == 1
         assert store.pool.check_integrity() is None
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvstore.events.batches import EventLog
-from kvstore.pool.claims import Reservation
+from kvstore.pool.claims import PageReservation
 from kvstore.pool.pages import PageTable, record_bytes
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import ALIGNMENT, Segment, SegmentHeader
@@ -169,7 +169,7 @@ def _suspend(slab: FakeSlab, suspend: Callable[[str], None], reason: str) -> Non
 def is_settled(ssd: SsdTier) -> bool:
     """Whether no slot is in use. Whatever contradicts itself is an error."""
     assert list(ssd.problems()) == []
-    return not any(disk.shelf.num_users.any() for disk in ssd.disks)
+    return not any(disk.allocator.num_users.any() for disk in ssd.disks)
 
 
 def buffer(content: bytes = b"") -> memoryview:
@@ -188,13 +188,13 @@ class Running:
         self.mover = store.mover
         self.ssd = store.ssd
 
-    async def reserve(self, keys: Sequence[BlockKey], num_private: int = 0) -> Reservation:
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int = 0) -> PageReservation:
         """As clients do it: waits for room."""
         while True:
             try:
                 return self.pool.reserve(OWNER, keys, num_private)
             except PoolFullError:
-                await self.store.wait_for_space(self.pool.room.epoch)
+                await self.store.wait_for_space(self.pool.evictor.epoch)
 
     async def put(self, *keys: BlockKey) -> None:
         """Stores the blocks of `keys` and leaves them to eviction."""
@@ -264,7 +264,7 @@ async def running(
         on_pressure=lambda: mover.wake(),
     )
     if ssd is not None:
-        ssd.on_lost, ssd.on_health = pool.room.left_lower_tier, pool.room.changed
+        ssd.on_lost, ssd.on_health = pool.evictor.left_lower_tier, pool.evictor.changed
     async with asyncio.TaskGroup() as tasks:
         mover = Mover(
             pool,

@@ -29,5 +29,5 @@ async def _reserve(pool: WorkerClient, request: Request, num_private: int) -> Re
     while True:
         try:
             return await pool.reserve(request.block_keys, num_private)
-        except PoolFullError:
-            await pool.wait_for_space()
+        except PoolFullError as full:
+            await pool.wait_for_space(full)

@@ -10,7 +10,7 @@ import benchmarks.tools.simulator.cluster.cache
 import benchmarks.tools.simulator.cluster.cluster
 import benchmarks.tools.simulator.cluster.prefill
 import conductor.policy
-import kvstore.pool.shelf
+import kvstore.pool.allocator
 import workers.prefill.queue
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.requests import Outcome, Results
@@ -36,7 +36,7 @@ def test_drives_the_servers_own_code() -> None:
     cluster = SMALL.cluster()
     assert isinstance(cluster, DisaggregatedCluster)
     assert type(cluster.conductor) is conductor.policy.Conductor
-    assert type(cluster.prefills[0].node.pool.shelf) is kvstore.pool.shelf.Shelf
+    assert type(cluster.prefills[0].node.pool.allocator) is kvstore.pool.allocator.PageAllocator
     assert benchmarks.tools.simulator.cluster.prefill.PrefillQueue is workers.prefill.queue.PrefillQueue
 
 
@@ -84,7 +84,7 @@ def test_what_decode_has_no_room_for_is_rejected_before_it_is_prefilled() -> Non
 
 def assert_is_empty(cluster: DisaggregatedCluster) -> None:
     for instance in (*cluster.prefills, *cluster.decodes):
-        assert not instance.node.pool.shelf.num_users.any()
+        assert not instance.node.pool.allocator.num_users.any()
         assert not instance.node.outgoing.transfers
     assert all(not prefill.num_queued for prefill in cluster.prefills)
     assert all(not decode.num_sequences and not decode.batch.size for decode in cluster.decodes)

@@ -11,9 +11,9 @@ from conductor.index import event_stream
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
 from conductor.rules import Limits
-from kvstore.events import publisher as event_publisher
+from kvstore.events import internal
 from kvstore.events.batches import EventLog
-from kvstore.events.publisher import InternalPublisher
+from kvstore.events.internal import InternalPublisher
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard, Tier
@@ -138,7 +138,7 @@ async def test_the_index_follows_what_every_pool_holds(tmp_path: Path) -> None:
 async def test_a_snapshot_of_many_parts_and_a_group_of_two_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_publisher, "SNAPSHOT_PART_KEYS", 7)
+    monkeypatch.setattr(internal, "SNAPSHOT_PART_KEYS", 7)
 
     async with Cluster() as cluster:
         first, second = Pool(tmp_path, "p0.0", keys=KEYS), Pool(tmp_path, "p0.1", keys=KEYS[:30])

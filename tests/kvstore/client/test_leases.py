@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.pool.claims import Reservation
-from kvstore.pool.pages import PageState, PageTable, Writer
+from kvstore.pool.claims import PageReservation
+from kvstore.pool.pages import PageState, PageTable, PageWriter
 from kvstore.pool.pool import Pool
 from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
@@ -24,7 +24,7 @@ ALL_LAYERS = range(NUM_LAYERS)
 CHECKSUMS = bytes(8 * NUM_LAYERS)
 KEYS = [bytes([number]) * 16 for number in range(1, 10)]
 ALICE, BOB = 1, 2
-WRITERS = {ALICE: Writer(pid=100, serial=1), BOB: Writer(pid=100, serial=2)}
+WRITERS = {ALICE: PageWriter(pid=100, serial=1), BOB: PageWriter(pid=100, serial=2)}
 
 
 @dataclass
@@ -124,7 +124,7 @@ def test_ended_leases_with_far_deadlines_leave_nothing_behind() -> None:
     store(pool, KEYS[0])
     for _ in range(5000):
         pool.end_lease(pool.lease(ALICE, KEYS[:1], 1e9).lease_id)
-    assert len(pool._leases._deadlines) < 1500
+    assert pool.lease_deadlines.num_entries < 1500
 
 
 def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_reason() -> None:
@@ -245,7 +245,7 @@ def test_pins_that_are_renewed_again_and_again_leave_nothing_behind() -> None:
     store(pool, KEYS[0])
     for number in range(5000):
         pool.pins.add(KEYS[:1], hard=True, deadline_s=1e9 + number)
-    assert len(pool.pins._deadlines) < 1500
+    assert pool.pins.deadlines.num_entries < 1500
     pool.expire(1e9 + 4998)
     assert len(pool.pins) == 1
     pool.expire(1e9 + 4999)
@@ -279,7 +279,7 @@ def test_refused_request_for_more_than_can_be_had_does_not_ask_for_room_that_can
     pool.reserve(ALICE, [], 3)
     with pytest.raises(PoolFullError):
         pool.reserve(BOB, [], 4)
-    assert pool.room.num_wanted == 0
+    assert pool.evictor.num_wanted == 0
 
 
 def test_refused_request_that_could_be_served_asks_for_its_room() -> None:
@@ -291,7 +291,7 @@ def test_refused_request_that_could_be_served_asks_for_its_room() -> None:
     assert calls == []
     with pytest.raises(PoolFullError):
         pool.reserve(BOB, [], 4)
-    assert (pool.room.num_wanted, len(calls)) == (4, 1)
+    assert (pool.evictor.num_wanted, len(calls)) == (4, 1)
 
 
 # -- writers of a former life -------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_page_that_a_writer_may_still_write_is_nobodys_until_he_is_gone() -> Non
 
 
 def test_page_that_a_peer_was_copying_to_is_nobodys_until_its_process_is_gone() -> None:
-    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), Writer.copier(1234)
+    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), PageWriter.copier(1234)
     old = Pool(table)
     granted = old.reserve(ALICE, KEYS[:1], 0).blocks[0].page
     written = old.reserve(BOB, KEYS[1:2], 0, WRITERS[BOB]).blocks[0].page
@@ -362,12 +362,12 @@ class LeaseModel(RuleBasedStateMachine):
         self.table = PageTable.in_memory(NUM_PAGES, NUM_LAYERS)
         self.now_s = 0.0
         self.reservations: dict[int, Claim] = {}
-        self.promotions: dict[int, Reservation] = {}
+        self.promotions: dict[int, PageReservation] = {}
         self.leases: dict[int, Claim] = {}
         self.hard: dict[BlockKey, Claim] = {}
         self.soft: dict[BlockKey, float] = {}
         self.holds: list[tuple[int, int]] = []
-        self.former: dict[Writer, list[tuple[int, int]]] = {}
+        self.former: dict[PageWriter, list[tuple[int, int]]] = {}
         self.in_dram: dict[BlockKey, int] = {}
         """as of the end of the last step"""
         self.gone: set[BlockKey] = set()
@@ -544,7 +544,7 @@ class LeaseModel(RuleBasedStateMachine):
     def lower_tier_loses(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.lower.held)))
         self.lower.held.remove(key)
-        self.pool.room.left_lower_tier(key)
+        self.pool.evictor.left_lower_tier(key)
 
     @rule(is_accepting=st.booleans())
     def lower_tier_changes(self, is_accepting: bool) -> None:
@@ -553,7 +553,7 @@ class LeaseModel(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, NUM_PAGES))
     def make_room(self, num_pages: int) -> None:
         num_free, idle = self.table.count()[PageState.FREE], self.idle()
-        has_room = self.pool.room.make(num_pages)
+        has_room = self.pool.evictor.make(num_pages)
         assert has_room == (self.table.count()[PageState.FREE] >= num_pages)
         if not self.lower.is_accepting or idle <= self.lower.held:
             assert has_room == (num_pages <= num_free + len(idle)), "idle blocks were left and no room made"
@@ -594,7 +594,7 @@ class LeaseModel(RuleBasedStateMachine):
                 writer = self.table._writer[page]
                 if self.table.state(page) is PageState.RESERVED and writer:
                     place = (page, generation)
-                    self.former.setdefault(Writer(writer >> 32, writer & 0xFFFFFFFF), []).append(place)
+                    self.former.setdefault(PageWriter(writer >> 32, writer & 0xFFFFFFFF), []).append(place)
         for claims in (self.reservations, self.promotions, self.leases, self.hard, self.soft, self.holds):
             claims.clear()
         self.pool = Pool(self.table, policy=self.policy, lower=self.lower)
@@ -604,7 +604,7 @@ class LeaseModel(RuleBasedStateMachine):
         assert set(self.former) <= set(self.pool.former_writers)
 
     @rule(writer=st.sampled_from(list(WRITERS.values())))
-    def writer_is_gone(self, writer: Writer) -> None:
+    def writer_is_gone(self, writer: PageWriter) -> None:
         self.former.pop(writer, None)
         self.pool.writer_gone(writer)
         assert writer not in self.pool.former_writers
@@ -637,7 +637,7 @@ class LeaseModel(RuleBasedStateMachine):
 
     def nothing_was_lost(self) -> None:
         """Compares with what was in DRAM before the step."""
-        now = dict(self.pool.shelf.index)
+        now = dict(self.pool.allocator.index)
         lost = self.in_dram.keys() - now.keys() - self.gone
         for key in lost:
             assert key not in self.hard, "a hard pin did not hold"

@@ -61,9 +61,9 @@ async def test_checksums_are_in_the_segment_once_commits_are_settled(start_node:
 async def test_full_pool_is_an_error_until_somebody_releases(start_node: StartNode) -> None:
     client = await start_node("node", num_pages=8).connect()
     first = await client.reserve(prompt_keys(client.num_pages), 0)
-    with pytest.raises(PoolFullError, match="1 pages are needed, 0 are free and 0 evictable"):
+    with pytest.raises(PoolFullError, match="1 pages are needed, 0 are free and 0 evictable") as full:
         await client.reserve([], 1)
-    waiting = asyncio.create_task(client.wait_for_space())
+    waiting = asyncio.create_task(client.wait_for_space(full.value))
     await client.stats(check_integrity=True)  # answered behind the wait
     assert not waiting.done()
     await client.release(first.reservation_id)
@@ -75,10 +75,25 @@ async def test_full_pool_is_an_error_until_somebody_releases(start_node: StartNo
 async def test_space_that_came_before_the_wait_is_not_missed(start_node: StartNode) -> None:
     client = await start_node("node", num_pages=8).connect()
     first = await client.reserve(prompt_keys(client.num_pages), 0)
-    with pytest.raises(PoolFullError):
+    with pytest.raises(PoolFullError) as full:
         await client.reserve([], 1)
     await client.release(first.reservation_id)
-    await client.wait_for_space()
+    await client.wait_for_space(full.value)
+    await client.close()
+
+
+async def test_space_that_came_before_a_larger_request_was_refused_is_not_missed(
+    start_node: StartNode,
+) -> None:
+    client = await start_node("node", num_pages=8).connect()
+    first = await client.reserve([], client.num_pages)
+    with pytest.raises(PoolFullError) as small:
+        await client.reserve([], 1)
+    await client.release(first.reservation_id)
+    await client.reserve([], 1)
+    with pytest.raises(PoolFullError):
+        await client.reserve([], client.num_pages)
+    await client.wait_for_space(small.value)
     await client.close()
 
 
@@ -183,9 +198,9 @@ async def test_killed_messenger_fails_pending_calls_and_its_successor_finds_the_
     await write_layers(client, sealed, keys, ALL_LAYERS)
     torn = await client.reserve(prompt_keys(2, first_token=5000), 1)
     await write_layers(client, torn, [*prompt_keys(2, first_token=5000), None], range(2))
-    with pytest.raises(PoolFullError):
+    with pytest.raises(PoolFullError) as full:
         await client.reserve([], client.num_pages)
-    waiting = asyncio.create_task(client.wait_for_space())
+    waiting = asyncio.create_task(client.wait_for_space(full.value))
     await client.stats(check_integrity=True)
     node.kill()
     with pytest.raises(PoolError, match="messenger of node gone"):

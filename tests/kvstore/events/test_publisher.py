@@ -14,9 +14,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvstore.events import internal as internal_events
 from kvstore.events import publisher as event_publisher
 from kvstore.events.batches import BlockTokens, EventLog
-from kvstore.events.publisher import InternalPublisher, VllmPublisher
+from kvstore.events.internal import InternalPublisher
+from kvstore.events.vllm import VllmPublisher
 from mooncake.errors import ConfigError
 from mooncake.messages.kv_events import (
     EventsGone,
@@ -126,9 +128,9 @@ def with_large_snapshot(pool: FakePool, path: Path, num_parts: int) -> InternalP
 
 @pytest.fixture
 def small_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_publisher, "SNAPSHOT_PART_KEYS", 10_000)
+    monkeypatch.setattr(internal_events, "SNAPSHOT_PART_KEYS", 10_000)
     monkeypatch.setattr(event_publisher, "ANSWER_QUEUE_LEN", 1)
-    monkeypatch.setattr(event_publisher, "ANSWER_PATIENCE_S", 0.2)
+    monkeypatch.setattr(event_publisher, "ANSWER_TIMEOUT_S", 0.2)
 
 
 def vllm(
@@ -248,7 +250,7 @@ async def test_replay_of_batches_that_the_log_does_not_have_is_refused(
 async def test_snapshot_comes_in_parts_and_says_after_which_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_publisher, "SNAPSHOT_PART_KEYS", 3)
+    monkeypatch.setattr(internal_events, "SNAPSHOT_PART_KEYS", 3)
     pool = FakePool()
     publisher = internal(pool, tmp_path)
     async with running(publisher):
@@ -336,7 +338,7 @@ class Mirror:
 async def test_a_mirror_that_loses_batches_ends_with_the_pools_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(event_publisher, "SNAPSHOT_PART_KEYS", 7)
+    monkeypatch.setattr(internal_events, "SNAPSHOT_PART_KEYS", 7)
     rng = random.Random(seed)
     pool = FakePool(capacity_batches=3)
     pool.store_batches(10)  # the start is lost already

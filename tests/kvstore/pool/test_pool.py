@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.pool.claims import Block, Reservation
+from kvstore.pool.claims import Block, PageReservation
 from kvstore.pool.pages import PageState, PageTable
 from kvstore.pool.pool import Pool
 from mooncake.errors import PoolError, PoolFullError
@@ -21,7 +21,7 @@ def new_pool(num_pages: int = NUM_PAGES) -> Pool:
     return Pool(PageTable.in_memory(num_pages, NUM_LAYERS))
 
 
-def fill(pool: Pool, reservation: Reservation, block: Block, layers: range = ALL_LAYERS) -> None:
+def fill(pool: Pool, reservation: PageReservation, block: Block, layers: range = ALL_LAYERS) -> None:
     pool.arrived(reservation, block, layers, bytes(8 * len(layers)))
 
 
@@ -69,7 +69,7 @@ def test_evicts_least_recently_used_unleased_block() -> None:
     store(pool, KEYS[3])
     leased = pool.reserve(1, [KEYS[0], KEYS[2], KEYS[3]], 0)
     assert [block.found for block in leased.blocks] == [True, True, True]
-    assert pool.room.num_evictions == 1
+    assert pool.evictor.num_evictions == 1
 
 
 def test_of_one_prompt_the_last_block_is_evicted_first() -> None:
@@ -128,7 +128,7 @@ def test_dropped_block_is_not_found_and_its_page_lives_until_its_readers_end() -
 class Claim:
     """What the model knows of a reservation: which keys it completed, and its arrived layers."""
 
-    reservation: Reservation
+    reservation: PageReservation
     arrived: dict[int, int] = field(default_factory=dict)
 
 

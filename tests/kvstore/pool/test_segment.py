@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from kvstore.pool import pages
-from kvstore.pool.pages import Adopted, PageState, PageTable, Writer, record_bytes, table_bytes
+from kvstore.pool.pages import Adopted, PageState, PageTable, PageWriter, record_bytes, table_bytes
 from kvstore.pool.segment import ALIGNMENT, FORMAT_VERSION, MAGIC, Segment, SegmentHeader
 from mooncake.errors import ConfigError, MismatchError
 from mooncake.messages.blocks import KVLayout
@@ -23,7 +23,7 @@ from tests.kvstore.nodes import FINGERPRINT, LAYOUT, ROOT
 KEY = bytes(range(16))
 LAYERS = range(LAYOUT.num_layers)
 CHECKSUMS = bytes(range(8 * len(LAYERS)))
-WRITER = Writer(pid=4_194_304, serial=3)
+WRITER = PageWriter(pid=4_194_304, serial=3)
 
 
 @pytest.fixture

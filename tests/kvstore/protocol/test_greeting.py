@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Never
 
 import msgspec
 import pytest
@@ -20,8 +21,6 @@ from kvstore.protocol.calls import Connect
 from kvstore.protocol.frames import MAX_GREETING_BYTES, FrameBuffer, encode_frame
 from kvstore.protocol.greeting import Challenge, Doorkeeper, Greeting, Proof, Visitor
 from kvstore.server.remote import serve_client
-from kvstore.server.session import User
-from kvstore.server.store import Store
 from messenger.receiver import receiver
 from messenger.receiver.receiver import Threshold
 from messenger.transport.stream import Stream
@@ -36,6 +35,7 @@ pytestmark = pytest.mark.cluster
 
 WRONG_KEY = ClusterKey.generate()
 CONNECT = Connect(1, FINGERPRINT, LAYOUT, 1)
+ADDRESS = MessengerAddress("here", 1, "host", "", (), ("", ""))
 
 
 # -- what is proved ---------------------------------------------------------------------------------
@@ -75,21 +75,16 @@ def test_proof_of_one_side_is_none_of_the_other_even_with_the_same_nonces(
 
 
 class Door:
-    """A host that nobody may reach who has not proved that he knows the key."""
-
-    address = MessengerAddress("here", 1, "host", "", (), ("", ""))
+    """A pool that no unauthenticated peer may reach."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.traffic = Traffic()
         self.num_admitted = 0
 
-    def check_connect(self, connect: Connect) -> Store:
+    def admit(self, connect: Connect, *_: object) -> Never:
         self.num_admitted += 1
         raise PoolError("closed for everybody")
-
-    def remote_user(self, name: str) -> User:
-        raise AssertionError("nobody comes so far")
 
     def visit(self, speak: Callable[[socket.socket], None]) -> bytes:
         """What is said to somebody who does `speak`, until he is hung up on."""
@@ -109,7 +104,7 @@ class Door:
                 talking = tasks.create_task(asyncio.to_thread(talk, theirs))
                 await serve_client(
                     Stream(ours),
-                    self,
+                    self.admit,
                     tasks,
                     CLUSTER_KEY,
                     self.traffic,
@@ -398,7 +393,7 @@ def test_impostor_is_given_no_proof(tmp_path: Path, speak: Callable[[socket.sock
         (encode_frame(Challenge(bytes(32), bytes(32)), 1 << 40), "it must have none"),
         (encode_frame(Challenge(bytes(31), bytes(32))), "length >= 32"),
         (encode_frame(Greeting(bytes(32))), "Invalid value 'Greeting'"),
-        (encode_frame(Connected(1, Door.address, FINGERPRINT, LAYOUT)), "Invalid value 'Connected'"),
+        (encode_frame(Connected(1, ADDRESS, FINGERPRINT, LAYOUT)), "Invalid value 'Connected'"),
     ],
 )
 def test_what_no_pool_answers_to_a_greeting_is_an_error(tmp_path: Path, answer: bytes, reason: str) -> None:

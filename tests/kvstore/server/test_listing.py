@@ -25,8 +25,8 @@ async def test_block_on_disk_is_verified_without_counting_as_used() -> None:
     async with running(1, FakeSlab(4)) as r:
         await on_ssd(r)
         assert r.ssd is not None
-        table = r.ssd.disks[0].shelf.table
-        slot = r.ssd.disks[0].shelf.index[KEY]
+        table = r.ssd.disks[0].allocator.table
+        slot = r.ssd.disks[0].allocator.index[KEY]
         num_uses = int(table.num_uses[slot])
         assert await verify_block(r.store, KEY) is True
         assert int(table.num_uses[slot]) == num_uses
@@ -37,7 +37,7 @@ async def test_damaged_block_on_disk_is_damaged_and_dropped() -> None:
     async with running(1, slab) as r:
         await on_ssd(r)
         assert r.ssd is not None
-        slab.damage(r.ssd.disks[0].shelf.index[KEY])
+        slab.damage(r.ssd.disks[0].allocator.index[KEY])
         assert await verify_block(r.store, KEY) is False
         assert not r.has(KEY)
         assert await verify_block(r.store, KEY) is None
@@ -50,7 +50,7 @@ async def test_block_on_a_suspended_disk_is_not_taken_for_damaged() -> None:
         r.ssd.disks[0].suspend("a test wants it")
         assert await verify_block(r.store, KEY) is None
         assert r.ssd.counters.num_checksum_failures == 0
-        assert KEY in r.ssd.disks[0].shelf.index
+        assert KEY in r.ssd.disks[0].allocator.index
 
 
 @pytest.mark.parametrize(

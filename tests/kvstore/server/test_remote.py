@@ -44,9 +44,9 @@ from kvstore.protocol.calls import (
 from kvstore.protocol.frames import FrameBuffer, encode_frame, max_keys
 from kvstore.protocol.greeting import Challenge, Visitor
 from kvstore.server import remote
+from kvstore.server.client_session import ClientSession
 from kvstore.server.listing import pool_stats
 from kvstore.server.service import Service
-from kvstore.server.session import Session
 from messenger.rdma.cards import Cards
 from messenger.wire.checksums import layer_checksums
 from mooncake.config.sections import KVCacheConfig, MessengerConfig
@@ -458,14 +458,14 @@ def test_client_that_does_not_take_what_it_asked_for_loses_its_lease(
 ) -> None:
     def test(address: tuple[str, int], statistics: Callable[[], PoolStats]) -> None:
         put, block = large_put()
-        is_leased, lease = threading.Event(), Session.lease
+        is_leased, lease = threading.Event(), ClientSession.lease
 
-        async def noted(session: Session, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+        async def noted(session: ClientSession, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
             leased = await lease(session, keys, ttl_s)
             is_leased.set()
             return leased
 
-        monkeypatch.setattr(Session, "lease", noted)
+        monkeypatch.setattr(ClientSession, "lease", noted)
         for limit in ("_GRACE_S", "_IDLE_S"):  # a busy machine may need long for the block
             monkeypatch.setattr(remote, limit, DEADLINE_S)
         with Peer(address, LARGE) as peer:
@@ -505,13 +505,13 @@ def test_put_whose_attempts_look_like_room_themselves_gives_up_in_time_and_holds
     num_attempts = 0
 
     async def move_blocks_in_vain(
-        session: Session, keys: Sequence[BlockKey], num_private: int
+        session: ClientSession, keys: Sequence[BlockKey], num_private: int
     ) -> Reservation:
         nonlocal num_attempts
         num_attempts += 1
         assert num_attempts < 100, "nobody else has a turn"
-        session._pool.room.changed()
-        raise PoolFullError("it is full again")
+        session.store.pool.evictor.changed()
+        raise PoolFullError("it is full again", session.store.pool.evictor.epoch)
 
     def test(address: tuple[str, int], statistics: Callable[[], PoolStats]) -> None:
         put, block = large_put()
@@ -526,5 +526,5 @@ def test_put_whose_attempts_look_like_room_themselves_gives_up_in_time_and_holds
         wait_for(statistics, nothing_reserved)
         assert num_attempts == 1
 
-    monkeypatch.setattr(Session, "reserve", move_blocks_in_vain)
+    monkeypatch.setattr(ClientSession, "reserve", move_blocks_in_vain)
     with_little_patience(tmp_path, monkeypatch, test)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from kvstore.server.service import _accept, listen_clients, listen_tcp
+from kvstore.server.listeners import accept, listen_clients, listen_tcp
 from mooncake.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ async def test_a_crowd_at_the_door_does_not_keep_others_waiting() -> None:
         crowd = [socket.create_connection(listener.getsockname()) for _ in range(3)]
         for number in range(3):
             asyncio.get_running_loop().call_soon(turns.append, number)
-            (await _accept(listener)).close()
+            (await accept(listener)).close()
             assert turns == list(range(number + 1))
         for sock in crowd:
             sock.close()

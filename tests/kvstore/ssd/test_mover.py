@@ -44,13 +44,13 @@ async def pushed_out(test: Running, *keys: BlockKey) -> None:
 async def test_pages_are_freed_before_anybody_has_to_wait_for_one() -> None:
     async with running(20, FakeSlab(200), low_watermark=4, high_watermark=8) as r:
         for number, key in enumerate(KEYS[:100]):
-            await until(lambda: r.pool.shelf.num_free >= 4)
+            await until(lambda: r.pool.allocator.num_free >= 4)
             reservation = r.pool.reserve(1, [key], 0)  # at once
             r.pool.release(reservation.reservation_id)
             await r.put(key)
             assert all(map(r.has, KEYS[: number + 1]))
-        await until(lambda: r.pool.shelf.num_free >= 4)
-        assert r.pool.shelf.num_free <= 8 + 1
+        await until(lambda: r.pool.allocator.num_free >= 4)
+        assert r.pool.allocator.num_free <= 8 + 1
 
 
 async def test_room_is_made_from_the_low_watermark_up_to_the_high_one_and_no_further() -> None:
@@ -58,13 +58,13 @@ async def test_room_is_made_from_the_low_watermark_up_to_the_high_one_and_no_fur
         for key in KEYS[:16]:
             await r.put(key)
         await settled(r)
-        assert r.pool.shelf.num_free == 4
+        assert r.pool.allocator.num_free == 4
         assert r.ssd is not None
         assert r.ssd.counters.num_demotions == 0
         await r.put(KEYS[16])
-        await until(lambda: r.pool.shelf.num_free == 8)
+        await until(lambda: r.pool.allocator.num_free == 8)
         await settled(r)
-        assert (r.pool.shelf.num_free, r.ssd.counters.num_demotions) == (8, 5)
+        assert (r.pool.allocator.num_free, r.ssd.counters.num_demotions) == (8, 5)
         assert r.pool.locate(KEYS[:6]) == [Tier.SSD] * 5 + [Tier.DRAM]
 
 
@@ -72,7 +72,7 @@ async def test_without_ssd_blocks_are_evicted_up_to_the_high_watermark() -> None
     async with running(20, low_watermark=4, high_watermark=8) as r:
         for key in KEYS[:17]:
             await r.put(key)
-        await until(lambda: r.pool.shelf.num_free == 8)
+        await until(lambda: r.pool.allocator.num_free == 8)
         assert r.pool.locate(KEYS[:6]) == [None] * 5 + [Tier.DRAM]
 
 
@@ -170,7 +170,7 @@ async def test_blocks_that_were_demoted_for_room_which_came_otherwise_stay_in_dr
             r.mover.remove(key)
         slab.go_on()
         await settled(r)
-        assert r.pool.shelf.num_free == 8
+        assert r.pool.allocator.num_free == 8
         assert r.pool.locate(KEYS[:4]) == [Tier.DRAM] * 4
         assert r.ssd is not None
         assert all(map(r.ssd.holds, KEYS[:4]))
@@ -239,7 +239,7 @@ async def test_block_that_is_damaged_on_ssd_is_not_found_any_more() -> None:
     async with running(4, slab) as r:
         await demoted(r, KEYS[0], KEYS[1])
         assert r.ssd is not None
-        slab.damage(r.ssd.disks[0].shelf.index[KEYS[0]])
+        slab.damage(r.ssd.disks[0].allocator.index[KEYS[0]])
         assert await r.get(KEYS[0]) is None
         assert not r.has(KEYS[0])
         assert await r.get(KEYS[1]) == block_of(KEYS[1])
@@ -328,7 +328,7 @@ async def test_blocks_of_a_request_do_not_push_each_other_out() -> None:
         for key in KEYS[10:15]:
             await r.put(key)
         assert r.pool.locate(prompt) == [Tier.DRAM] * 3 + [Tier.SSD] * 3
-        assert r.pool.shelf.num_free == 0
+        assert r.pool.allocator.num_free == 0
         async with r.mover.promoted(prompt, patiently=False):
             assert r.pool.locate(prompt) == [Tier.DRAM] * 6
 
@@ -473,7 +473,7 @@ async def test_block_that_is_removed_while_it_is_promoted_is_nowhere_after() -> 
         assert await reader is None
         await until(r.is_settled)
         assert not r.has(KEYS[0])
-        assert r.pool.shelf.num_free == 4
+        assert r.pool.allocator.num_free == 4
 
 
 async def test_block_that_is_removed_and_comes_again_while_it_is_promoted_is_served() -> None:

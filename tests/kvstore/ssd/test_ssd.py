@@ -54,7 +54,7 @@ async def settled(ssd: SsdTier) -> AsyncIterator[SsdTier]:
     try:
         yield ssd
         await until(lambda: is_settled(ssd))
-        assert all(disk.shelf.table.count()[PageState.RESERVED] == 0 for disk in ssd.disks)
+        assert all(disk.allocator.table.count()[PageState.RESERVED] == 0 for disk in ssd.disks)
     finally:
         ssd.close()
 
@@ -208,14 +208,14 @@ async def test_damaged_block_is_dropped_and_counted_and_never_returned(
     async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
         await store(ssd, KEYS[1])
-        slot = ssd.disks[0].shelf.index[KEYS[0]]
+        slot = ssd.disks[0].allocator.index[KEYS[0]]
         match what:
             case "data":
                 slab.damage(slot)
             case "checksums":
-                ssd.disks[0].shelf.table._checksums[slot * LAYOUT.num_layers * 8] ^= 1
+                ssd.disks[0].allocator.table._checksums[slot * LAYOUT.num_layers * 8] ^= 1
             case _:
-                ssd.disks[0].shelf.table._seal[slot] ^= 1
+                ssd.disks[0].allocator.table._seal[slot] ^= 1
         assert await load(ssd, KEYS[0]) is None
         assert not ssd.holds(KEYS[0])
         assert (ssd.counters.num_checksum_failures, ssd.counters.num_read_errors) == (1, 0)
@@ -234,7 +234,7 @@ async def test_what_a_slab_held_before_is_found_and_verified() -> None:
     async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0], num_uses=3)
         await store(ssd, KEYS[1])
-        slab.damage(ssd.disks[0].shelf.index[KEYS[1]])
+        slab.damage(ssd.disks[0].allocator.index[KEYS[1]])
     async with settled(ssd_tier(slab)) as ssd:
         assert set(ssd.keys()) == set(KEYS[:2])
         assert await load(ssd, KEYS[0]) == block_of(KEYS[0])
@@ -362,7 +362,7 @@ async def test_of_two_disks_the_healthy_one_goes_on(caplog: pytest.LogCaptureFix
             for key in KEYS[:4]:
                 assert await store(ssd, key)
             assert bad.num_writes == good.num_writes == 2, "both are used"
-            on_bad, on_good = (set(disk.shelf.index) for disk in ssd.disks)
+            on_bad, on_good = (set(disk.allocator.index) for disk in ssd.disks)
             bad.hang()
             hanging = asyncio.create_task(load(ssd, next(iter(on_bad))))
             await until(lambda: not ssd.disks[0].is_healthy)
@@ -390,13 +390,13 @@ async def test_block_that_two_disks_have_is_one_block_to_everybody() -> None:
     async with settled(with_events(ssd_tier(first, second), events)) as ssd:
         ssd.on_lost = lost.append
         await store(ssd, KEYS[0])
-        holder, other = sorted(ssd.disks, key=lambda disk: KEYS[0] not in disk.shelf.index)
+        holder, other = sorted(ssd.disks, key=lambda disk: KEYS[0] not in disk.allocator.index)
         holder.suspend("a test wants it so")
         assert await store(ssd, KEYS[0])
         await until(lambda: holder.is_healthy)
-        assert KEYS[0] in holder.shelf.index
-        assert KEYS[0] in other.shelf.index
-        other.drop(other.shelf.index[KEYS[0]])
+        assert KEYS[0] in holder.allocator.index
+        assert KEYS[0] in other.allocator.index
+        other.drop(other.allocator.index[KEYS[0]])
         assert await load(ssd, KEYS[0]) == block_of(KEYS[0])
         assert lost == [], "one disk still has it"
         assert ssd.forget(KEYS[0])
@@ -416,7 +416,7 @@ async def test_forget_takes_a_block_from_every_disk() -> None:
 
     async with settled(ssd_tier(first, second)) as ssd:
         await store(ssd, KEYS[0])
-        holder = next(disk for disk in ssd.disks if KEYS[0] in disk.shelf.index)
+        holder = next(disk for disk in ssd.disks if KEYS[0] in disk.allocator.index)
         holder.suspend("a test wants it so")
         assert await store(ssd, KEYS[0])
         assert ssd.forget(KEYS[0])
@@ -462,7 +462,7 @@ async def test_block_that_is_forgotten_and_stored_again_while_its_damaged_copy_i
 ) -> None:
     async with settled(ssd_tier(slab)) as ssd:
         await store(ssd, KEYS[0])
-        slab.damage(ssd.disks[0].shelf.index[KEYS[0]])
+        slab.damage(ssd.disks[0].allocator.index[KEYS[0]])
         slab.hang()
         reading = asyncio.create_task(load(ssd, KEYS[0]))
         await until(lambda: slab.num_reads)

@@ -92,7 +92,7 @@ def blocks_of(reservation: Reservation, num_blocks: int) -> Reservation:
 def test_pieces_become_smaller_as_soon_as_others_are_in_a_hurry() -> None:
     blocks = [claims.Block(key, page, 0, False, 0, page) for page, key in enumerate(prompt_keys(8))]
     segment = cast(Segment, SimpleNamespace(layout=LAYOUT))
-    reservation = claims.Reservation(1, 1, blocks)
+    reservation = claims.PageReservation(1, 1, blocks)
     fetch = BlockFetch(
         cast(Pool, None), segment, cast(Peers, None), reservation, range(8), lambda *layers: None
     )

@@ -44,7 +44,7 @@ async def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(
     await client.release(reservation.reservation_id)
     stats = await client.stats(check_integrity=True)
     assert (stats.num_quarantined, stats.integrity) == (1, None)
-    with pytest.raises(PoolFullError):
+    with pytest.raises(PoolFullError) as full:
         await client.reserve([], client.num_pages)
     if ending == "bytes":
         sender.sock.sendall(data[100:])
@@ -52,7 +52,7 @@ async def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(
         assert all("revoked" in str(answer) or "released" in str(answer) for answer in answers)
     else:
         sender.sock.close()
-    await client.wait_for_space()
+    await client.wait_for_space(full.value)
     everything = await client.reserve([], client.num_pages)
     assert next(b.generation for b in everything.blocks if b.page == page) == grant.pages[0].generation + 1
     sender.sock.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.server.service import listen_tcp
+from kvstore.server.listeners import listen_tcp
 from messenger.transport import pacing
 from messenger.transport.pacing import UNPACED, begin_unpaced, choose_by_peer, congestion_control_of
 

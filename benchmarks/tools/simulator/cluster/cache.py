@@ -1,4 +1,4 @@
-"""One instance's part of the KVCache pool: the server's own shelf (index, order of eviction) over pages
+"""One instance's part of the KVCache pool: the server's own allocator (index, order of eviction) over pages
 without bytes.
 
 What the server's pool adds for real bytes (transfers that may still write, leases that expire) has no place
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from benchmarks.tools.simulator.cluster.clock import Clock
 from kvstore.events.batches import EventLog
+from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import RESERVED, PageTable
-from kvstore.pool.shelf import Shelf
 from mooncake.config.policies import EvictionPolicy
 from mooncake.config.sections import KVCacheConfig
 from mooncake.messages.blocks import BlockKey
@@ -71,7 +71,7 @@ class SimulatedPool:
         self._events.on_event(lambda: clock.after(PUBLISH_DELAY_S, self._flush))
         self._table = _Pages.in_memory(num_pages, 1)
         self._evicted: list[BlockKey] = []
-        self.shelf = Shelf(self._table, policy, self._evicted.append)
+        self.allocator = PageAllocator(self._table, policy, self._evicted.append)
         self._low = int(_WATERMARKS.low_watermark * num_pages)
         self._high = int(_WATERMARKS.high_watermark * num_pages)
         self._waiting: deque[tuple[Sequence[BlockKey], int, Callable[[Reservation], None]]] = deque()
@@ -106,18 +106,18 @@ class SimulatedPool:
 
     def _try_to_reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation | None:
         """Uses what is there, takes pages for the rest; None without room."""
-        shelf = self.shelf
-        places = list(map(shelf.index.get, keys))
+        allocator = self.allocator
+        places = list(map(allocator.index.get, keys))
         found = [page for page in places if page is not None]
         num_missing = len(keys) - len(found) + num_private
-        shelf.claim(found)  # not to be evicted for the others
-        if num_missing > shelf.num_free + shelf.num_idle:
-            shelf.unclaim(found, used=False)
+        allocator.claim(found)  # not to be evicted for the others
+        if num_missing > allocator.num_free + allocator.num_idle:
+            allocator.unclaim(found, used=False)
             return None
         self._make_room(num_missing)
         for page in found:
             self._table.use(page)
-        fresh = shelf.take(num_missing)
+        fresh = allocator.take(num_missing)
         pages = fresh
         if found:
             left = iter(fresh)
@@ -126,8 +126,8 @@ class SimulatedPool:
         return Reservation(keys, pages, [page is not None for page in places])
 
     def _make_room(self, num_pages: int) -> None:
-        if self.shelf.num_free < num_pages:
-            self.shelf.evict_coldest(num_pages - self.shelf.num_free)
+        if self.allocator.num_free < num_pages:
+            self.allocator.evict_coldest(num_pages - self.allocator.num_free)
             self._events.removed_all(Tier.DRAM, self._evicted)
             self._evicted.clear()
 
@@ -136,13 +136,13 @@ class SimulatedPool:
         pages, keys, known, state_of = (
             reservation.pages,
             reservation.keys,
-            self.shelf.index,
+            self.allocator.index,
             self._table.state_of,
         )
         new = [i for i in blocks if state_of[pages[i]] == RESERVED and keys[i] not in known]
         if new:
             new_keys = [keys[i] for i in new]
-            self.shelf.seal_all([pages[i] for i in new], new_keys, new)
+            self.allocator.seal_all([pages[i] for i in new], new_keys, new)
             self._events.stored_all(Tier.DRAM, new_keys)
 
     def release(self, reservation: Reservation) -> None:
@@ -153,11 +153,11 @@ class SimulatedPool:
         """Pages of the leading blocks that are here; they stay until `end_lease`."""
         pages: list[int] = []
         for key in keys:
-            page = self.shelf.index.get(key)
+            page = self.allocator.index.get(key)
             if page is None:
                 break
             pages.append(page)
-        self.shelf.claim(pages)
+        self.allocator.claim(pages)
         return pages
 
     def end_lease(self, pages: list[int]) -> None:
@@ -165,9 +165,9 @@ class SimulatedPool:
         self._unclaim(pages[::-1])
 
     def _unclaim(self, pages: list[int]) -> None:
-        for page in self.shelf.unclaim(pages):
-            self.shelf.free(page)
-        if self.shelf.num_free < self._low:
+        for page in self.allocator.unclaim(pages):
+            self.allocator.free(page)
+        if self.allocator.num_free < self._low:
             self._make_room(self._high)  # as the server does in the background
         if self._waiting:
             self._clock.after(0.0, self._serve)

@@ -61,20 +61,20 @@ class Node:
 
     def pool_stats(self) -> PoolStats:
         """For heartbeats. What nobody looks at stays zero."""
-        shelf, num_pages = self.pool.shelf, self.pool.num_pages
-        num_sealed = len(shelf.index)
+        allocator, num_pages = self.pool.allocator, self.pool.num_pages
+        num_sealed = len(allocator.index)
         return PoolStats(
             num_pages=num_pages,
-            num_free=shelf.num_free,
-            num_reserved=num_pages - shelf.num_free - num_sealed,
+            num_free=allocator.num_free,
+            num_reserved=num_pages - allocator.num_free - num_sealed,
             num_sealed=num_sealed,
             num_quarantined=0,
-            num_used=num_pages - shelf.num_free - shelf.num_idle,
+            num_used=num_pages - allocator.num_free - allocator.num_idle,
             num_reservations=0,
             num_leases=0,
             num_pins=0,
             block_bytes=self.block_bytes,
-            eviction_policy=shelf.policy,
+            eviction_policy=allocator.policy,
             tiers={},
             num_misses={},
             num_dropped=0,

@@ -1,4 +1,4 @@
-"""A session: what one worker or client asks of an instance's part of the pool.
+"""A session: all that one worker or client asks of an instance's part of the pool.
 
 It ends when the connection does, and with it every reservation, lease, send and grant of that user. Calls
 that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
@@ -8,16 +8,18 @@ Owns: one session. Does not know: how users connect, how messages travel.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from kvstore.events.batches import BlockTokens
-from kvstore.pool.claims import Lease, Reservation, layer_mask
-from kvstore.pool.pages import Writer
+from kvstore.pool.claims import PageLease, PageReservation, layer_mask
+from kvstore.pool.pages import PageWriter
 from kvstore.protocol.answers import (
     LOCATIONS,
     Answer,
+    CallFailed,
     Count,
     Done,
     Fetched,
@@ -26,11 +28,11 @@ from kvstore.protocol.answers import (
     LayersFetched,
     Leased,
     Located,
+    Reservation,
     ReservedBlock,
     Stats,
     Verified,
 )
-from kvstore.protocol.answers import Reservation as ReservationAnswer
 from kvstore.protocol.calls import (
     AwaitArrived,
     AwaitSent,
@@ -58,39 +60,42 @@ from kvstore.protocol.calls import (
     UnpinBlocks,
     VerifyBlocks,
 )
-from kvstore.protocol.failures import failed_call
 from kvstore.server.listing import list_blocks, pool_stats, verify_block
 from kvstore.server.store import Store
 from kvstore.transfer.fetches import BlockFetch
 from kvstore.transfer.sends import Sends
 from messenger.wire.checksums import CHECKSUM_BYTES
-from mooncake.errors import MooncakeError, PoolError
+from mooncake.errors import MooncakeError, PoolError, PoolFullError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
 log = logging.getLogger(__name__)
 
 _LONGEST_TTL_S = 30 * 24 * 3600.0
+"""Longest time to live of a lease or pin."""
 _MOST_LISTED = 1000
+"""Most blocks in one answer to `ListBlocks`."""
 _MOST_WAITING = 4096
+"""Most calls of one user that wait at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Whom a session serves. `writer`: who writes the pages it reserves, if not the messenger itself."""
+    """A worker or client. `writer`: the process that writes the pages it reserves, if not the messenger
+    itself."""
 
     owner: int
     name: str
-    writer: Writer | None
+    writer: PageWriter | None
 
 
-class Session:
-    """Serves one user; `send` takes its answers and never waits. `end` must be called."""
+class ClientSession:
+    """A session of one user; `send` takes its answers and never waits. `end` must be called."""
 
     def __init__(
         self, user: User, store: Store, tasks: asyncio.TaskGroup, send: Callable[[FromPool], None]
     ) -> None:
         self.user = user
-        self._store = store
+        self.store = store
         self._pool = store.pool
         self._tasks = tasks
         self._send = send
@@ -99,7 +104,7 @@ class Session:
         self._fetches: dict[int, BlockFetch] = {}
 
     def handle(self, message: ToPool) -> None:
-        """Raises PoolError for what no correct user sends; the session must end then."""
+        """Handle a message. Raises PoolError for what no correct user sends; the session must end then."""
         match message:
             case Commit():
                 self._commit(message)
@@ -108,22 +113,22 @@ class Session:
             case EndLease(lease_id):
                 self.end_lease(lease_id)
             case Prefetch(keys):
-                self._store.mover.prefetch(_checked(keys))
+                self.store.mover.prefetch(_checked(keys))
             case DropIdle(keys):
-                self._store.drop_idle(_checked(keys))
+                self.store.drop_idle(_checked(keys))
             case StopFetch(reservation_id):
                 self._stop_fetch(reservation_id)
             case FetchBlocks():
                 self._start_fetch(message)
             case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks():
                 self._spawn(self._answer_later(message))
-            case ReservePages() | LeaseBlocks() | PinBlocks() if self._store.is_on_ssd_only(message.keys):
+            case ReservePages() | LeaseBlocks() | PinBlocks() if self.store.is_on_ssd_only(message.keys):
                 self._spawn(self._answer_later(message))
             case _:
                 self._answer(message)
 
     def end(self) -> None:
-        """Gives back everything that this user has. Idempotent."""
+        """Release everything that this user has. Idempotent."""
         for task in self._waiting:
             task.cancel()
         self._sends.cancel_all()
@@ -139,21 +144,21 @@ class Session:
         try:
             answer = self._perform(call)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._pool.room.epoch)
+            answer = CallFailed.of(call.call_id, error)
         self._reply(answer)
 
     async def _answer_later(self, call: Call) -> None:
         try:
             answer = await self._perform_later(call)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._pool.room.epoch)
+            answer = CallFailed.of(call.call_id, error)
         self._reply(answer)
 
     def _reply(self, answer: Answer) -> None:
         try:
             self._send(answer)
         except PoolError as error:  # too large
-            self._send(failed_call(answer.call_id, error))
+            self._send(CallFailed.of(answer.call_id, error))
 
     def _perform(self, call: Call) -> Answer:
         match call:
@@ -171,21 +176,21 @@ class Session:
             case UnpinBlocks(call_id, keys, hard):
                 return Count(call_id, self._pool.pins.remove(_checked(keys), hard=hard))
             case RemoveBlocks(call_id, keys):
-                return Count(call_id, self._store.remove(keys if keys is None else _checked(keys)))
+                return Count(call_id, self.store.remove(keys if keys is None else _checked(keys)))
             case ListBlocks(call_id, cursor, max_blocks):
-                return list_blocks(self._store, call_id, cursor, min(max_blocks, _MOST_LISTED))
+                return list_blocks(self.store, call_id, cursor, min(max_blocks, _MOST_LISTED))
             case SealBlocks():
                 self._seal(call)
             case OpenGrant(call_id, reservation_id):
                 if reservation_id in self._fetches:
                     raise PoolError(f"reservation {reservation_id} is being fetched, it cannot be granted")
-                return Granted(call_id, self._store.grants.grant(self._find(reservation_id)))
+                return Granted(call_id, self.store.grants.grant(self._find(reservation_id)))
             case StartSend():
                 self._sends.start(self._find(call.reservation_id), call.grant, call.ref_text)
             case Release(_, reservation_id):
                 self.release(reservation_id, "the receiver released its reservation")
             case GetStats(call_id, check_integrity):
-                return Stats(call_id, pool_stats(self._store, check_integrity=check_integrity))
+                return Stats(call_id, pool_stats(self.store, check_integrity=check_integrity))
             case _:
                 raise PoolError("this connection is attached already")
         return Done(call.call_id)
@@ -198,37 +203,43 @@ class Session:
                 lease = await self.lease(keys, ttl_s)
                 return Leased(call_id, lease.lease_id, lease.pages)
             case PinBlocks(_, keys, _, _):
-                async with self._store.mover.promoted(_checked(keys), patiently=True):
+                async with self.store.mover.promoted(_checked(keys), patiently=True):
                     return self._perform(call)
             case VerifyBlocks(call_id, keys):
                 distinct = dict.fromkeys(_checked(keys))
-                is_intact = {key: await verify_block(self._store, key) for key in distinct}
+                is_intact = {key: await verify_block(self.store, key) for key in distinct}
                 damaged = [key for key, intact in is_intact.items() if intact is False]
                 return Verified(call_id, sum(map(bool, is_intact.values())), damaged)
             case AwaitSpace(_, space_epoch):
-                await self._store.wait_for_space(space_epoch)
+                await self.store.wait_for_space(space_epoch)
             case AwaitSent(_, reservation_id):
                 await self._sends.wait(reservation_id)
             case AwaitArrived(_, reservation_id):
-                await self._store.grants.wait_arrived(self._find(reservation_id))
+                await self.store.grants.wait_arrived(self._find(reservation_id))
             case _:
                 raise AssertionError("all other calls are answered at once")
         return Done(call.call_id)
 
     # -- reservations and leases ------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
-        """As `Pool.reserve`, with the blocks of the prefix that only SSD has brought to DRAM before."""
-        # Who could not be served anyway must not move blocks: that would look like room to others who wait,
-        # and they would do the same to him.
-        self._pool.check_room(_checked(keys), num_private)
-        found_prefix = self._store.found_prefix(keys)
-        async with self._store.mover.promoted(found_prefix, patiently=False):
-            return self._reserve(keys, num_private)
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> PageReservation:
+        """Reserve as `Pool.reserve` does, after blocks of the prefix that only SSD has were brought to DRAM.
 
-    async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
-        """As `Pool.lease`, with the blocks that only SSD has brought to DRAM before."""
-        async with self._store.mover.promoted(_checked(keys), patiently=True):
+        Raises PoolFullError as of the moment in which this request holds nothing any more.
+        """
+        # A request that could not be served anyway must not move blocks: that would look like room to others
+        # that wait, and they would do the same to it.
+        self._pool.check_room(_checked(keys), num_private)
+        found_prefix = self.store.found_prefix(keys)
+        with contextlib.suppress(PoolFullError):
+            async with self.store.mover.promoted(found_prefix, patiently=False):
+                return self._reserve(keys, num_private)
+        # What was held for blocks that could not be promoted is free now, and nobody else may ever free more.
+        return self._reserve(keys, num_private)
+
+    async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
+        """PageLease as `Pool.lease` does, after blocks that only SSD has were brought to DRAM."""
+        async with self.store.mover.promoted(_checked(keys), patiently=True):
             return self._lease(keys, ttl_s)
 
     def end_lease(self, lease_id: int) -> None:
@@ -237,20 +248,20 @@ class Session:
             self._pool.end_lease(lease_id)
 
     def release(self, reservation_id: int, reason: str) -> None:
-        """Gives up a reservation; `reason` is what its writers hear. Idempotent."""
+        """Release a reservation; `reason` is what its writers hear. Idempotent."""
         reservation = self._pool.find_reservation(reservation_id)
         if reservation is not None and reservation.owner == self.user.owner:
             self._sends.cancel(reservation_id)
             self._stop_fetch(reservation_id)
-            self._store.grants.revoke(reservation_id, reason)
+            self.store.grants.revoke(reservation_id, reason)
             self._pool.release(reservation_id)
 
-    def _reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+    def _reserve(self, keys: Sequence[BlockKey], num_private: int) -> PageReservation:
         if num_private < 0:
             raise PoolError(f"num_private is {num_private}, it must not be negative")
         return self._pool.reserve(self.user.owner, _checked(keys), num_private, self.user.writer)
 
-    def _lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+    def _lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
         return self._pool.lease(self.user.owner, _checked(keys), self._deadline_s(ttl_s))
 
     def _deadline_s(self, ttl_s: float) -> float:
@@ -258,15 +269,15 @@ class Session:
             raise PoolError(
                 f"a time to live of {ttl_s} s; it must be positive and at most {_LONGEST_TTL_S:g}"
             )
-        return self._store.now_s() + ttl_s
+        return self.store.now_s() + ttl_s
 
     def _commit(self, commit: Commit) -> None:
-        """Raises PoolError for a commit that no correct user sends."""
+        """Note a commit. Raises PoolError for one that no correct user sends."""
         reservation = self._pool.find_reservation(commit.reservation_id)
         if reservation is None or reservation.owner != self.user.owner:
             return  # released while the commit was on its way
         layers = range(commit.layer_begin, commit.layer_end)
-        if not 0 <= layers.start < layers.stop <= self._store.segment.layout.num_layers:
+        if not 0 <= layers.start < layers.stop <= self.store.segment.layout.num_layers:
             raise PoolError(f"a commit names layers [{layers.start}, {layers.stop})")
         stride = len(layers) * CHECKSUM_BYTES
         if len(commit.checksums) != stride * len(commit.pages):
@@ -281,15 +292,15 @@ class Session:
             self._pool.arrived(reservation, block, layers, checksums)
         self._sends.wake(commit.reservation_id)
 
-    def _is_written_otherwise(self, reservation: Reservation, page: int) -> bool:
-        """Whether other messengers' bytes come, or came, to this page of a reservation."""
+    def _is_written_otherwise(self, reservation: PageReservation, page: int) -> bool:
+        """Tell whether other messengers' bytes come, or came, to this page of a reservation."""
         fetch = self._fetches.get(reservation.reservation_id)
-        return self._store.grants.is_granted(reservation, page) or (fetch is not None and fetch.writes(page))
+        return self.store.grants.is_granted(reservation, page) or (fetch is not None and fetch.writes(page))
 
     def _seal(self, call: SealBlocks) -> None:
         reservation = self._find(call.reservation_id)
         blocks = [block for block in reservation.blocks if not block.found]
-        layers = range(self._store.segment.layout.num_layers)
+        layers = range(self.store.segment.layout.num_layers)
         stride = len(layers) * CHECKSUM_BYTES
         if len(call.checksums) != stride * len(blocks):
             raise PoolError(f"{len(blocks)} pages came with {len(call.checksums)} bytes of checksums")
@@ -305,7 +316,7 @@ class Session:
         reservation = self._pool.find_reservation(described.reservation_id)
         if reservation is None or reservation.owner != self.user.owner:
             return
-        block_size = self._store.segment.layout.block_size
+        block_size = self.store.segment.layout.block_size
         if len(described.token_ids) % (4 * block_size):
             raise PoolError(f"{len(described.token_ids)} bytes are no token ids of blocks of {block_size}")
         token_ids = memoryview(described.token_ids).cast("I")
@@ -317,7 +328,7 @@ class Session:
             parent = reservation.blocks[index - 1].key if index else None
             reservation.blocks[index].tokens = BlockTokens(parent, tokens)
 
-    def _find(self, reservation_id: int) -> Reservation:
+    def _find(self, reservation_id: int) -> PageReservation:
         reservation = self._pool.find_reservation(reservation_id)
         if reservation is None or reservation.owner != self.user.owner:
             raise PoolError(f"reservation {reservation_id} is unknown or was released")
@@ -326,17 +337,17 @@ class Session:
     # -- fetches ----------------------------------------------------------------------------------
 
     def _start_fetch(self, call: FetchBlocks) -> None:
-        """What comes right behind this call finds the fetch: it may be its end."""
+        """Start a fetch at once: the next message may be the one that stops it."""
         try:
             fetch = self._new_fetch(call)
         except PoolError as error:
-            self._reply(failed_call(call.call_id, error))
+            self._reply(CallFailed.of(call.call_id, error))
             return
         self._fetches[call.reservation_id] = fetch
         self._spawn(self._run_fetch(call, fetch))
 
     def _new_fetch(self, call: FetchBlocks) -> BlockFetch:
-        """Raises PoolError."""
+        """Make a fetch. Raises PoolError if the reservation cannot be fetched."""
         reservation = self._find(call.reservation_id)
         if call.reservation_id in self._fetches:
             raise PoolError(f"reservation {call.reservation_id} is being fetched already")
@@ -345,7 +356,7 @@ class Session:
             self._send(LayersFetched(call.call_id, num_blocks, num_layers))
             self._sends.wake(call.reservation_id)
 
-        store = self._store
+        store = self.store
         fetch = BlockFetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
         if any(store.grants.is_granted(reservation, reservation.blocks[i].page) for i in call.blocks):
             raise PoolError(f"reservation {call.reservation_id} has been granted, others write to it")
@@ -356,7 +367,7 @@ class Session:
         try:
             await fetch.run(call.sources, self._tasks, call.urgency)
         except MooncakeError as error:
-            answer = failed_call(call.call_id, error, self._pool.room.epoch)
+            answer = CallFailed.of(call.call_id, error)
         else:
             num_layers = [block.arrived.bit_length() for block in fetch.blocks]
             answer = Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
@@ -378,13 +389,13 @@ class Session:
 
 
 def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-    """Raises PoolError for what is no key."""
+    """Return `keys`. Raises PoolError for what is no key."""
     for key in keys:
         if len(key) != KEY_BYTES:
             raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")
     return keys
 
 
-def _reserved(call_id: int, reservation: Reservation) -> ReservationAnswer:
+def _reserved(call_id: int, reservation: PageReservation) -> Reservation:
     blocks = [ReservedBlock(b.page, b.generation, b.found, b.tier) for b in reservation.blocks]
-    return ReservationAnswer(call_id, reservation.reservation_id, blocks)
+    return Reservation(call_id, reservation.reservation_id, blocks)

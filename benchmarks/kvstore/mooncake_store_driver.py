@@ -1,6 +1,6 @@
 """Drives one client of the peer, Mooncake Store, run by the Python of the peer's own virtual environment.
 
-    python peer_driver.py MASTER_ADDRESS SEGMENT_BYTES    (JSON lines: commands on stdin, answers on stdout)
+    python mooncake_store_driver.py MASTER_ADDRESS SEGMENT_BYTES    (JSON lines: commands in, answers out)
 
 Ours has packages of the same names, so nothing of it may be imported here but modules beside this one.
 

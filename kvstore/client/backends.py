@@ -1,8 +1,8 @@
-"""The pools of a client: whom to ask, and who is asked when one does not answer.
+"""The pools of a client, and failover between them.
 
 Each thread that uses a pool at a time has a connection of its own. A lost pool is tried again by a thread
-of its own, about once a second and only while somebody asks for it: a caller who can go on elsewhere waits
-for that only a moment.
+of its own, about once a second and only while there are calls: a call that another pool can answer waits for
+that only a moment.
 
 Owns: open connections and their serials; that a lost pool makes no call fail which another can answer.
 Does not know: what is asked.
@@ -26,14 +26,18 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+"""Pause after a lost pool was asked in vain."""
 _RECONNECT_TIMEOUT_S = 2.0
+"""Limit of one attempt to reconnect."""
 _MOMENT_S = 0.02
+"""Time that a call which another pool can answer waits for a lost one."""
 _serials = itertools.count(1)
 Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """This pool does not answer now, or has other blocks or another key than before. The message says why."""
+    """A pool that does not answer now, or has other blocks or another key than before. The message says
+    why."""
 
     def __init__(self, place: Place, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -41,9 +45,9 @@ class Unreachable(Exception):
         self.reason = reason
 
 
-class Holder:
-    """One pool. `fingerprint` and `layout`: what it must hold, None while that is open. `key`: the cluster's;
-    a pool on this host needs none."""
+class Backend:
+    """One pool, and a client's connections to it. `fingerprint` and `layout`: what it must hold, None while
+    that is open. `key`: the cluster's; a pool on this host needs none."""
 
     def __init__(
         self,
@@ -59,21 +63,21 @@ class Holder:
         self.layout = layout
         self._timeout_s = timeout_s
         self._lost: Exception | None = None
-        """why it counts as lost; None while it is there"""
+        """Reason why the pool counts as lost; None while it is there."""
         self._retry_at_s = 0.0
         self._attempt: threading.Thread | None = None
         self._idle: deque[PoolConnection] = deque()
         self._lock = threading.Lock()
-        """of the serials and of `_attempt`"""
+        """Lock of the serials and of `_attempt`."""
         self._free_serials: list[int] = []
-        """of closed connections; last those that may have had pages reserved when they were lost"""
+        """Serials of closed connections; last those that may have had pages reserved when they were lost."""
         self._num_unsettled = 0
-        """how many of the last ones"""
+        """Number of serials whose connections may have had pages reserved."""
         self._mapping: Mapping | None = None
         self._is_closed = False
 
     def connect(self, *, may_format: bool) -> None:
-        """Makes the first connection and learns what the pool holds, or lets it be formatted.
+        """Make the first connection and learn what the pool holds, or let it be formatted.
 
         Raises Unreachable, and what the pool refuses with.
         """
@@ -86,7 +90,7 @@ class Holder:
         self._idle.append(connection)
 
     def run(self, use: Callable[[PoolConnection], Answer], *, patiently: bool = True) -> Answer:
-        """What `use` returns for a connection that is used by nobody else meanwhile.
+        """Call `use` with a connection that no other thread uses meanwhile, and return its result.
 
         `use` may be called twice: a connection may turn out to be that of a messenger's former life.
         Raises Unreachable; a lost pool is waited for if `patiently`.
@@ -115,7 +119,7 @@ class Holder:
                 return answer
 
     def close(self) -> None:
-        """Connections in use are closed when they are given back."""
+        """Close idle connections. Those in use are closed when they are returned."""
         self._is_closed = True
         self._discard_idle()
 
@@ -147,7 +151,7 @@ class Holder:
                 return  # another thread was faster
 
     def _open(self, timeout_s: float, *, may_format: bool = False) -> PoolConnection:
-        """A new connection, which takes over the serial of one that was lost.
+        """Open a connection, which takes over the serial of one that was lost.
 
         What was learned from a pool that has gone must not format its successor, which may be deployed for
         another model: only the first connection may.
@@ -203,7 +207,7 @@ class Holder:
             raise Unreachable(self.place, error) from error
 
     def _try_again(self, patiently: bool) -> threading.Thread | None:
-        """The attempt to wait for, if any."""
+        """Start an attempt to reconnect if it is time. Returns the attempt to wait for, if any."""
         with self._lock:
             if self._attempt is not None:
                 return self._attempt if patiently else None
@@ -214,7 +218,8 @@ class Holder:
             return self._attempt
 
     def _reconnect(self) -> None:
-        """Also settles the serials of all connections that were lost: their pages are still set aside."""
+        """Reconnect, and settle the serials of all connections that were lost: their pages are still set
+        aside."""
         try:
             while True:
                 self._put_back(self._open(min(self._timeout_s, _RECONNECT_TIMEOUT_S)))
@@ -239,28 +244,28 @@ class Holder:
         self._discard_idle()
 
 
-class Holders:
-    """In the order in which they are asked.
+class Backends:
+    """Pools in the order in which they are asked.
 
     If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now, or
     ConfigError if one has another key now.
     """
 
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self.all = list(holders)
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self.all = list(backends)
 
     def first(self, use: Callable[[PoolConnection], Answer]) -> Answer:
-        """`use` with a connection to the first pool that answers."""
+        """Call `use` with a connection to the first pool that answers."""
         return next(self._ask(use))
 
     def each(self, use: Callable[[PoolConnection], Answer]) -> list[Answer]:
-        """`use` with a connection to each pool that answers."""
+        """Call `use` with a connection to each pool that answers."""
         return list(self._ask(use))
 
     def in_turn(
         self, wanted: Sequence[int], use: Callable[[PoolConnection, Sequence[int]], Sequence[int]]
     ) -> None:
-        """Asks pool after pool until nothing is wanted: `use` returns what of `wanted` this one lacks."""
+        """Ask pool after pool until nothing is wanted: `use` returns what of `wanted` this one lacks."""
 
         def ask(connection: PoolConnection) -> None:
             nonlocal wanted
@@ -275,9 +280,9 @@ class Holders:
         has_answer = False
         # Only when nobody else answers is a lost pool waited for.
         for patiently in (True,) if len(self.all) == 1 else (False, True):
-            for holder in self.all:
+            for backend in self.all:
                 try:
-                    answer = holder.run(use, patiently=patiently)
+                    answer = backend.run(use, patiently=patiently)
                 except Unreachable as error:
                     lost.append(error)
                 else:
@@ -285,7 +290,7 @@ class Holders:
                     yield answer
             if has_answer:
                 return
-        raise nobody_answers(lost)
+        raise no_answer(lost)
 
 
 def connect_all(
@@ -294,39 +299,39 @@ def connect_all(
     fingerprint: str | None,
     layout: KVLayout | None,
     timeout_s: float,
-) -> tuple[Holders, str, KVLayout]:
-    """The pools at `places`, of which some may be lost, and what all of them hold.
+) -> tuple[Backends, str, KVLayout]:
+    """Connect to the pools at `places`, of which some may be lost. Returns them and what all of them hold.
 
     With `fingerprint` and `layout` new ones are formatted. Raises PoolError if all are lost, and what one
     refuses with.
     """
-    holders, lost = [], []
+    backends, lost = [], []
     may_format = fingerprint is not None and layout is not None
     for place in places:
-        holder = Holder(place, key, fingerprint, layout, timeout_s)
-        holders.append(holder)
+        backend = Backend(place, key, fingerprint, layout, timeout_s)
+        backends.append(backend)
         try:
-            holder.connect(may_format=may_format)
+            backend.connect(may_format=may_format)
         except Unreachable as error:
             lost.append(error)
         except BaseException:
-            for opened in holders:
+            for opened in backends:
                 opened.close()
             raise
-        fingerprint, layout = holder.fingerprint, holder.layout
-    if len(lost) == len(holders):
-        raise nobody_answers(lost)
+        fingerprint, layout = backend.fingerprint, backend.layout
+    if len(lost) == len(backends):
+        raise no_answer(lost)
     for reason in lost:
-        log.warning("one of %d pools does not answer and is tried again: %s", len(holders), reason)
+        log.warning("one of %d pools does not answer and is tried again: %s", len(backends), reason)
     assert fingerprint is not None
     assert layout is not None
-    for holder in holders:
-        holder.fingerprint, holder.layout = fingerprint, layout
-    return Holders(holders), fingerprint, layout
+    for backend in backends:
+        backend.fingerprint, backend.layout = fingerprint, layout
+    return Backends(backends), fingerprint, layout
 
 
-def nobody_answers(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
-    """What a call that finds no pool fails with: other blocks or another key are no passing trouble."""
+def no_answer(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
+    """Make the error of a call that finds no pool: other blocks or another key are no passing trouble."""
     for error in lost:
         if isinstance(error.reason, ConfigError):
             return ConfigError(str(error))

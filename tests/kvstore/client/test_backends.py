@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import mapped
+from kvstore.client.backends import Backend
 from kvstore.client.client import KVCachePool
-from kvstore.client.holders import Holder
 from mooncake.errors import ConfigError, MismatchError, PoolError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
@@ -49,18 +49,18 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    watched, lose, reconnect = Watched(), Holder._lose, Holder._reconnect
+    watched, lose, reconnect = Watched(), Backend._lose, Backend._reconnect
 
-    def noted(holder: Holder, error: Exception) -> None:
+    def noted(backend: Backend, error: Exception) -> None:
         watched.num_lost += threading.current_thread() is threading.main_thread()
-        lose(holder, error)
+        lose(backend, error)
 
-    def tried(holder: Holder) -> None:
+    def tried(backend: Backend) -> None:
         watched.num_tried_again += 1
-        reconnect(holder)
+        reconnect(backend)
 
-    monkeypatch.setattr(Holder, "_lose", noted)
-    monkeypatch.setattr(Holder, "_reconnect", tried)
+    monkeypatch.setattr(Backend, "_lose", noted)
+    monkeypatch.setattr(Backend, "_reconnect", tried)
     return watched
 
 

@@ -65,8 +65,8 @@ from kvstore.protocol.calls import (
 )
 from kvstore.server import listing
 from kvstore.server import store as store_module
+from kvstore.server.client_session import ClientSession, User
 from kvstore.server.listing import pool_stats, verify_block
-from kvstore.server.session import Session, User
 from messenger.wire.checksums import layer_checksums
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey
@@ -510,10 +510,10 @@ class Answers:
 
 
 @contextlib.asynccontextmanager
-async def session(r: Running, owner: int = 5) -> AsyncIterator[tuple[Session, Answers]]:
+async def session(r: Running, owner: int = 5) -> AsyncIterator[tuple[ClientSession, Answers]]:
     answers = Answers()
     async with asyncio.TaskGroup() as tasks:
-        session = Session(User(owner, "a test", None), r.store, tasks, answers)
+        session = ClientSession(User(owner, "a test", None), r.store, tasks, answers)
         try:
             yield session, answers
         finally:
@@ -564,7 +564,7 @@ SOURCES = [PoolShard(ADDRESS, TIERS_LAYOUT)]
 
 
 @contextlib.asynccontextmanager
-async def fetching() -> AsyncIterator[tuple[Session, Answers, Reservation, asyncio.Event]]:
+async def fetching() -> AsyncIterator[tuple[ClientSession, Answers, Reservation, asyncio.Event]]:
     """A session that has just read a call (2) to fetch two blocks, from where nobody answers, and what is set
     when that has been tried."""
     is_connecting = asyncio.Event()
@@ -670,7 +670,7 @@ async def test_verifying_reports_and_drops_the_damaged_copy_of_each_tier() -> No
         assert await r.get(bad_on_ssd) == block_of(bad_on_ssd)
         await r.put(bad_in_dram)
         assert r.ssd is not None
-        slab.damage(r.ssd.disks[0].shelf.index[bad_on_ssd])
+        slab.damage(r.ssd.disks[0].allocator.index[bad_on_ssd])
         page = r.pool.find(bad_in_dram)
         assert page is not None
         r.store.segment.page_view(page)[0] ^= 1
@@ -731,6 +731,21 @@ async def test_block_that_comes_to_a_page_after_a_damaged_one_was_found_there_is
         assert r.pool.find(key_of(2)) == page
 
 
+async def test_page_that_a_damaged_block_was_to_come_to_is_the_requests_own() -> None:
+    """Nobody else might ever free a page, so the request would wait for ever."""
+    slab = FakeSlab(20)
+    async with running(2, slab) as r, session(r) as (user, answers):
+        await on_ssd_only(r, key_of(1))
+        assert r.ssd is not None
+        slab.damage(r.ssd.disks[0].allocator.index[key_of(1)])
+        other = await r.reserve([], 1)
+        user.handle(ReservePages(1, [key_of(1)], 0))
+        reservation = await answers.to(1)
+        assert isinstance(reservation, Reservation)
+        assert not reservation.blocks[0].sealed
+        r.pool.release(other.reservation_id)
+
+
 async def test_users_who_wait_for_a_full_pool_do_not_keep_each_other_busy() -> None:
     """Each tries again when room has changed; that he could not be served is no such change."""
     slab = FakeSlab(40)
@@ -778,7 +793,7 @@ async def test_page_whose_user_nobody_knows_is_reported_and_counted_and_logged_o
         assert (r.store.problem, r.store.num_orphaned, caplog.records) == (None, 0, [])
         page = r.pool.find(key_of(1))
         assert page is not None
-        r.pool.shelf.claim([page])
+        r.pool.allocator.claim([page])
         for _ in range(3):
             r.store.check()
         stats = pool_stats(r.store, check_integrity=True)
@@ -788,13 +803,13 @@ async def test_page_whose_user_nobody_knows_is_reported_and_counted_and_logged_o
             f"pages are not all accounted for: {stats.integrity}"
         ]
         assert caplog.records[0].levelno == logging.ERROR
-        r.pool.shelf.unclaim([page])
+        r.pool.allocator.unclaim([page])
         r.store.check()
         assert (r.store.problem, r.store.num_orphaned) == (None, 0)
-        r.pool.shelf.claim([page])
+        r.pool.allocator.claim([page])
         r.store.check()
         assert len(caplog.records) == 2, "it was right in between"
-        r.pool.shelf.unclaim([page])
+        r.pool.allocator.unclaim([page])
 
 
 async def test_orphaned_page_is_noticed_without_anybody_asking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -806,10 +821,10 @@ async def test_orphaned_page_is_noticed_without_anybody_asking(monkeypatch: pyte
             await r.put(key_of(1))
             page = r.pool.find(key_of(1))
             assert page is not None
-            r.pool.shelf.claim([page])
+            r.pool.allocator.claim([page])
             await until(lambda: r.store.num_orphaned == 1)
             tending.cancel()
-        r.pool.shelf.unclaim([page])
+        r.pool.allocator.unclaim([page])
 
 
 async def test_leases_and_pins_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,11 +845,11 @@ async def test_leases_and_pins_end_in_time(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_problem_on_a_disk_is_reported_too() -> None:
     async with running(4, FakeSlab(8)) as r:
         assert r.ssd is not None
-        r.ssd.disks[0].shelf.claim([0])
+        r.ssd.disks[0].allocator.claim([0])
         stats = pool_stats(r.store, check_integrity=True)
         assert stats.integrity == "/disk/node.slab: a FREE page is in use"
-        r.ssd.disks[0].shelf.unclaim([0])
-        r.ssd.disks[0].shelf.num_users[0] = 0
+        r.ssd.disks[0].allocator.unclaim([0])
+        r.ssd.disks[0].allocator.num_users[0] = 0
 
 
 async def test_everything_can_be_removed_at_once() -> None:

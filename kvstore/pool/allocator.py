@@ -1,5 +1,5 @@
-"""The shelf: the pages of one table, in DRAM or on SSD. Which block is where, which page is free, which
-sealed block may go.
+"""Allocation of the pages of one table, in DRAM or on SSD: which block is where, which page is free, and
+which sealed block may go.
 
 A page with users (leases, transfers) stays where it is. A SEALED page without is *idle*: it may be evicted
 at any time, in the order of the policy. Allocating and freeing take constant time; the next victims are
@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from kvstore.pool.eviction import coldest
-from kvstore.pool.pages import FREE, QUARANTINED, RESERVED, SEALED, Array, PageTable, Writer
+from kvstore.pool.pages import FREE, QUARANTINED, RESERVED, SEALED, Array, PageTable, PageWriter
 from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 
-_VICTIMS_SHARE = 64  # 1/64 of the pages is chosen at a time
+_VICTIMS_SHARE = 64
+"""The fraction of pages that is chosen at a time: 1/64."""
 
 
-class Shelf:
-    """Adopts the sealed pages that are already in `table`.
+class PageAllocator:
+    """Pages of one table and the blocks in them. Adopts the sealed pages that are already in `table`.
 
     `on_removed` hears of every block that leaves the index, `on_sealed` of the pages of those that come.
     """
@@ -43,22 +44,22 @@ class Shelf:
         self._on_removed = on_removed
         self._on_sealed = on_sealed
         adopted = table.adopt()
-        self.adopted_writers: dict[int, Writer] = adopted.quarantined
-        """QUARANTINED pages of a former life, which these may still be writing"""
+        self.adopted_writers: dict[int, PageWriter] = adopted.quarantined
+        """QUARANTINED pages of a former life, and the processes that may still be writing them."""
         keys = table.keys(np.asarray(adopted.sealed, np.int64))
         self.index: dict[BlockKey, int] = dict(zip(keys, adopted.sealed, strict=True))
-        """page of every block that can be found"""
+        """Page of every block that can be found."""
         on_sealed(adopted.sealed)
         free = np.flatnonzero(table.states == FREE)[::-1].astype(np.int32)
         self._free = array("i", free.tobytes())
         self.num_users: Array = np.zeros(table.num_pages, np.int32)
         self.num_users_of = self.num_users.data
-        """the same, faster for a single page"""
+        """The same numbers, faster for a single page."""
         self.soft_pinned: Array = np.zeros(table.num_pages, np.bool_)
         self.num_idle = len(adopted.sealed)
-        """SEALED pages that nobody uses"""
+        """SEALED pages without users."""
         self._victims: deque[tuple[int, int]] = deque()
-        """pages that were the coldest, and their last use then"""
+        """Pages that were the coldest, and their last use then."""
         # Counted anew: what was damaged may be any number, so there might be none above it.
         self._last_use = len(adopted.sealed)
         table.last_uses[adopted.sealed] = range(1, self._last_use + 1)
@@ -73,7 +74,7 @@ class Shelf:
     # -- users ------------------------------------------------------------------------------------
 
     def claim(self, pages: Iterable[int]) -> None:
-        """One more user of each of `pages`."""
+        """Count one more user of each of `pages`."""
         state_of, num_users_of = self.table.state_of, self.num_users_of
         for page in pages:
             num_users = num_users_of[page]
@@ -82,7 +83,7 @@ class Shelf:
             num_users_of[page] = num_users + 1
 
     def unclaim(self, pages: Iterable[int], *, used: bool = True) -> list[int]:
-        """One user less of each of `pages`. Returns those that have none now and are not SEALED.
+        """Count one user less of each of `pages`. Returns those that have none now and are not SEALED.
 
         The others count as used just now, in this order, if `used`.
         """
@@ -105,8 +106,8 @@ class Shelf:
 
     # -- blocks -----------------------------------------------------------------------------------
 
-    def take(self, num_pages: int, writer: Writer | None = None) -> list[int]:
-        """Free pages, now RESERVED and the caller's, who is their first user."""
+    def take(self, num_pages: int, writer: PageWriter | None = None) -> list[int]:
+        """Allocate free pages, now RESERVED, with the caller as their first user."""
         split = len(self._free) - num_pages
         pages = self._free[split:].tolist()[::-1]
         assert len(pages) == num_pages
@@ -118,7 +119,7 @@ class Shelf:
         return pages
 
     def seal(self, page: int, key: BlockKey, position: int, num_uses: int = 1) -> None:
-        """The block in this RESERVED page, which has a user, can be found from now on."""
+        """Seal the block in this RESERVED page, which has a user: it can be found from now on."""
         assert key not in self.index
         assert self.num_users_of[page] > 0
         self.table.seal(page, key, self._next_use(), position, num_uses)
@@ -126,7 +127,7 @@ class Shelf:
         self._on_sealed([page])
 
     def seal_all(self, pages: Sequence[int], keys: Sequence[BlockKey], positions: Sequence[int]) -> None:
-        """As `seal`, one after the other; quicker for many."""
+        """Seal many blocks; quicker than one by one."""
         num_blocks = len(self.index) + len(pages)
         self.table.seal_all(pages, keys, self._last_use + 1, positions)
         self._last_use += len(pages)
@@ -136,14 +137,14 @@ class Shelf:
         assert self.num_users[pages].all()
 
     def unseal(self, page: int) -> None:
-        """Nobody finds the block in `page` any more: it is QUARANTINED until its last user has gone."""
+        """Remove the block in `page` from the index: it is QUARANTINED until its last user has gone."""
         if self.num_users_of[page] == 0:
             self.num_idle -= 1
         self.table.quarantine(page)
         self._forget(page)
 
     def free(self, page: int) -> None:
-        """A page that is not SEALED and has no users."""
+        """Free a page that is not SEALED and has no users."""
         assert self.num_users_of[page] == 0
         self.table.free(page)
         self._free.append(page)
@@ -151,7 +152,7 @@ class Shelf:
     # -- eviction ---------------------------------------------------------------------------------
 
     def coldest(self) -> int | None:
-        """The idle page that should go next, or None if there is none. It stays until it is evicted."""
+        """Find the idle page that should go next, or None if there is none. It stays until it is evicted."""
         while True:
             while self._victims:
                 page, last_use = self._victims[0]
@@ -168,7 +169,7 @@ class Shelf:
             self._victims.extend((page, self.table.last_use_of[page]) for page in chosen)
 
     def evict(self, page: int) -> None:
-        """Frees an idle page."""
+        """Free an idle page."""
         assert self.is_idle(page)
         self.num_idle -= 1
         self.table.free(page)
@@ -176,7 +177,7 @@ class Shelf:
         self._forget(page)
 
     def evict_coldest(self, num_pages: int) -> None:
-        """Frees so many idle pages, each the `coldest`, or all that there are."""
+        """Free so many idle pages, each the `coldest`, or all that there are."""
         while num_pages > 0 and self.coldest() is not None:
             chosen: list[int] = []
             while self._victims and len(chosen) < num_pages:
@@ -210,7 +211,7 @@ class Shelf:
     # -- checks -----------------------------------------------------------------------------------
 
     def problems(self) -> Iterator[str]:
-        """What contradicts itself here. Looks at every page."""
+        """Find what contradicts itself. Looks at every page."""
         states = self.table.states
         sealed = np.flatnonzero(states == SEALED)
         free = np.sort(np.asarray(self._free, np.int64))

@@ -25,7 +25,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moonca
 SEGMENT_BYTES = 4 * WORKING_SET_BYTES
 """so that it never evicts"""
 _START_DEADLINE_S = 60.0
-_DRIVER = Path(__file__).with_name("peer_driver.py")
+_DRIVER = Path(__file__).with_name("mooncake_store_driver.py")
 # Measured to be its fastest here: no statistics, no line of log for each batch; copies for what is in the
 # same process, where it is allowed; one connection pool and large slices over TCP.
 _ENVIRONMENT = {

@@ -1,4 +1,4 @@
-"""Parts: layers of granted pages that come as ranges of heads, from several senders with other shards.
+"""Layers of granted pages that come as ranges of heads, from several senders with other shards.
 
 A rank of a tensor-parallel group sends the heads that it has; the layer is there when those of all ranks
 are.
@@ -20,25 +20,25 @@ class _Layer:
     receiving: int = 0
 
 
-class Parts:
-    """Of one grant, whose shard has `num_heads`. Layers and heads are positions in it."""
+class PartialLayers:
+    """Such layers of one grant, whose shard has `num_heads`. Layers and heads are positions in it."""
 
     def __init__(self, num_heads: int) -> None:
         self._all_heads = (1 << num_heads) - 1
         self._layers: dict[tuple[int, int], _Layer] = {}
-        """by page and layer"""
+        """Layers that have begun to come, by page and layer."""
 
     def knows(self, page: int, layer: int) -> bool:
-        """Whether some of its heads have come, or are being received."""
+        """Tell whether some heads of a layer have come, or are being received."""
         return (page, layer) in self._layers
 
     def have_arrived(self, page: int, layer: int, heads: range) -> bool:
-        """Whether all of these have come, to a layer that is not complete."""
+        """Tell whether all of these heads have arrived, of a layer that is not complete."""
         known = self._layers.get((page, layer))
         return known is not None and not _mask(heads) & ~known.arrived
 
     def begin(self, page: int, layer: int, heads: range) -> bool:
-        """These are being received from now on. False, and nothing changes, if some of them were begun."""
+        """Begin to receive these heads. False, and nothing changes, if some of them were begun."""
         known = self._layers.get((page, layer))
         if known is None:
             known = self._layers[page, layer] = _Layer()
@@ -48,7 +48,8 @@ class Parts:
         return True
 
     def complete(self, page: int, layer: int, heads: range) -> bool:
-        """They are there. Whether all of the layer is now, which is forgotten then."""
+        """Record that these heads are there. Returns whether all of the layer is now, which is forgotten
+        then."""
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         known.arrived |= _mask(heads)
@@ -58,7 +59,7 @@ class Parts:
         return True
 
     def abandon(self, page: int, layer: int, heads: range) -> bool:
-        """They are not being received any more. Whether the layer has no heads at all now."""
+        """Give up receiving these heads. Returns whether the layer has no heads at all now."""
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         if known.arrived or known.receiving:

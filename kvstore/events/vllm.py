@@ -1,0 +1,168 @@
+"""KV events as vLLM publishes them, so that existing KV-aware routers can follow an instance.
+
+Owns: this format. Does not know: sockets, the pool, the clock.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvstore.events.batches import Batch, BlockTokens, EventLog
+from kvstore.events.open_peers import OpenPeers
+from kvstore.events.publisher import FLUSH_INTERVAL_S, Publisher
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.kv_events import KVCleared, KVRemoved, KVStored
+from mooncake.messages.pools import Tier
+
+MAX_REQUEST_BYTES = 1 << 10
+"""Limit of a frame that is received: a topic, or a number."""
+MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK"}
+"""vLLM's name of each tier. vLLM says CPU and, lately, STORAGE; routers that tell tiers apart know DISK, only
+the newest STORAGE."""
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+"""Number of the message behind the last batch of a replay."""
+_HASH_BYTES = 8
+"""The part of a key that vLLM's integers hold."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _BlockStored(msgspec.Struct, tag="BlockStored"):
+    """Blocks that can be found. `lora_id` and `lora_name` have no default in vLLM: strict decoders miss them
+    when they are left out."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    medium: str
+    lora_id: None = None
+    lora_name: None = None
+
+
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str
+
+
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _EventBatch(msgspec.Struct, array_like=True):
+    """A batch of events. The rank is always there: some routers cannot read a batch without one."""
+
+    ts: float
+    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    data_parallel_rank: int = 0
+
+
+class VllmPublisher(Publisher):
+    """A publisher of the same events as vLLM sends them: `[topic, 8-byte number, payload]`, and replays.
+
+    - Open to everybody who reaches the sockets: the routers that follow this format know no keys. How many
+      they are, and what they say, is bounded (`OpenPeers`).
+    - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
+    - `clock` gives the wall-clock time of a batch, in seconds.
+    - Hashes are 64-bit integers, the last 8 bytes of a key, as vLLM's are by default: every router reads
+      integers; not all read bytes, and those that do shorten them differently.
+    - A block whose tokens are not known is announced by its hash alone, without tokens and with block size 0,
+      as vLLM announces what it offloads. Routers apply that to a block they have met, which has moved to
+      another tier, and skip it otherwise: they are never told a wrong prefix.
+    - A life begins with `AllBlocksCleared`: numbers begin anew, and what went before may not hold any more.
+    - A replay that starts before the oldest batch begins with that one, and the numbers show it. There is no
+      snapshot in this format.
+    """
+
+    def __init__(
+        self,
+        events: EventLog,
+        *,
+        clock: Callable[[], float],
+        endpoint: str,
+        replay_endpoint: str,
+        topic: str = "",
+        flush_interval_s: float = FLUSH_INTERVAL_S,
+    ) -> None:
+        context = zmq.asyncio.Context.instance()
+        pub, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        pub.maxmsgsize = router.maxmsgsize = MAX_REQUEST_BYTES
+        self._peers = [OpenPeers(pub), OpenPeers(router)]
+        super().__init__(events, pub, router, endpoint, replay_endpoint, flush_interval_s)
+        self._clock = clock
+        self._topic = topic.encode()
+        self._published: deque[tuple[Batch, float]] = deque(maxlen=events.capacity_batches)
+        """The last batches, and when each was sent."""
+
+    def close(self) -> None:
+        for peers in self._peers:
+            peers.close()
+        super().close()
+
+    def _frames(self, batch: Batch) -> list[bytes]:
+        self._published.append((batch, self._clock()))
+        return self._encoded(*self._published[-1])
+
+    def _encoded(self, batch: Batch, ts: float) -> list[bytes]:
+        payload = _encode(_EventBatch(ts, list(_vllm_events(batch))))
+        return [self._topic, batch.sequence.to_bytes(8, "big"), payload]
+
+    def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:
+        """Answer a replay request. A REQ socket puts an empty frame before its request and needs one before
+        the answer."""
+        *envelope, start = request or [b""]
+        if len(start) != 8 or envelope not in ([], [b""]):
+            return None
+        return self._replay(envelope, int.from_bytes(start, "big"))
+
+    def _replay(self, envelope: list[bytes], from_sequence: int) -> Iterator[list[bytes]]:
+        for batch, ts in list(self._published):
+            if batch.sequence >= from_sequence:
+                yield [*envelope, *self._encoded(batch, ts)]
+        yield [*envelope, b"", END_OF_REPLAY, b""]
+
+
+def _vllm_events(batch: Batch) -> Iterator[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
+    for event in batch.events:
+        match event:
+            case KVStored(tier, keys):
+                yield from _blocks_stored(MEDIA[tier], list(dict.fromkeys(keys)), batch.tokens)
+            case KVRemoved(tier, keys):
+                yield _BlockRemoved(_hashes(keys), MEDIA[tier])
+            case KVCleared():
+                yield _AllBlocksCleared()
+
+
+def _blocks_stored(
+    medium: str, keys: list[BlockKey], tokens: dict[BlockKey, BlockTokens]
+) -> Iterator[_BlockStored]:
+    for run in _runs([key for key in keys if key in tokens], tokens):
+        first = tokens[run[0]]
+        token_ids = [token_id for key in run for token_id in tokens[key].token_ids]
+        parent = None if first.parent is None else _hashes([first.parent])[0]
+        yield _BlockStored(_hashes(run), parent, token_ids, len(first.token_ids), medium)
+    if unknown := [key for key in keys if key not in tokens]:
+        yield _BlockStored(_hashes(unknown), None, [], 0, medium)
+
+
+def _runs(keys: Sequence[BlockKey], tokens: dict[BlockKey, BlockTokens]) -> Iterator[list[BlockKey]]:
+    """Split `keys` into runs in which each block follows the one before it. A run comes after its parent's:
+    routers drop a block whose parent they have not met, and blocks may be sealed in any order."""
+    children: dict[BlockKey | None, list[BlockKey]] = {}
+    for key in keys:
+        children.setdefault(tokens[key].parent, []).append(key)
+    present = set(keys)
+    pending = [key for key in reversed(keys) if tokens[key].parent not in present]
+    while pending:
+        run = [pending.pop()]
+        while len(followers := children.get(run[-1], [])) == 1:
+            run += followers
+        pending += reversed(followers)
+        yield run
+
+
+def _hashes(keys: Iterable[BlockKey]) -> list[int]:
+    return [int.from_bytes(key[-_HASH_BYTES:], "big") for key in keys]

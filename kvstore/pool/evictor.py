@@ -1,0 +1,128 @@
+"""Room in DRAM: evictions, and wake-ups of those that wait for a page.
+
+With a lower tier that works a block may leave DRAM only once that tier holds it: nothing that was stored is
+lost by being pushed out faster than a disk can write. `make` then fails until the mover has caught up.
+
+Owns: evictions, memories of what was evicted, how many pages are wanted. Does not know: who uses a page.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvstore.pool.allocator import PageAllocator
+from kvstore.pool.hits import Ghosts
+from mooncake.errors import PoolFullError
+from mooncake.messages.blocks import BlockKey
+
+
+class LowerTier(Protocol):
+    """The tier below DRAM."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Set while the tier takes blocks; else they are evicted to nowhere."""
+
+    def holds(self, key: BlockKey) -> bool:
+        """Tell whether the block can be had from there."""
+
+
+class Evictor:
+    """Room in one tier.
+
+    `on_evict` is called with each page before its block is taken out, `on_space` whenever a page becomes free
+    or idle, `on_pressure` when fewer pages are free than `low_watermark`, or too few for somebody.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        lower: LowerTier | None,
+        *,
+        low_watermark: int,
+        on_evict: Callable[[int], None],
+        on_space: Callable[[], None],
+        on_pressure: Callable[[], None],
+    ) -> None:
+        self.epoch = 0
+        """Number of times that a page became free or evictable."""
+        self.num_wanted = 0
+        """Free pages that a request could not get."""
+        self.num_evictions = 0
+        """Evicted blocks since the pool was opened."""
+        self.ghosts = Ghosts(allocator.table.num_pages)
+        self._allocator = allocator
+        self._lower = lower
+        self._low_watermark = low_watermark
+        self._on_evict = on_evict
+        self._on_space = on_space
+        self._on_pressure = on_pressure
+
+    def make(self, num_pages: int) -> bool:
+        """Evict until `num_pages` are free. Returns whether they are: the lower tier may not be that far
+        yet."""
+        while self._allocator.num_free < num_pages:
+            page = self._allocator.coldest()
+            if page is None or not self.is_disposable(page):
+                return False
+            self.evict(page)
+        return True
+
+    def require(self, num_pages: int) -> None:
+        """Evict until `num_pages` are free; raise PoolFullError if they cannot all be had now.
+
+        They are wanted from then on, if that is not in vain.
+        """
+        self.check(num_pages, 0)
+        if not self.make(num_pages):
+            self.num_wanted = max(self.num_wanted, num_pages)
+            self._on_pressure()
+            raise self._refusal(num_pages, self._allocator.num_idle)
+
+    def check(self, num_pages: int, num_kept: int) -> None:
+        """Raise PoolFullError if evicting all idle pages but `num_kept` were not enough for `num_pages`."""
+        num_evictable = self._allocator.num_idle - num_kept
+        if num_pages > self._allocator.num_free + num_evictable:
+            raise self._refusal(num_pages, num_evictable)
+
+    def is_disposable(self, page: int) -> bool:
+        """Tell whether the block in `page` may leave DRAM: the lower tier holds it, or takes nothing."""
+        lower = self._lower
+        return lower is None or not lower.is_accepting or lower.holds(self._allocator.table.key(page))
+
+    def evict(self, page: int) -> None:
+        """Evict the block in an idle page."""
+        key = self._allocator.table.key(page)
+        self._on_evict(page)
+        self._allocator.evict(page)
+        if self._lower is None or not self._lower.holds(key):
+            self.ghosts.add(key)
+        self.num_evictions += 1
+
+    def left_lower_tier(self, key: BlockKey) -> None:
+        """Record that the lower tier has not this block any more."""
+        if key not in self._allocator.index:
+            self.ghosts.add(key)
+
+    def _refusal(self, num_missing: int, num_evictable: int) -> PoolFullError:
+        num_free, num_pages = self._allocator.num_free, self._allocator.table.num_pages
+        return PoolFullError(
+            f"{num_missing} pages are needed, {num_free} are free and {num_evictable} evictable of"
+            f" {num_pages}",
+            self.epoch,
+        )
+
+    def pages_taken(self) -> None:
+        """Record that fewer pages are free than before."""
+        if self._allocator.num_free < self._low_watermark:
+            self._on_pressure()
+
+    def users_left(self) -> None:
+        """Record that pages have lost users: some may be free or idle now."""
+        if self._allocator.num_free < max(self._low_watermark, self.num_wanted):
+            self._on_pressure()
+        self.changed()
+
+    def changed(self) -> None:
+        """Wake those that wait for a page: one became free or idle, or idle ones may be evicted now."""
+        self.epoch += 1
+        self._on_space()

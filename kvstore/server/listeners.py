@@ -1,0 +1,99 @@
+"""Listening sockets of a messenger, and connections as they come.
+
+Owns: listening sockets. Does not know: what is said over a connection.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+from messenger.transport.pacing import begin_unpaced
+from mooncake.config.settings import host_and_port
+from mooncake.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+"""Connections that wait to be accepted."""
+_ACCEPT_RETRY_S = 0.5
+"""Pause after a failure to accept, for which mostly descriptors are missing."""
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+    """Accept the next connection, after a turn for the one before: a crowd must not keep everybody else
+    waiting, nor get past its limits.
+
+    Without descriptors for it, clients wait until some are free again.
+    """
+    while True:
+        await asyncio.sleep(0)  # one that waits already is accepted without a turn of the loop
+        try:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error)
+            await asyncio.sleep(_ACCEPT_RETRY_S)
+        else:
+            return sock
+
+
+@contextlib.contextmanager
+def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
+    """Listen at `path`, replacing a dead predecessor's file. Raises ConfigError if it is in use."""
+    with socket.socket(socket.AF_UNIX, kind) as listener:
+        try:
+            _remove_stale(path, kind)
+            listener.bind(path)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {path}: {error}") from error
+        try:
+            os.chmod(path, 0o600)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _remove_stale(path: str, kind: socket.SocketKind) -> None:
+    """Unlink the socket file of a process that listens no more."""
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        error_code = probe.connect_ex(path)
+    if error_code == 0:
+        raise ConfigError(f"somebody listens at {path} already; give each instance its own paths")
+    if error_code == errno.ECONNREFUSED and stat.S_ISSOCK(os.stat(path).st_mode):
+        os.unlink(path)
+
+
+@contextlib.contextmanager
+def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
+    """Listen at `host`:`port`. Raises ConfigError if that cannot be had."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        begin_unpaced(listener)
+        try:
+            listener.bind((host, port))
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"cannot listen at {host}: it is, or has, no IPv4 address ({error.strerror}); name one"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        yield listener
+
+
+@contextlib.contextmanager
+def listen_clients(address: str) -> Iterator[socket.socket]:
+    """Listen for clients of other hosts."""
+    try:
+        with listen_tcp(*host_and_port(address)) as listener:
+            yield listener
+    except ConfigError as error:
+        raise ConfigError(f"kvcache.listen: {error}") from error
