@@ -1,12 +1,12 @@
-"""Which requests are rejected: those that would miss an SLO, or make others miss it (Mooncake, section 7).
+"""Which requests are rejected because they would miss an SLO, or make others miss it (Mooncake, section 7).
 
     baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
     early_rejection  the greater load of both pools, at arrival (7.2)
     prediction       as before, but decode's load when the prefill will have ended (7.4, system level)
     request_prediction      the same, of each request by its expected output length (7.4, request level)
 
-A load is what is predicted in relation to the SLO. Without an SLO nothing is rejected by it. Prompts of
-different lengths are refused in proportion (`conductor.admission.turned_away`).
+A load is a prediction in relation to the SLO. A request without an SLO is not rejected by it. Prompts of
+different lengths are refused in proportion (`conductor.admission.headroom`).
 
 Owns: the rules. Does not know: how a pair is chosen, messages.
 """
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.admission.refusals import NEAR, Refusals
-from conductor.admission.turned_away import MAX_SHARE, Terms, TurnedAway
+from conductor.admission.headroom import MAX_SHARE, Headroom, Terms
 from conductor.rules import SLOs
 from conductor.view.assignments import Assignment
 from conductor.view.cluster_view import ClusterView
+from conductor.view.corrections import NEAR_TBT_SLO
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Reason, Rejection
 from conductor.view.timeline import Work
@@ -28,23 +28,25 @@ from mooncake.config.policies import Overload
 from mooncake.messages.requests import Request
 
 PROBE_AFTER_S = 5.0
-"""an idle prefill instance whose costs nothing has shown for so long takes anything: predictions by which all
-were rejected would never be corrected"""
+"""The time without a prefill after which an idle instance takes any prompt, as a probe. Predictions that
+reject all requests would never be corrected."""
 _IDLE_S = 1e-6
-"""a shorter queue may be nothing but what rounding has left of others that were there"""
+"""The length up to which a queue is empty: rounding may leave that much of prompts that were in it."""
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""standard deviations by which more may be left on one decode instance than on average"""
+"""Standard deviations by which one decode instance may have more requests left than the mean."""
 
 
 class Freed(NamedTuple):
-    """What would not have to be done: seconds of a prefill instance, and what would have been decoded."""
+    """Work that preempted requests would leave undone."""
 
     prefill_s: float
+    """Seconds of a prefill instance before the prompt of the request that preempts."""
     work: Work
+    """Requests to decode."""
 
     def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
-        """One more; `is_ahead` if what has to wait waits for its prefill."""
+        """Add an assignment; `is_ahead` if its prefill goes before that of the request that preempts."""
         num_requests, num_tokens = self.work
         return Freed(
             self.prefill_s + (assignment.placement.prediction.prefill_s if is_ahead else 0.0),
@@ -56,11 +58,11 @@ NOTHING = Freed(0.0, Work(0, 0))
 
 
 class Admission:
-    """Checks requests against their SLOs; None for no SLO."""
+    """Checks requests against their SLOs."""
 
     def __init__(self, view: ClusterView, policy: Overload) -> None:
         self._view, self._forecast, self._policy = view, view.forecast, policy
-        self._turned_away, self._refusals = TurnedAway(), Refusals()
+        self._headroom = Headroom()
 
     def check_arrival(
         self,
@@ -71,27 +73,36 @@ class Admission:
         now_s: float,
         freed: Freed = NOTHING,
     ) -> Rejection | None:
-        """Before anything is done for it; it has waited so long already. Algorithm 1, line 25.
+        """Check a request before anything is done for it: Algorithm 1, line 25.
 
-        `freed`: what would give way to it.
+        Args:
+            request: The request.
+            placement: The pair that it would get.
+            slos: Its limits.
+            waited_s: The seconds since its arrival.
+            now_s: The time.
+            freed: The work of requests that would be preempted for it.
+
+        Returns:
+            Why it is rejected; None if it meets its SLOs.
         """
         prediction, num_tokens = placement.prediction, len(request.token_ids)
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
         prompt_s = prediction.transfer_s + prediction.prefill_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
-            factor = self._view.lateness.factor(slos.ttft_s, now_s)
-            # Not so long that devices would have to run out of work for it.
+            factor = self._view.ttft_correction.factor(slos.ttft_s, now_s)
+            # No longer than that: devices would have to run out of work for the prompt.
             slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
             first_token_s = waited_s + factor * queue_s + slow_prompt_s
             terms, came_s = Terms(request.tenant, request.priority, slos.ttft_s), now_s - waited_s
-            kept_s = self._turned_away.kept_s(terms, slow_prompt_s, factor, came_s, now_s)
+            kept_s = self._headroom.kept_s(terms, slow_prompt_s, factor, came_s, now_s)
             late_s = first_token_s + kept_s - slos.ttft_s
             if late_s > 0:
                 retry_s = max(_SHORTEST_RETRY_S, late_s)
                 return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
         if slos.tbt_s is None:
             return None
-        factor = self._refusals.factor(now_s)
+        factor = self._view.tbt_correction.factor(now_s)
         match self._policy:
             case Overload.BASELINE:
                 return None
@@ -103,32 +114,39 @@ class Admission:
                     tbt_s = self._tbt_then_s(now_s + queue_s + prompt_s, freed.work, num_tokens, now_s)
         return self._check_tbt(None if tbt_s is None else factor * tbt_s, slos.tbt_s)
 
-    def note(self, request: Request, rejection: Rejection, now_s: float) -> None:
-        """A request was rejected so."""
+    def rejected(self, request: Request, rejection: Rejection, now_s: float) -> None:
+        """Learn that a request was rejected."""
         if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
-            self._turned_away.note(terms, rejection.prompt_s, now_s)
+            self._headroom.refused(terms, rejection.prompt_s, now_s)
 
     def refused(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
-        """It has refused a request when its prefill had ended: a token would take `tbt_s`, as it says."""
+        """Learn that a decode instance has refused a request after prefill, as a token would take `tbt_s`."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
-        self._refusals.note(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
+        self._view.tbt_correction.learn(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
 
     def heard(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
-        """It says how long a token would take if it decoded all that it has been given; `tbt_slo_s`: the
-        strictest of all that are placed."""
-        if tbt_slo_s is None or tbt_s < NEAR * tbt_slo_s:
+        """Learn from a heartbeat how long an iteration of all requests of a decode instance would take.
+
+        Args:
+            decode: The instance.
+            batch_size: Its requests, with those that wait for their turn.
+            tbt_s: What it predicts.
+            tbt_slo_s: The strictest SLO of all placed requests; None without any.
+            now_s: The time.
+        """
+        if tbt_slo_s is None or tbt_s < NEAR_TBT_SLO * tbt_slo_s:
             return
         slot = self._view.slot_of(decode.name)
         assert slot is not None
-        if self._view.loads.batch_size[slot]:  # else it has yet to hear that nobody wants these any more
-            self._refusals.note(self._view.step_s(slot, batch_size), tbt_s, now_s)
+        if self._view.loads.batch_size[slot]:  # else it has yet to receive that these requests were aborted
+            self._view.tbt_correction.learn(self._view.step_s(slot, batch_size), tbt_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
-        """Its prefill has ended, which is wasted if the decode instance rejects it now."""
+        """Check a request whose prefill has ended and would be wasted (section 7.1), with `baseline` only."""
         if self._policy is not Overload.BASELINE:
             return None
         loads, costs = self._view.loads, self._view.decode_costs
@@ -148,19 +166,19 @@ class Admission:
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
     def _check_tbt(self, tbt_s: float | None, tbt_slo_s: float | None) -> Rejection | None:
-        """`tbt_s`: predicted; None if some instance decodes nothing then."""
+        """Compare a prediction with the SLO; None if some instance decodes nothing then."""
         if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
             return None
         retry_s = max(_SHORTEST_RETRY_S, self._decode_s() * (1 - tbt_slo_s / tbt_s))
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s)
 
     def _decode_s(self) -> float:
-        """In which all that is decoded now is replaced."""
+        """The mean time in which the requests that are decoded now are replaced by others."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
-        """Of the decode instance that is quickest with one more request; None if one has nothing to do."""
+        """The least TBT of a decode instance with one more request; None if one has nothing to do."""
         loads, costs = self._view.loads, self._view.decode_costs
         (slots,) = loads.is_decode.nonzero()
         num_decoding = loads.num_decoding[slots]
@@ -174,14 +192,16 @@ class Admission:
         return float(step_s.min())
 
     def _next_step_s(self) -> float:
-        """Of all decode instances on average, each with one more request."""
+        """The mean predicted step of the decode instances, each with one more request."""
         pool = self._view.decode_pool()
         assert pool is not None
         return float(self._view.next_step_s.dot(pool.members)) / pool.num_instances
 
     def _tbt_then_s(self, prefilled_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
-        """The same of what is expected when its prefill ends, and when the last one does of those that have
-        been accepted: it is decoded beside these as well."""
+        """The TBT when the request's prefill ends, or when the last accepted prefill does, if that is more.
+
+        None if some instance decodes nothing then.
+        """
         forecast, step_s = self._forecast, self._next_step_s()
         times_s = [prefilled_s]
         last_s = min(forecast.last_prefill_s, prefilled_s + forecast.decode_s)
@@ -194,8 +214,11 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: Work, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """The same when there is so much work, spread evenly; but those that have ended by then, or come
-        later, are any of all, and chance leaves more on one instance than on others."""
+        """The TBT with so much work, spread evenly, and the request; None if some instance has none of it.
+
+        The `num_absent` requests that have ended by then, or come later, are any of all, so chance leaves
+        more on one instance than on others.
+        """
         pool = self._view.decode_pool()
         assert pool is not None
         num_left, num_instances = work.num_requests, pool.num_instances

@@ -152,7 +152,7 @@ class Assignments:
         if num_cached_tokens is not None:
             ttft_s = now_s - assignment.assigned_s
             self._stats.first_token(placement, ttft_s)
-            view.lateness.learn(
+            view.ttft_correction.learn(
                 placement.prediction, assignment.delay_s, ttft_s, assignment.slos.ttft_s, now_s
             )
             if seconds is not None and placement.source is None:  # else it has waited for a fetch

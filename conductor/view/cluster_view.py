@@ -13,6 +13,7 @@ import numpy as np
 from conductor.index.prefix_index import PrefixIndex
 from conductor.rules import Rules
 from conductor.view.balancing import BalancingThreshold
+from conductor.view.corrections import TBTCorrection, TTFTCorrection
 from conductor.view.estimators import (
     DECODE_DOUBT,
     GENERIC_DECODE_COSTS,
@@ -23,7 +24,6 @@ from conductor.view.estimators import (
 )
 from conductor.view.forecast import forecast_of
 from conductor.view.instances import Instance
-from conductor.view.lateness import Lateness
 from conductor.view.loads import Loads
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
@@ -92,7 +92,7 @@ class ClusterView:
         self.transfers = TransferEstimator()
         self.balancing = BalancingThreshold(rules.kvcache_balancing_threshold)
         self.forecast = forecast_of(rules.overload)
-        self.lateness = Lateness()
+        self.ttft_correction, self.tbt_correction = TTFTCorrection(), TBTCorrection()
         self.layout: KVLayout | None = None
         """The block layout of all instances; None before the first one."""
         self.block_bytes = 0

@@ -1,0 +1,132 @@
+"""Factors for predictions near an SLO, by the errors of the latest ones.
+
+Under overload every queue and every batch is as large as its SLO allows. A request that is let in then is
+just in time by the prediction, and would be late by the prediction's error. So times that are checked
+against an SLO count for more:
+
+    TTFTCorrection  by how much later than predicted the latest first tokens came
+    TBTCorrection   by how much more than predicted decode instances say that an iteration takes
+
+Owns: the latest errors. Does not know: which requests are let in.
+"""
+
+import math
+from collections import OrderedDict, deque
+from typing import NamedTuple
+
+from conductor.view.placement import Prediction
+
+TTFT_QUANTILE = 0.95
+"""The share of the latest first tokens that come in time with the correction."""
+NEAR_TTFT_SLO = 0.7
+"""The share of the TTFT SLO from which on a prediction is near it."""
+MOST_TTFT = 1.5
+"""The largest factor."""
+MEMORY_S = 60.0
+"""The age at which an error of a TTFT is forgotten."""
+_NUM_RECENT = 64
+_NUM_SLOS = 100
+
+HALF_LIFE_S = 20.0
+"""The time in which an error of a TBT counts half: no instance says when it is over."""
+MOST_TBT = 1.2
+"""The largest factor."""
+NEAR_TBT_SLO = 0.3
+"""The share of the TBT SLO from which on a batch is near it. How wrong a smaller batch is predicted says
+little about one at the SLO. Batches grow by a good part between two heartbeats: from 0.5 on fewer requests
+are in time."""
+
+
+class _Error(NamedTuple):
+    at_s: float
+    ratio: float
+    """The actual time to the first token by the predicted one."""
+
+
+class _TTFTErrors:
+    """The latest errors of requests with one TTFT SLO."""
+
+    __slots__ = ("_factor", "_latest")
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+        self._latest: deque[_Error] = deque(maxlen=_NUM_RECENT)
+
+    def learn(self, ratio: float, now_s: float) -> None:
+        self._latest.append(_Error(now_s, ratio))
+        self._update()
+
+    def factor(self, now_s: float) -> float:
+        if self._latest and self._latest[0].at_s < now_s - MEMORY_S:
+            while self._latest and self._latest[0].at_s < now_s - MEMORY_S:
+                self._latest.popleft()
+            self._update()
+        return self._factor
+
+    def _update(self) -> None:
+        self._factor = 1.0
+        if self._latest:
+            ratios = sorted(error.ratio for error in self._latest)
+            self._factor = min(max(1.0, ratios[math.ceil(TTFT_QUANTILE * len(ratios)) - 1]), MOST_TTFT)
+
+
+class TTFTCorrection:
+    """A factor for each TTFT SLO, for all prefill instances together.
+
+    An error of 10 ms near an SLO of 50 ms says nothing about one of 30 s.
+    """
+
+    def __init__(self) -> None:
+        self._by_slo: OrderedDict[float, _TTFTErrors] = OrderedDict()
+        """The errors by SLO, the one that learned last at the end."""
+
+    def learn(
+        self, prediction: Prediction, delay_s: float, ttft_s: float, ttft_slo_s: float | None, now_s: float
+    ) -> None:
+        """Learn from a first token.
+
+        Only predictions near the SLO tell something: other prompts have other lengths. A request that was let
+        in beyond its SLO, as a probe, tells nothing either.
+
+        Args:
+            prediction: What was predicted at the placement.
+            delay_s: Predicted seconds of prompts that came later and went first.
+            ttft_s: The time from the placement to the first token.
+            ttft_slo_s: The request's SLO; None for none.
+            now_s: The time.
+        """
+        predicted_s = prediction.ttft_s + delay_s
+        if ttft_slo_s is None or prediction.ttft_s > ttft_slo_s:
+            return
+        if self.factor(ttft_slo_s, now_s) * predicted_s < NEAR_TTFT_SLO * ttft_slo_s:
+            return
+        self._by_slo.setdefault(ttft_slo_s, _TTFTErrors()).learn(ttft_s / predicted_s, now_s)
+        self._by_slo.move_to_end(ttft_slo_s)
+        if len(self._by_slo) > _NUM_SLOS:
+            self._by_slo.popitem(last=False)
+
+    def factor(self, ttft_slo_s: float, now_s: float) -> float:
+        """The factor of a predicted time of a request with this SLO, at least 1."""
+        errors = self._by_slo.get(ttft_slo_s)
+        return 1.0 if errors is None else errors.factor(now_s)
+
+
+class TBTCorrection:
+    """One factor for all decode instances.
+
+    They check again when prefill has ended (section 3). If they predicted one hundredth more than the
+    Conductor, it would let in, one after the other, requests that all of them refuse after prefill.
+    """
+
+    def __init__(self) -> None:
+        self._excess = 0.0
+        self._at_s = -math.inf
+
+    def learn(self, predicted_s: float, reported_s: float, now_s: float) -> None:
+        """Learn that an instance reports another TBT for a batch than is predicted here."""
+        self._excess = max(self.factor(now_s), min(reported_s / predicted_s, MOST_TBT)) - 1.0
+        self._at_s = now_s
+
+    def factor(self, now_s: float) -> float:
+        """The factor of a predicted TBT, at least 1."""
+        return 1.0 + self._excess * math.exp2((self._at_s - now_s) / HALF_LIFE_S)

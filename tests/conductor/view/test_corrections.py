@@ -1,0 +1,107 @@
+"""Corrections of predictions near an SLO."""
+
+import pytest
+
+from conductor.view.corrections import (
+    HALF_LIFE_S,
+    MEMORY_S,
+    MOST_TBT,
+    MOST_TTFT,
+    TBTCorrection,
+    TTFTCorrection,
+)
+from conductor.view.placement import Prediction
+
+NOW_S = 100.0
+QUEUED = Prediction(queue_s=9.0, transfer_s=0.5, prefill_s=0.5, tbt_s=0.1)
+SLO_S = 11.0
+
+
+def learned(*ttfts_s: float, ttft_slo_s: float | None = SLO_S) -> float:
+    correction = TTFTCorrection()
+    for ttft_s in ttfts_s:
+        correction.learn(QUEUED, 0.0, ttft_s, ttft_slo_s, NOW_S)
+    return correction.factor(SLO_S if ttft_slo_s is None else ttft_slo_s, NOW_S)
+
+
+def test_all_but_one_of_twenty_come_in_time_with_it() -> None:
+    assert learned(*[10.0 + nth / 10 for nth in range(1, 21)]) == pytest.approx(1.19)
+
+
+def test_what_is_quicker_than_predicted_is_taken_as_predicted() -> None:
+    assert learned(*[6.0] * 20) == 1.0
+
+
+def test_the_first_one_that_is_late_tells_at_once_and_nobody_says_too_much() -> None:
+    assert learned(12.0) == pytest.approx(1.2)
+    assert learned(100.0) == MOST_TTFT
+
+
+@pytest.mark.parametrize("ttft_slo_s", [None, 20.0])
+def test_what_is_not_near_its_limit_tells_nothing(ttft_slo_s: float | None) -> None:
+    assert learned(*[13.0] * 20, ttft_slo_s=ttft_slo_s) == 1.0
+
+
+def test_who_was_let_in_beyond_the_limit_tells_nothing() -> None:
+    assert learned(*[13.0] * 20, ttft_slo_s=9.9) == 1.0
+
+
+def test_near_the_limit_is_what_would_be_with_the_allowance() -> None:
+    correction = TTFTCorrection()
+    correction.learn(QUEUED, 0.0, 14.0, 14.0, NOW_S)
+    correction.learn(QUEUED._replace(queue_s=6.5), 0.0, 11.25, 14.0, NOW_S)
+    assert correction.factor(14.0, NOW_S) == pytest.approx(1.5), "7.5 s count 1.4 times, which is 75% of 14 s"
+
+
+def test_what_came_later_and_went_first_was_expected() -> None:
+    correction = TTFTCorrection()
+    for _ in range(20):
+        correction.learn(QUEUED, 2.0, 12.0, SLO_S, NOW_S)
+    assert correction.factor(SLO_S, NOW_S) == 1.0
+
+
+def test_what_was_learned_in_an_overload_that_is_over_is_forgotten() -> None:
+    correction = TTFTCorrection()
+    for at_s in range(20):
+        correction.learn(QUEUED, 0.0, 13.0, SLO_S, at_s)
+    assert correction.factor(SLO_S, MEMORY_S + 19.0) == pytest.approx(1.3), "one is left"
+    assert correction.factor(SLO_S, MEMORY_S + 19.5) == 1.0
+
+
+def test_each_slo_has_a_limit_of_its_own() -> None:
+    correction = TTFTCorrection()
+    strict = Prediction(queue_s=0.04, transfer_s=0.0, prefill_s=0.005, tbt_s=0.1)
+    correction.learn(strict, 0.0, 0.5, 0.05, NOW_S)
+    assert correction.factor(0.05, NOW_S) == MOST_TTFT
+    assert correction.factor(SLO_S, NOW_S) == 1.0
+    correction.learn(QUEUED, 0.0, 12.0, SLO_S, NOW_S)
+    assert correction.factor(0.05, NOW_S) == MOST_TTFT
+    assert correction.factor(SLO_S, NOW_S) == pytest.approx(1.2)
+
+
+def test_only_so_many_slos_are_remembered() -> None:
+    correction = TTFTCorrection()
+    slos_s = [10.5 + nth / 1000 for nth in range(101)]
+    for slo_s in slos_s:
+        correction.learn(QUEUED, 0.0, 12.0, slo_s, NOW_S)
+    assert correction.factor(slos_s[0], NOW_S) == 1.0, "of all the one that learned first"
+    assert correction.factor(slos_s[1], NOW_S) == pytest.approx(1.2)
+
+
+def test_a_reported_tbt_fades() -> None:
+    correction = TBTCorrection()
+    assert correction.factor(5.0) == 1.0
+    correction.learn(0.100, 0.104, 10.0)
+    assert correction.factor(10.0) == pytest.approx(1.04)
+    assert correction.factor(10.0 + HALF_LIFE_S) == pytest.approx(1.02)
+    correction.learn(0.100, 0.101, 10.0 + HALF_LIFE_S)  # another instance differs by less
+    assert correction.factor(10.0 + HALF_LIFE_S) == pytest.approx(1.02)
+    assert correction.factor(10.0 + 20 * HALF_LIFE_S) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_reported_tbt_is_bounded_and_never_below_the_prediction() -> None:
+    correction = TBTCorrection()
+    correction.learn(0.2, 0.1, 0.0)
+    assert correction.factor(0.0) == 1.0
+    correction.learn(0.1, 0.9, 0.0)
+    assert correction.factor(0.0) == MOST_TBT
