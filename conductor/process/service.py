@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry
 
 from conductor.effects import Effect, ToConductor
 from conductor.front.config import FrontConfig
+from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
-from conductor.front.process.server import listen
 from conductor.front.process.server import serve as serve_front
 from conductor.front.process.starting import announce, front_config, open_model
 from conductor.policy import Conductor

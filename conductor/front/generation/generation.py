@@ -101,8 +101,6 @@ class Generation:
             if num_tokens > _MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)
                 num_tokens = len(choice.request.token_ids)
-            if self._is_closed:  # an earlier choice has failed meanwhile
-                return
             await self._link.submit(choice.request, receive)
             self._running[request_id] = choice
             self._num_unsubmitted -= 1

@@ -88,18 +88,15 @@ class Link:
         block_size: int,
         on_dropped: Callable[[], None] = lambda: None,
         kept: Callable[[], Sequence[KeepContext]] = tuple,
-        step: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Raises ConfigError for an unusable endpoint. `on_dropped` is called for each stale output, `kept`
-        for the context caches that a restarted Conductor is to be told of. `step` is entered while the tokens
-        of one message go to those who receive them.
+        for the context caches that a restarted Conductor is to be told of.
         """
         self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
         self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
         self._block_size = block_size
         self._on_dropped, self._kept = on_dropped, kept
-        self._step = step or contextlib.nullcontext()
         self._in_flight: dict[str, Reception] = {}
         self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
         self._cluster: ClusterState | None = None
@@ -284,12 +281,11 @@ class Link:
                 await asyncio.sleep(0)  # messages that have queued up must not starve the event loop
                 num_outputs = len(message.outputs)
             now_s = _now()
-            with self._step:
-                for output in message.outputs:
-                    try:
-                        self._deliver(output, now_s)
-                    except GenerationFailedError as error:
-                        await self._lose(output.ref.request_id, error)
+            for output in message.outputs:
+                try:
+                    self._deliver(output, now_s)
+                except GenerationFailedError as error:
+                    await self._lose(output.ref.request_id, error)
 
     def _deliver(self, output: TokenOutput, now_s: float) -> None:
         """Raises GenerationFailedError as `Reception.accept`."""

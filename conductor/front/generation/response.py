@@ -7,24 +7,20 @@ client's connection. Does not know: what is in an answer.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import NamedTuple
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from conductor.front.errors import error_body, error_response
 from conductor.front.generation.answer import AnswerFormat, event
 from conductor.front.generation.generation import Delta, Generation
-from conductor.front.generation.reception import Event, Received
-from conductor.front.http.connection import BODY, Body
-from conductor.front.http.eager import run_eagerly
+from conductor.front.generation.reception import Event, Lost
+from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
 from conductor.front.metrics import Metrics, Outcome
 from mooncake.errors import RequestError
 
-T = TypeVar("T")
 _MAX_EVENTS_AT_ONCE = 64
 """sent to a client that has not read for a while"""
 _MAX_BYTES_AT_ONCE = 1 << 17
@@ -44,132 +40,127 @@ def outcome_of(error: RequestError) -> Outcome:
     return Outcome.INVALID if error.status < 500 else Outcome.FAILED
 
 
+class _Ending(NamedTuple):
+    """A choice's last gain, which is to be sent."""
+
+    request_id: str
+    delta: Delta
+
+
 class GenerationResponse(Response):
     """Runs `generation` and sends what comes. A client that hangs up ends it at once.
 
-    What the link receives is sent within the same turn of the event loop: without a task, and between the
-    first tokens and the last ones past all that lies around the application. To a client that does not read
-    it is sent by a task, later, and what comes meanwhile waits as token ids.
+    An event between the first and the last one is sent as it is received, in the turn of the event loop of
+    whoever received it. The others are sent by the task of the request, and so is everything while the client
+    does not read; what comes meanwhile waits as token ids.
     """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
         super().__init__()
         self._generation, self._answers, self._metrics = generation, answers, metrics
         self._is_streamed = stream
-        self._events: deque[Event] = deque()
-        """received and not sent"""
-        self._is_sending = self._has_started = self._has_ended = False
-        self._slow_sending: asyncio.Task[None] | None = None
-        self._body: Body | None = None
-        """of a stream that has started"""
+        self._pending: deque[Event | _Ending | Exception] = deque()
+        """What the task is to send, or to raise. The first one stays until it has been sent."""
+        self._news = asyncio.Event()
+        """Set when something is pending or the client has gone."""
+        self._has_started = self._is_disconnected = False
         self._outcome = Outcome.ABORTED
-        self._bug: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self._task = asyncio.current_task()
+        self._stream: ResponseStream = scope["extensions"][RESPONSE_STREAM]
+        self._stream.on_disconnect(self._on_disconnect)
+        self._send = send
         try:
             async with aclosing(self._generation):
                 try:
                     await self._generation.begin(self._on_event)
+                    await self._send_what_comes()
                 except RequestError as error:
-                    await self._send_error(error)
-                # The server says so too when the answer has been sent.
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-        except asyncio.CancelledError:
-            if self._bug is None:
-                raise
-            raise self._bug from None
+                    self._outcome = outcome_of(error)
+                    await self._generation.aclose()  # a client that has the answer finds it counted
+                    if self._has_started:
+                        await self._send_part(event(error_body(error)), is_last=True)
+                    else:
+                        await error_response(error)(scope, receive, send)
+        except Exception:
+            self._outcome = Outcome.FAILED
+            raise
         finally:
             self._metrics.request_ended(self._outcome)
-            if self._slow_sending is not None:
-                self._slow_sending.cancel()
-                await asyncio.wait([self._slow_sending])
+
+    def _on_disconnect(self) -> None:
+        self._is_disconnected = True
+        self._news.set()
 
     def _on_event(self, event: Event) -> None:
-        if self._has_ended:
+        if self._pending or isinstance(event, Lost) or (self._is_streamed and not self._stream.takes_more):
+            self._pending.append(event)
+            self._news.set()
             return
-        body = self._body
-        if body is not None and not self._is_sending and isinstance(event, Received) and body.takes_more():
-            self._write(event, body)
-            return
-        self._events.append(event)
-        if not self._is_sending:
-            self._slow_sending = run_eagerly(self._send_what_has_come())
-
-    def _write(self, event: Received, body: Body) -> None:
         try:
-            delta = self._generation.gain(event)
+            delta = self._gain(event)
             if delta is None:
                 return
-            delta = self._answers.seen(delta)
-            if delta.finish_reason is not None:
-                self._slow_sending = run_eagerly(self._send_what_has_come((delta, event.request_id)))
-            elif chunks := self._answers.chunks(delta, self._generation.usage):
-                body.write(chunks)
+            if delta.finish_reason is None:
+                if chunks := self._chunks(delta):
+                    self._stream.write(chunks)
+                return
+            self._pending.append(_Ending(event.request_id, delta))
         except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
-            self._end_by(error)
+            self._pending.append(error)
+        self._news.set()
 
-    async def _send_what_has_come(self, first: tuple[Delta, str] | None = None) -> None:
-        """`first`: what a request, whose id it is, has gained already."""
-        self._is_sending = True
-        try:
-            if first is not None:
-                await self._send_delta(*first)
-            for num_sent in itertools.count(1):
-                if not self._events or self._has_ended:
-                    break
-                if num_sent % _MAX_EVENTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-                event = self._events.popleft()
-                try:
-                    delta = self._generation.gain(event)
-                except RequestError as error:
-                    await self._send_error(error)
-                    break
-                if delta is not None:
-                    await self._send_delta(self._answers.seen(delta), event.request_id)
-        except Exception as error:  # noqa: BLE001 - raised where the request's exceptions belong
-            self._end_by(error)
-        finally:
-            self._is_sending = False
-
-    async def _send_delta(self, delta: Delta, request_id: str) -> None:
-        chunks = b""
-        if not self._is_streamed:
-            self._answers.gather(delta)
-        else:
-            if not self._has_started:
-                await self._start()
-            chunks = self._answers.chunks(delta, self._generation.usage)
-        if delta.finish_reason is not None:
-            await self._generation.end(request_id, delta.finish_reason)
+    async def _send_what_comes(self) -> None:
+        for num_sent in itertools.count(1):
+            while not self._pending and not self._is_disconnected:
+                self._news.clear()
+                await self._news.wait()
+            if self._is_disconnected:
+                return
+            await self._send_pending(self._pending[0])
             if self._generation.is_over:
-                await self._end(chunks)
                 self._outcome = Outcome.FINISHED
                 return
+            self._pending.popleft()
+            if num_sent % _MAX_EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    async def _send_pending(self, pending: Event | _Ending | Exception) -> None:
+        if isinstance(pending, Exception):
+            raise pending
+        delta = pending.delta if isinstance(pending, _Ending) else self._gain(pending)
+        if delta is None:
+            return
+        if self._is_streamed and not self._has_started:
+            self._has_started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        chunks = self._chunks(delta)
+        if delta.finish_reason is not None:
+            await self._generation.end(pending.request_id, delta.finish_reason)
+            if self._generation.is_over:
+                await self._end(chunks)
+                return
         if chunks:
-            await self._send({"type": "http.response.body", "body": chunks, "more_body": True})
+            await self._send_part(chunks)
 
-    def _end_by(self, bug: Exception) -> None:
-        self._has_ended = True
-        self._outcome, self._bug = Outcome.FAILED, bug
-        assert self._task is not None
-        self._task.cancel()  # it waits for the client to hang up
+    def _gain(self, event: Event) -> Delta | None:
+        """Raises RequestError."""
+        delta = self._generation.gain(event)
+        return None if delta is None else self._answers.seen(delta)
 
-    async def _start(self) -> None:
-        self._has_started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        self._body = self._scope["extensions"][BODY]
+    def _chunks(self, delta: Delta) -> bytes:
+        """What of `delta` leaves now; nothing if the answer is sent whole."""
+        if self._is_streamed:
+            return self._answers.chunks(delta, self._generation.usage)
+        self._answers.gather(delta)
+        return b""
 
     async def _end(self, chunks: bytes) -> None:
         """`chunks`: the last ones of a stream."""
-        self._has_ended = True
-        await self._generation.aclose()  # who has the answer finds it counted
+        await self._generation.aclose()  # a client that has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:
-            await self._send({"type": "http.response.body", "body": chunks + self._answers.end(usage)})
+            await self._send_part(chunks + self._answers.end(usage), is_last=True)
             return
         parts, num_bytes = [], 0
         for part in self._answers.whole(usage):
@@ -182,37 +173,8 @@ class GenerationResponse(Response):
         headers = [(b"content-type", b"application/json"), size]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in parts:
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b""})
+            await self._send_part(part)
+        await self._send_part(b"", is_last=True)
 
-    async def _send_error(self, error: RequestError) -> None:
-        self._has_ended = True
-        self._outcome = outcome_of(error)
-        await self._generation.aclose()
-        if self._has_started:
-            await self._send({"type": "http.response.body", "body": event(error_body(error))})
-        else:
-            await self._respond(error_response(error))
-
-    async def _respond(self, response: Response) -> None:
-        await response(self._scope, self._receive, self._send)
-
-
-async def until_hang_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises ClientDisconnect, and nothing of it goes on, if the client hangs up."""
-    task = asyncio.create_task(work)
-    hang_up = asyncio.create_task(_until_disconnect(receive))
-    try:
-        await asyncio.wait((task, hang_up), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        hang_up.cancel()
-        await asyncio.gather(task, hang_up, return_exceptions=True)
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def _send_part(self, part: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})

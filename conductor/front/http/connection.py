@@ -1,288 +1,390 @@
-"""HTTP/1.1 as uvicorn and httptools speak it, to clients that get their requests across in time and size, and
-take their answers.
+"""One HTTP/1.1 connection, to a client that may be slow, greedy or hostile.
 
-Requests are read one after the other: while one is being answered, what has come behind it waits unread.
+Requests are answered one after the other: while one is being answered, what has come behind it waits unread.
 
-Owns: that deadline, from the connection or a request's first byte to its last, and the 408 of who has begun a
-request by then; how much all requests that have not arrived whole may hold, and the 503 of who makes room;
-how long a head may be; for how long a client may take nothing of what waits for it; that the request being
-answered hears of the connection's end; when a connection waits (`waiting`); the short way for events. Does
-not know: requests.
-Without it a client that sends a byte now and then, or headers without end, or reads nothing, would keep a
-connection, and what it has sent or is to get, forever.
+Owns: the deadline from the connection or a request's first byte to its last, and the 408 for a request that
+misses it; the 503 for a request that makes room for others; how long a client may take nothing of a response;
+how long a connection stays open without a request. Does not know: what the application answers, how many
+connections there may be (`sharing`).
 """
 
 import asyncio
-import re
-import weakref
-from typing import Any, Protocol
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
 
 import msgspec
-from uvicorn._types import ASGI3Application, HTTPResponseBodyEvent
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp, Scope
 
 from conductor.front.errors import error_body
-from conductor.front.http.eager import run_eagerly
-from conductor.front.http.intake import Intake
-from conductor.front.http.outbox import Outbox, Writer
-from conductor.front.http.turns import Turns
-from conductor.front.http.waiting import Listener
+from conductor.front.http.exchange import RESPONSE_STREAM, Exchange, ResponseState
+from conductor.front.http.request_parser import (
+    Arrival,
+    InvalidRequestError,
+    RequestHead,
+    RequestParser,
+    UpgradeRequestedError,
+)
+from conductor.front.http.sharing import ConnectionTable, PipelineTurns, UploadBudget
 from mooncake.errors import RequestError
 
-MAX_HEAD_BYTES = 1 << 16
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-_CHUNKED_PIECE_BYTES = 256
-"""read at once of a body whose length is not known: behind its end there may be requests of 18 bytes"""
-BODY = "mooncake.body"
-"""extension of the scope: the `Body` of the answer, which takes parts of it once its start has been sent"""
+_MAX_BUFFERED_BYTES = 1 << 16
+"""Bytes of a request's body that wait for the application before the client has to wait."""
 
 
-class Body(Protocol):
-    """Of an answer, for parts that need not wait. The last goes the usual way."""
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds for which a server waits for a client."""
 
+    request_s: float
+    """From the connection, or a request's first byte, to its last byte."""
+    send_s: float
+    """Until the client takes a part of what waits for it."""
+    idle_s: float
+    """From a response to the next request."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """What a server's connections have in common."""
+
+    app: ASGIApp
+    timeouts: Timeouts
+    table: ConnectionTable
+    uploads: UploadBudget["Connection"]
+    loop: asyncio.AbstractEventLoop
+    turns: PipelineTurns = field(default_factory=PipelineTurns)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests that the application answers."""
+    is_ending: bool = False
+    """The server ends, and connections do with their next response."""
+
+
+class _Timer:
+    """A deadline that runs or not."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(
+        self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., None], *args: Any
+    ) -> None:
+        """Call `callback` after `delay_s`, unless the timer runs already. The callback stops it."""
+        if self._handle is None:
+            self._handle = loop.call_later(delay_s, callback, *args)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class Connection(asyncio.Protocol):
+    """`accepted` may still shake hands for TLS; it counts as a connection that waits."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, accepted: socket.socket, serving: Serving, scheme: str) -> None:
+        self._accepted: socket.socket | None = accepted
+        self._serving = serving
+        self._scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "scheme": scheme,
+            "root_path": "",
+        }
+        """The part of the scope that all requests have."""
+        self._parser = RequestParser(self)
+        self._arriving: Exchange | None = None
+        """The latest request whose head is whole and whose body is not."""
+        self._answering: Exchange | None = None
+        """The request that the application answers."""
+        self._pipelined: deque[tuple[Exchange, Scope]] = deque()
+        """Requests behind it that the parser could not be kept from reading."""
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+        self._is_reading = True
+        self._request_timer, self._idle_timer, self._send_timer = _Timer(), _Timer(), _Timer()
+        serving.table.accepted(self)
+
+    # -- the transport ----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport, self._accepted = transport, None
+        self._scope["client"] = _address(transport.get_extra_info("peername"))
+        self._scope["server"] = _address(transport.get_extra_info("sockname"))
+        self._start_request_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._serving.table.lost(self)
+        self._serving.uploads.release(self)
+        for timer in (self._request_timer, self._idle_timer, self._send_timer):
+            timer.stop()
+        self._parser.close()
+        self._disconnect()
+        self._can_write.set()
+
+    def _disconnect(self) -> None:
+        """Tell the application that nobody waits for what it answers."""
+        exchanges = [self._answering, *(exchange for exchange, _ in self._pipelined)]
+        self._answering = self._arriving = None
+        self._pipelined.clear()
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange.disconnect()
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.add(data)
+        self._serving.uploads.add(self, len(data))
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Parse what has come, up to the end of one request that is to be answered."""
+        if self._transport.is_closing():
+            return
+        while self._parser.num_unread_bytes and not self._transport.is_closing():
+            if self._answering is not None and self._answering.has_arrived:
+                self._pause_reading()
+                return
+            try:
+                self._parser.parse_piece()
+            except UpgradeRequestedError:
+                self._end_behind_whole_requests()
+            except InvalidRequestError as error:
+                self._refuse("400 Bad Request", str(error), "invalid_http")
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        """Read more, unless what has come waits for the parser or the application."""
+        waits = self._parser.num_unread_bytes or (
+            self._arriving is not None and self._arriving.num_unread_bytes > _MAX_BUFFERED_BYTES
+        )
+        if not self._is_reading and not waits:
+            self._is_reading = True
+            self._transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._transport.pause_reading()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def request_began(self) -> None:
+        self._idle_timer.stop()
+        self._start_request_timer()
+
+    def head_arrived(self, head: RequestHead) -> None:
+        exchange = Exchange(
+            self,
+            is_head=head.method == "HEAD",
+            takes_chunks=head.version != "1.0",
+            keep_alive=head.keep_alive and not self._serving.is_ending,
+            expects_continue=head.expects_continue,
+        )
+        path = head.raw_path.decode("ascii")
+        scope = {
+            **self._scope,
+            "http_version": head.version,
+            "method": head.method,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": head.raw_path,
+            "query_string": head.query,
+            "headers": head.headers,
+            "state": {},
+            "extensions": {RESPONSE_STREAM: exchange},
+        }
+        self._arriving = exchange
+        if self._answering is None:
+            self._answer(exchange, scope)
+        else:
+            self._pipelined.append((exchange, scope))
+
+    def body_arrived(self, part: bytes) -> None:
+        assert self._arriving is not None, "its head has arrived"
+        self._arriving.add_body(part)
+        if self._arriving.num_unread_bytes > _MAX_BUFFERED_BYTES:
+            self._pause_reading()
+
+    def request_arrived(self) -> None:
+        assert self._arriving is not None, "its head has arrived"
+        self._arriving.arrived()
+        self._arriving = None
+        self._request_timer.stop()
+        self._serving.uploads.release(self)
+        if num_bytes := self._parser.num_unread_bytes:
+            self._serving.uploads.add(self, num_bytes)
+        if self._answering is None:
+            self._wait()
+        else:
+            self._serving.table.is_served(self)
+
+    # -- responses --------------------------------------------------------------------------------
+
+    def _answer(self, exchange: Exchange, scope: Scope) -> None:
+        self._answering = exchange
+        if self._can_write.is_set():  # what is left of the response before tells nothing when more comes
+            self._send_timer.stop()
+        task = self._serving.loop.create_task(exchange.run(self._serving.app, scope))
+        self._serving.tasks.add(task)
+        task.add_done_callback(self._serving.tasks.discard)
+
+    def response_ended(self) -> None:
+        """Go on with the next request, or close."""
+        assert self._answering is not None
+        keep_alive, self._answering = self._answering.keep_alive, None
+        if not keep_alive:
+            self.close()
+            return
+        self._start_send_timer()
+        if self._pipelined:
+            exchange, scope = self._pipelined.popleft()
+            self._answer(exchange, scope)
+            if not exchange.has_arrived:
+                self._serving.table.waits(self)
+        elif self._parser.arrival is Arrival.NOTHING:
+            self._wait()
+        if self._parser.num_unread_bytes:
+            self._pause_reading()
+            self._serving.turns.add(self._read_on)
+        else:
+            self.resume_reading()
+
+    def _wait(self) -> None:
+        """Wait for the next request."""
+        self._serving.table.waits(self)
+        self._idle_timer.start(self._serving.loop, self._serving.timeouts.idle_s, self.close)
+
+    @property
     def takes_more(self) -> bool:
-        """Whether a part can leave now: the client is there, and reads."""
+        """Whether the client is there, and reads."""
+        return self._can_write.is_set() and not self._transport.is_closing()
 
-    def write(self, part: bytes) -> None:
-        """Send a part, which is not empty."""
+    async def wait_until_it_takes_more(self) -> None:
+        """Return when the client reads again, or has gone."""
+        await self._can_write.wait()
 
+    def write(self, data: bytes) -> None:
+        """Send `data` behind all that was written before, if the client is there."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
-def connections(
-    listener: Listener,
-    request_timeout_s: float,
-    send_timeout_s: float,
-    most_pending_bytes: int,
-    outbox: Outbox,
-) -> type[HttpToolsProtocol]:
-    """What uvicorn calls for each connection. `send_timeout_s`: in which a client has to take something.
+    def pause_writing(self) -> None:
+        self._can_write.clear()
+        self._start_send_timer()
 
-    `listener` accepts them. `most_pending_bytes`: of all requests that have not arrived whole. Answers leave
-    through `outbox`.
-    """
-    late = f"the request did not arrive within {request_timeout_s:g} s"
-    late_answer = _last_answer(b"408 Request Timeout", late, "request_timeout")
-    crowded = "too many requests arrive at once, and this one took longer than others; try again"
-    crowded_answer = _last_answer(b"503 Service Unavailable", crowded, "server_busy")
+    def resume_writing(self) -> None:
+        self._can_write.set()
+        self._send_timer.stop()
 
-    class Connection(HttpToolsProtocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._deadline: asyncio.TimerHandle | None = None
-            self._has_begun = False
-            """a request, at any time"""
-            self._is_put_out = False
-            self._is_in_head = False
-            """of the latest one; `cycle` is the one before until the head is whole"""
-            self._is_in_body = False
-            self._num_body_bytes_left = 0
-            """of a body whose length is known"""
-            self._unread, self._unread_from = b"", 0
-            """what has come, and where in it the parser goes on"""
-            self._num_unparsed_bytes = 0
-            """since the last whole head or piece of a body; they are kept until there is more"""
-            self._send_deadline: asyncio.TimerHandle | None = None
-            self._answered: RequestResponseCycle | None = None
-            """what is being answered, or was last; `cycle` is what has come last"""
+    def _start_send_timer(self) -> None:
+        if self._scope["scheme"] == "https" and self._transport.is_closing():
+            return  # TLS has a deadline of its own for that
+        if num_bytes := self._transport.get_write_buffer_size():
+            delay_s = self._serving.timeouts.send_s
+            self._send_timer.start(self._serving.loop, delay_s, self._abort_if_unsent, num_bytes)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._writer = Writer(transport, outbox)
-            self._set_deadline()
-            listener.ready(transport.get_extra_info("socket").fileno(), self)
+    def _abort_if_unsent(self, num_bytes: int) -> None:
+        """Nothing is written until fewer bytes wait, or the connection is being closed."""
+        self._send_timer.stop()
+        if self._transport.get_write_buffer_size() >= num_bytes:
+            self.abort()
+        else:
+            self._start_send_timer()
 
-        def data_received(self, data: bytes) -> None:
-            if self._is_put_out:
-                return
-            self._unread, self._unread_from = self._unread[self._unread_from :] + data, 0
-            intake.came(self, len(data))
-            self._read_on()
+    # -- the end ----------------------------------------------------------------------------------
 
-        def _read_on(self) -> None:
-            """Give the parser what has come, up to the end of one request.
+    def _start_request_timer(self) -> None:
+        self._request_timer.start(
+            self._serving.loop, self._serving.timeouts.request_s, self._miss_request_deadline
+        )
 
-            The parser cannot be stopped, so it gets pieces behind whose end there is one more request at
-            most, or a few behind a chunked body.
-            """
-            if self.transport.is_closing():
-                return
-            self.flow.resume_reading()
-            while self._unread and not self.transport.is_closing():
-                if self._owes_an_answer():
-                    self.flow.pause_reading()
-                    return
-                end = self._end_of_piece()
-                piece = memoryview(self._unread)[self._unread_from : end]
-                self._unread_from = end
-                if end == len(self._unread):
-                    self._unread, self._unread_from = b"", 0
-                self._num_unparsed_bytes += len(piece)
-                if self._is_in_body and self._num_body_bytes_left:
-                    self._num_body_bytes_left -= len(piece)
-                super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
-                if self._num_unparsed_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                    self.send_400_response("The request's head is too long.")
+    def _miss_request_deadline(self) -> None:
+        self._request_timer.stop()
+        if self._has_whole_request():
+            # The client need not have waited for the response before, and we may not have read on.
+            self._start_request_timer()
+        elif self._parser.arrival is Arrival.NOTHING:
+            self.close()
+        else:
+            message = f"the request did not arrive within {self._serving.timeouts.request_s:g} s"
+            self._refuse("408 Request Timeout", message, "request_timeout")
 
-        def _end_of_piece(self) -> int:
-            most = len(self._unread)
-            if self._is_in_body:
-                return min(most, self._unread_from + (self._num_body_bytes_left or _CHUNKED_PIECE_BYTES))
-            end = _END_OF_HEAD.search(self._unread, self._unread_from)
-            return most if end is None else end.end()
+    def _has_whole_request(self) -> bool:
+        """Whether a request is being answered behind which another one may arrive."""
+        return self._answering is not None and self._answering is not self._arriving
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            intake.left(self)
-            listener.leaves(self)
-            self._unset_deadline()
-            self._unset_send_deadline()
-            super().connection_lost(exc)
-            # uvicorn tells `cycle` alone, which never begins if another one is before it.
-            if self._answered is not None and not self._answered.response_complete:
-                self._answered.disconnected = True
-                self._answered.message_event.set()
+    def _refuse(self, status: str, message: str, code: str) -> None:
+        """Close, with an error for the request that arrives. Requests before it are answered first."""
+        if self._has_whole_request():
+            self._end_behind_whole_requests()
+            return
+        self._write_error(status, message, code)
+        self.close()
+        self._disconnect()
 
-        def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-            self._answered = cycle
-            cycle.transport = self._writer  # type: ignore[assignment]
-            # Weakly: the connection has the scope, and is to be freed without a search for garbage.
-            cycle.scope["extensions"] = {BODY: weakref.proxy(self)}
-            if not self.flow.write_paused:  # what is left of the answer before tells nothing when more comes
-                self._unset_send_deadline()
-            super()._start_asgi_task(cycle, app)
+    def _end_behind_whole_requests(self) -> None:
+        """Answer the requests that have arrived whole, then close."""
+        if self._pipelined and self._pipelined[-1][0] is self._arriving:
+            self._pipelined.pop()
+        latest = self._pipelined[-1][0] if self._pipelined else self._answering
+        assert latest is not None, "a request has arrived whole"
+        latest.keep_alive = False
+        self._parser.clear()
 
-        def takes_more(self) -> bool:
-            assert self._answered is not None
-            return not self.flow.write_paused and not self._answered.disconnected
+    def _write_error(self, status: str, message: str, code: str) -> None:
+        """Answer the request that arrives, unless the application does."""
+        if self._arriving is None or self._arriving.state is ResponseState.PENDING:
+            body = msgspec.json.encode(error_body(RequestError(message, status=int(status[:3]), code=code)))
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
-        def write(self, part: bytes) -> None:
-            assert self._answered is not None
-            message: HTTPResponseBodyEvent = {"type": "http.response.body", "body": part, "more_body": True}
-            waiting = run_eagerly(self._answered.send(message))
-            assert waiting is None, "it takes more"
+    def make_room(self) -> None:
+        """Close, with an error for the request that arrives: others need the place."""
+        if self._accepted is not None:
+            self.abort()
+            return
+        self._parser.clear()
+        if self._parser.arrival is not Arrival.NOTHING and not self._has_whole_request():
+            message = "too many requests arrive at once, and this one took longer than others; try again"
+            self._write_error("503 Service Unavailable", message, "server_busy")
+        if self._transport.get_write_buffer_size():
+            self.close()
+        else:
+            self.abort()  # an end of TLS is not waited for
+        self._disconnect()
 
-        # -- what the client takes --------------------------------------------------------------------
+    def shutdown(self) -> None:
+        """Close when the response that has begun is whole."""
+        self._pipelined.clear()
+        if self._answering is not None:
+            self._answering.keep_alive = False
+        elif self._accepted is None:
+            self.close()
+        elif self._scope["scheme"] == "https":
+            self.abort()  # else a request may have come with the connection
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._set_send_deadline()
+    def close(self) -> None:
+        """Close when the client has taken all that was written."""
+        if not self._transport.is_closing():
+            self._transport.close()
+            self._serving.table.closes(self)
+            self._start_send_timer()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._unset_send_deadline()
-
-        def on_response_complete(self) -> None:
-            self._writer.flush()  # what waits for the client is told by the transport
-            self._set_send_deadline()
-            super().on_response_complete()
-            if self.transport.is_closing():
-                return
-            if self._unread:
-                self.flow.pause_reading()
-                turns.wait(self._read_on)
-            if not self._owes_an_answer():
-                listener.waits(self)
-
-        def _set_send_deadline(self) -> None:
-            """Nothing is written until it is less: the connection waits for that, or is being closed."""
-            if self.scheme == "https" and self.transport.is_closing():
-                return  # TLS has a deadline of its own for that
-            num_bytes = self.transport.get_write_buffer_size()
-            if num_bytes and self._send_deadline is None:
-                self._send_deadline = self.loop.call_later(send_timeout_s, self._abort_if_unsent, num_bytes)
-
-        def _abort_if_unsent(self, num_bytes: int) -> None:
-            self._send_deadline = None
-            if self.transport.get_write_buffer_size() >= num_bytes:
-                self.transport.abort()
-            else:
-                self._set_send_deadline()
-
-        def _unset_send_deadline(self) -> None:
-            if self._send_deadline is not None:
-                self._send_deadline.cancel()
-                self._send_deadline = None
-
-        # -- what the parser has read -----------------------------------------------------------------
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._has_begun = self._is_in_head = True
-            self._set_deadline()
-
-        def on_headers_complete(self) -> None:
-            self._num_unparsed_bytes = 0
-            self._is_in_head, self._is_in_body = False, True
-            self._num_body_bytes_left = next(
-                (int(value) for name, value in self.headers if name == b"content-length"), 0
-            )
-            super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self._num_unparsed_bytes = 0
-            super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self._num_unparsed_bytes = 0
-            self._is_in_body = False
-            intake.left(self)
-            if self._unread:
-                intake.came(self, len(self._unread) - self._unread_from)
-            self._unset_deadline()
-            super().on_message_complete()
-            if self._owes_an_answer():
-                listener.leaves(self)
-
-        def _set_deadline(self) -> None:
-            if self._deadline is None:
-                self._deadline = self.loop.call_later(request_timeout_s, self._give_up)
-
-        def _give_up(self) -> None:
-            if self._one_before_is_being_answered():
-                # The client need not have waited for that, and we may not have read on.
-                self._deadline = None
-                self._set_deadline()
-                return
-            if self._has_begun and not self._is_being_answered():
-                self.transport.write(late_answer)
-            self.transport.close()
-
-        def put_out(self) -> None:
-            """Close the connection, with a 503 if a request arrives over it: others need the room."""
-            self._is_put_out = True
-            self._unread, self._unread_from = b"", 0
-            is_arriving = self._has_begun and self._deadline is not None
-            if is_arriving and not self._one_before_is_being_answered() and not self._is_being_answered():
-                self.transport.write(crowded_answer)
-            if self.transport.get_write_buffer_size():
-                self.transport.close()  # when the client has taken what waits for it
-            else:
-                self.transport.abort()  # an end of TLS is not waited for
-
-        def _owes_an_answer(self) -> bool:
-            """A request has arrived whole, and its answer is not complete."""
-            cycle = self._answered
-            return cycle is not None and not cycle.more_body and not cycle.response_complete
-
-        def _is_being_answered(self) -> bool:
-            return not self._is_in_head and self.cycle is not None and self.cycle.response_started
-
-        def _one_before_is_being_answered(self) -> bool:
-            if self._is_in_head:
-                return self.cycle is not None and not self.cycle.response_complete
-            return bool(self.pipeline)
-
-        def _unset_deadline(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-    intake, turns = Intake[Connection](most_pending_bytes, Connection.put_out), Turns()
-    return Connection
+    def abort(self) -> None:
+        """Close at once; what the client has not taken is lost."""
+        if self._accepted is None:
+            self._transport.abort()
+            return
+        with contextlib.suppress(OSError):  # the client has gone already
+            self._accepted.shutdown(socket.SHUT_RDWR)
 
 
-def _last_answer(status: bytes, message: str, code: str) -> bytes:
-    """Before the connection is closed."""
-    body = msgspec.json.encode(error_body(RequestError(message, status=int(status[:3]), code=code)))
-    return (
-        b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        b"content-length: %d\r\n\r\n%s" % (status, len(body), body)
-    )
+def _address(address: Any) -> tuple[str, int] | None:
+    return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None

@@ -11,7 +11,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from conductor.front.generation.link import FromConductor
-from conductor.front.process.server import listen
+from conductor.front.http.server import listen
 from conductor.front.process.server import serve as serve_front
 from conductor.front.process.starting import announce, front_config, open_model
 from mooncake.messages.bus import Dealer, peer_identity

@@ -10,13 +10,14 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.caches.context_caches import Beginning, ContextCache
 from conductor.front.generation.generation import Generation
 from conductor.front.generation.reception import Event
-from conductor.front.generation.response import until_hang_up
 from conductor.front.http.boundary import read_body
+from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
 from conductor.front.openai.body import parse
 from conductor.front.openai.fields import KnownFields
 from conductor.front.requests.context_beginnings import ContextCacheRequest, Ttl
@@ -50,7 +51,7 @@ def context_caches(front: Front) -> APIRouter:
         beginning = Beginning(prompt.token_ids, new.chat_prefix_data, new.cache_salt)
         cache = caches.add(key, new.name, beginning, prompt.keys, _now())
         try:
-            await until_hang_up(request.receive, _compute(front, job))
+            await _compute_for_client(front, job, request)
             caches.find(key, cache.id, _now())  # or it has been deleted
             await _keep(front, cache, new.ttl_s)
         except BaseException:
@@ -89,6 +90,20 @@ def context_caches(front: Front) -> APIRouter:
         return JSONResponse({"id": found.id, "object": "context_cache", "deleted": True})
 
     return router
+
+
+async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
+    """Compute, as long as the client waits for it. Raises RequestError, ClientDisconnect."""
+    computing = asyncio.create_task(_compute(front, job))
+    stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
+    stream.on_disconnect(computing.cancel)
+    try:
+        await computing
+    except asyncio.CancelledError:
+        this_task = asyncio.current_task()
+        if this_task is not None and this_task.cancelling():
+            raise
+        raise ClientDisconnect from None
 
 
 async def _compute(front: Front, job: Job) -> None:

@@ -18,7 +18,6 @@ from conductor.front.errors import UnavailableError
 from conductor.front.generation.link import ConductorPeer, Link
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.http.boundary import read_body
-from conductor.front.http.outbox import Outbox
 from conductor.front.metrics import Metrics
 from conductor.front.openai.body import Received
 from conductor.front.openai.model import ServedModel
@@ -46,7 +45,6 @@ class Front:
         """Raises ConfigError for an endpoint that cannot be used. Forks (`reading`)."""
         self.config, self.model = config, model
         self.registry, self.display = registry, display
-        self.outbox = Outbox()
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.request_log = RequestLog(None if display is None else display.pair)
         quota, now = config.context_cache_tokens, asyncio.get_running_loop().time
@@ -61,7 +59,6 @@ class Front:
             model.block_size,
             self.metrics.output_dropped,
             lambda: [] if self._caches is None else self._caches.kept(now()),
-            self.outbox,
         )
         self.reading = Reading(model, config.served_model_name, config.max_choices)
 

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from conductor.front.config import FrontConfig
 from conductor.front.generation.link import FromConductor
+from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
 from conductor.front.process import server
 from conductor.telemetry.display import Display
@@ -293,13 +294,17 @@ def running_front(
     model: ServedModel,
     display: Display | None = None,
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+    send_buffer_bytes: int | None = None,
     **config: Any,
 ) -> Iterator[Running]:
     """A front on a free port of the loopback, until the block ends. `display`: of a Conductor beside it.
 
-    `new_event_loop`: by default of the product's kind.
+    `new_event_loop`: by default of the product's kind. `send_buffer_bytes`: the kernel's for each connection,
+    by default megabytes.
     """
-    listener = server.listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     started: list[Running] = []
     stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
     is_up = threading.Event()

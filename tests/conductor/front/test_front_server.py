@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from conductor.front.config import FrontConfig
+from conductor.front.http.server import listen
 from conductor.front.openai.model import load_served_model
 from conductor.front.process import server
 from mooncake.errors import ConfigError
@@ -30,7 +31,7 @@ from tests.conductor.front.fakes import (
 
 
 def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
-    with server.listen("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         config = FrontConfig(
             port=port,
@@ -45,7 +46,7 @@ def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_unusable_host_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="address"):
-        server.listen("203.0.113.1", 0)
+        listen("203.0.113.1", 0)
 
 
 def test_unknown_config_key_is_an_error() -> None:
@@ -81,28 +82,19 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
             answer = rest.read()
             assert answer.startswith(beginning)
             assert error + b'"error":{"message":"the server is shutting down"' in answer
-    server.listen(*front.address).close()
+    listen(*front.address).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(front.address)
 
 
-def test_who_takes_nothing_of_an_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = server.listen
-
-    def with_little_room(host: str, port: int) -> socket.socket:
-        listener = listen(host, port)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the kernel takes megabytes
-        return listener
-
+def test_who_takes_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
     async def without_end(cluster: FakeCluster, request: Request) -> None:
         for position in itertools.count(step=1000):
             await cluster.send_tokens(request, b"a" * 1000, position)
             await asyncio.sleep(0.001)  # for the others in this loop
 
-    monkeypatch.setattr(server, "listen", with_little_room)
-    monkeypatch.setattr(server, "_SEND_TIMEOUT_S", 0.5)
     body = json.dumps({"model": MODEL_NAME, "prompt": "x", "stream": True}).encode()
-    with running_front(tmp_path, byte_model()) as front:
+    with running_front(tmp_path, byte_model(), send_buffer_bytes=4096, send_timeout_s=0.5) as front:
         front.cluster.behaviour = without_end
         with raw_request(front.address, "/v1/completions", body):
             front.cluster.wait_until(lambda: front.cluster.cancelled)

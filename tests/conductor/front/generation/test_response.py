@@ -1,4 +1,4 @@
-"""What is received leaves at once, to a client that reads; to another one it leaves when that reads again."""
+"""What is received leaves at once if the client reads, else when it reads again."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from conductor.front.errors import GenerationFailedError
 from conductor.front.generation.generation import Delta
 from conductor.front.generation.reception import Event, Lost, Receive, Received
 from conductor.front.generation.response import GenerationResponse
-from conductor.front.http.connection import BODY
+from conductor.front.http.exchange import RESPONSE_STREAM
 from conductor.front.metrics import Metrics, Outcome
 from mooncake.messages.requests import FinishReason
 
@@ -62,30 +62,38 @@ class Client:
         self.bodies: list[bytes] = []
         self.reads = asyncio.Event()
         self.reads.set()
-        self.is_over = asyncio.Event()
-        self.is_broken = False
+        self.has_started = self.is_over = self.is_broken = self.is_gone = False
 
     async def send(self, message: Any) -> None:
         if self.is_broken:
             raise RuntimeError("a bug of the server")
         await self.reads.wait()
+        if self.is_gone:
+            return
+        self.has_started = True
         if message["type"] == "http.response.body":
-            assert not self.is_over.is_set(), "nothing may follow the end"
-            self.bodies.append(message["body"])
-            if not message.get("more_body"):
-                self.is_over.set()
+            self.write(message["body"])
+            self.is_over = not message["more_body"]
 
+    @property
     def takes_more(self) -> bool:
-        return self.reads.is_set() and not self.is_broken
+        return self.has_started and self.reads.is_set() and not self.is_broken
 
     def write(self, part: bytes) -> None:
-        assert not self.is_over.is_set(), "nothing may follow the end"
+        assert not self.is_over, "nothing may follow the end"
         assert part
         self.bodies.append(part)
 
+    def on_disconnect(self, callback: Callable[[], object]) -> None:
+        self.disconnected = callback
+
+    def hang_up(self) -> None:
+        self.is_gone = True
+        self.disconnected()
+        self.reads.set()
+
     async def receive(self) -> dict[str, str]:
-        await self.is_over.wait()
-        return {"type": "http.disconnect"}
+        raise AssertionError("the body has been read")
 
 
 class Served:
@@ -93,7 +101,7 @@ class Served:
         self.client, self.generation = Client(), FakeGeneration()
         self.metrics = Metrics(CollectorRegistry(), "model")
         response = GenerationResponse(self.generation, FakeAnswers(), True, self.metrics)  # type: ignore[arg-type]
-        scope = {"type": "http", "extensions": {BODY: self.client}}
+        scope = {"type": "http", "extensions": {RESPONSE_STREAM: self.client}}
         self.task = asyncio.ensure_future(response(scope, self.client.receive, self.client.send))
 
     def receive(self, token_id: int, finish_reason: FinishReason | None = None) -> None:
@@ -110,19 +118,42 @@ async def served() -> Served:
     return served
 
 
-async def test_what_is_received_has_been_sent_when_the_call_returns(served: Served) -> None:
-    for token_id in (1, 2):
+@pytest.fixture
+async def started(served: Served) -> Served:
+    """The first token has been sent."""
+    served.receive(1)
+    await asyncio.sleep(0)
+    assert served.client.bodies == [b"1"]
+    return served
+
+
+async def test_between_first_and_last_what_is_received_has_been_sent_when_the_call_returns(
+    started: Served,
+) -> None:
+    served = started
+    for token_id in (2, 3):
         served.receive(token_id)
         assert served.client.bodies[-1] == b"%d" % token_id
-    served.receive(3, FinishReason.LENGTH)
-    assert served.client.bodies == [b"1", b"2", b"3end"]
+    served.receive(4, FinishReason.LENGTH)
     await served.task
+    assert served.client.bodies == [b"1", b"2", b"3", b"4end"]
     assert served.generation.is_closed
     assert served.num(Outcome.FINISHED) == 1
 
 
-async def test_what_a_slow_client_has_no_room_for_waits_as_it_came(served: Served) -> None:
-    served.receive(1)
+async def test_nothing_overtakes_what_is_being_sent(started: Served) -> None:
+    started.client.reads.clear()
+    started.receive(2)
+    await asyncio.sleep(0)
+    started.client.reads.set()  # the task has not gone on yet
+    started.receive(3)
+    started.receive(4, FinishReason.LENGTH)
+    await started.task
+    assert started.client.bodies == [b"1", b"2", b"3", b"4end"]
+
+
+async def test_what_a_slow_client_has_no_room_for_waits_as_it_came(started: Served) -> None:
+    served = started
     served.client.reads.clear()
     for token_id in range(2, 100):
         served.receive(token_id, FinishReason.LENGTH if token_id == 99 else None)
@@ -133,19 +164,21 @@ async def test_what_a_slow_client_has_no_room_for_waits_as_it_came(served: Serve
     assert served.client.bodies == [*(b"%d" % token_id for token_id in range(1, 99)), b"99end"]
 
 
-async def test_a_slow_client_that_hangs_up_ends_the_sending(served: Served) -> None:
-    served.receive(1)
+async def test_a_slow_client_that_hangs_up_ends_the_sending(started: Served) -> None:
+    served = started
     served.client.reads.clear()
     served.receive(2)
-    served.client.is_over.set()
+    await asyncio.sleep(0)
+    served.client.hang_up()
     await served.task
+    assert served.client.bodies == [b"1"]
     assert served.generation.is_closed
     assert served.num(Outcome.ABORTED) == 1
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_nothing_follows_an_error(served: Served) -> None:
-    served.receive(1)
+async def test_nothing_follows_an_error(started: Served) -> None:
+    served = started
     served.generation.receive(Lost("r", GenerationFailedError("gone")))
     served.receive(2)
     await served.task
@@ -162,13 +195,12 @@ async def test_a_bug_is_raised_where_the_request_is_served(served: Served) -> No
     assert served.num(Outcome.FAILED) == 1
 
 
-async def test_nothing_is_sent_after_a_bug(served: Served) -> None:
-    served.receive(1)
-    served.receive(-1)
-    served.receive(2)
+async def test_nothing_is_sent_after_a_bug(started: Served) -> None:
+    started.receive(-1)
+    started.receive(2)
     with pytest.raises(KeyError):
-        await served.task
-    assert served.client.bodies == [b"1"]
+        await started.task
+    assert started.client.bodies == [b"1"]
 
 
 async def test_whoever_tells_of_an_error_does_not_get_the_bug_that_it_met(served: Served) -> None:

@@ -1,18 +1,18 @@
 """For how long an answer waits for a client that takes nothing of it."""
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import uvicorn
-from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, Scope
-from uvicorn.server import ServerState
+from starlette.types import Receive, Scope, Send
 
-from conductor.front.http.connection import BODY, connections
-from conductor.front.http.eager import run_eagerly
-from conductor.front.http.outbox import Outbox
+from conductor.front.http.connection import Connection, Serving, Timeouts
+from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
+from conductor.front.http.sharing import ConnectionTable, UploadBudget
 
 SEND_TIMEOUT_S = 60.0
 LONG_S = 1e9
@@ -29,11 +29,13 @@ class Timer:
 
 
 class Loop:
-    """Its time passes when a test says so; its tasks never run."""
+    """Its time passes when a test says so; `run` runs its tasks until they wait."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.timers: list[Timer] = []
+        self.tasks: list[Coroutine[Any, Any, None]] = []
+        self.num_run = 0
 
     def call_later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> Timer:
         timer = Timer(self.now_s + delay_s, lambda: callback(*args))
@@ -41,8 +43,14 @@ class Loop:
         return timer
 
     def create_task(self, coroutine: Coroutine[Any, Any, None]) -> Mock:
-        coroutine.close()
+        self.tasks.append(coroutine)
         return Mock()
+
+    def run(self) -> None:
+        for task in self.tasks[self.num_run :]:
+            with contextlib.suppress(StopIteration):
+                task.send(None)
+        self.num_run = len(self.tasks)
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -58,9 +66,13 @@ class Transport:
 
     num_bytes = 0
     is_aborted = is_closed = False
+    is_reading = True
+
+    def __init__(self) -> None:
+        self.written = b""
 
     def write(self, data: bytes) -> None:
-        self.num_bytes += len(data)
+        self.written += data
 
     def get_write_buffer_size(self) -> int:
         return self.num_bytes
@@ -71,26 +83,54 @@ class Transport:
     def close(self) -> None:
         self.is_closed = True
 
-    def get_extra_info(self, name: str) -> Mock | None:
-        return Mock() if name == "socket" else None
-
     def is_closing(self) -> bool:
-        return False
+        return self.is_aborted or self.is_closed
 
+    def pause_reading(self) -> None:
+        self.is_reading = False
 
-async def never(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-    raise AssertionError
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return "127.0.0.1", 1
 
 
 class Client:
-    """And the connection to it."""
+    """And the connection to it. `scopes` are those of the requests that have come."""
 
     def __init__(self) -> None:
-        self.loop, self.transport, self.outbox = Loop(), Transport(), Outbox()
-        config = uvicorn.Config(never, ws="none", log_config=None, timeout_keep_alive=int(LONG_S))
-        kind = connections(Mock(), LONG_S, SEND_TIMEOUT_S, 1 << 30, self.outbox)
-        self.connection = kind(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
+        self.loop, self.transport = Loop(), Transport()
+        self.table = ConnectionTable(is_tls=False)
+        self.scopes: list[Scope] = []
+        uploads = UploadBudget[Connection](1 << 30, Connection.make_room)
+        timeouts = Timeouts(request_s=LONG_S, send_s=SEND_TIMEOUT_S, idle_s=LONG_S)
+        loop: Any = self.loop
+        self.connection = Connection(
+            Mock(), Serving(self.answer, timeouts, self.table, uploads, loop), "http"
+        )
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As far as the test says, by what it sends."""
+        self.scopes.append(scope)
+        self.send = send
+        await asyncio.Future()
+
+    def ask(self, request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") -> None:
+        self.connection.data_received(request)
+        self.loop.run()
+
+    def answered(self, body: bytes = b"", *, more_body: bool = False, headers: Any = ()) -> bytes:
+        """What is written when the application sends its response."""
+        num_before = len(self.transport.written)
+        for message in (
+            {"type": "http.response.start", "status": 200, "headers": headers},
+            {"type": "http.response.body", "body": body, "more_body": more_body},
+        ):
+            with contextlib.suppress(StopIteration):
+                self.send(message).send(None)  # type: ignore[attr-defined]
+        return self.transport.written[num_before:]
 
     def is_cut_off_after(self, seconds: float) -> bool:
         self.loop.wait(seconds)
@@ -98,7 +138,7 @@ class Client:
 
 
 @pytest.fixture
-def client() -> Client:
+async def client() -> Client:
     return Client()
 
 
@@ -126,31 +166,31 @@ def test_who_has_made_room_again_may_wait(client: Client) -> None:
 
 
 def test_the_end_of_an_answer_does_not_wait_for_ever(client: Client) -> None:
+    client.ask()
     client.transport.num_bytes = 100
-    client.connection.on_response_complete()
+    client.answered()
     assert client.is_cut_off_after(SEND_TIMEOUT_S)
 
 
-async def test_nor_does_an_end_that_was_written_together_with_others(client: Client) -> None:
-    client.connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-
-    with client.outbox:
-        await client.connection.cycle.send({"type": "http.response.start", "status": 200, "headers": []})
-        assert client.transport.num_bytes == 0
-        await client.connection.cycle.send({"type": "http.response.body", "body": b"all"})
-    assert client.transport.num_bytes > 0
+def test_nor_does_the_end_of_the_last_one(client: Client) -> None:
+    client.ask(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+    client.transport.num_bytes = 100
+    client.answered()
+    assert client.transport.is_closed
     assert client.is_cut_off_after(SEND_TIMEOUT_S)
 
 
 def test_what_is_left_of_one_answer_tells_nothing_beside_the_next(client: Client) -> None:
+    client.ask()
     client.transport.num_bytes = 100
-    client.connection.on_response_complete()
-    client.connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    client.answered()
+    client.ask()
     assert not client.is_cut_off_after(SEND_TIMEOUT_S)
 
 
 def test_nothing_is_watched_where_all_has_been_taken_or_nobody_is_there(client: Client) -> None:
-    client.connection.on_response_complete()
+    client.ask()
+    client.answered()
     assert not client.is_cut_off_after(SEND_TIMEOUT_S)
     client.transport.num_bytes = 100
     client.connection.pause_writing()
@@ -159,23 +199,83 @@ def test_nothing_is_watched_where_all_has_been_taken_or_nobody_is_there(client: 
 
 
 def test_parts_of_a_body_are_taken_while_the_client_reads(client: Client) -> None:
-    client.connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
-    cycle = client.connection.cycle
-    body = cycle.scope["extensions"][BODY]
-    run_eagerly(cycle.send({"type": "http.response.start", "status": 200, "headers": []}))
-    num_bytes = client.transport.num_bytes
-    assert body.takes_more()
-    body.write(b"part")
-    assert client.transport.num_bytes - num_bytes == len(b"4\r\npart\r\n")
+    client.ask(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+    stream: ResponseStream = client.scopes[0]["extensions"][RESPONSE_STREAM]
+    assert not stream.takes_more, "it has not started"
+    client.answered(b"first", more_body=True)
+    assert stream.takes_more
+    num_before = len(client.transport.written)
+    stream.write(b"part")
+    assert client.transport.written[num_before:] == b"4\r\npart\r\n"
     client.connection.pause_writing()
-    assert not body.takes_more()
+    assert not stream.takes_more
     client.connection.resume_writing()
-    assert body.takes_more()
+    assert stream.takes_more
+    has_gone = Mock()
+    stream.on_disconnect(has_gone)
+    client.connection.connection_lost(None)
+    has_gone.assert_called_once_with()
+    assert not stream.takes_more
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
-def test_who_is_put_out_gets_what_waits_of_an_answer(client: Client, num_bytes: int) -> None:
+def test_who_makes_room_gets_what_waits_of_an_answer(client: Client, num_bytes: int) -> None:
+    client.ask()
+    client.answered()
     client.transport.num_bytes = num_bytes
-    client.connection.on_response_complete()
-    client.connection.put_out()  # type: ignore[attr-defined]
+    client.connection.make_room()
     assert (client.transport.is_closed, client.transport.is_aborted) == (num_bytes > 0, num_bytes == 0)
+
+
+def test_a_connection_that_only_waits_for_its_client_to_read_can_make_room(client: Client) -> None:
+    client.ask(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+    client.transport.num_bytes = 100
+    client.answered()
+    assert not client.transport.is_aborted
+    assert client.table.make_room()
+    assert client.transport.is_aborted
+
+
+def test_trailers_are_no_headers(client: Client) -> None:
+    chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    client.ask(chunked + b"1\r\nx\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
+    assert client.scopes[0]["headers"] == [(b"transfer-encoding", b"chunked")]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "written"),
+    [
+        (b"GET / HTTP/1.1", [], b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"),
+        (b"GET / HTTP/1.1", [(b"content-length", b"4")], b"content-length: 4\r\n\r\nbody"),
+        (b"HEAD / HTTP/1.1", [(b"content-length", b"4")], b"content-length: 4\r\n\r\n"),
+        (b"GET / HTTP/1.0", [], b"connection: close\r\n\r\nbody"),
+    ],
+    ids=["chunked", "of known length", "head", "HTTP/1.0"],
+)
+def test_framing_of_a_response(client: Client, request_line: bytes, headers: Any, written: bytes) -> None:
+    client.ask(request_line + b"\r\nHost: x\r\n\r\n")
+    head, _, rest = client.answered(b"body", headers=headers).partition(b"GMT\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
+    assert rest == written
+    assert client.transport.is_closed == request_line.endswith(b"1.0")
+
+
+@pytest.mark.parametrize("body", [b"more than 4", b"4"])
+def test_a_body_that_is_not_as_long_as_its_head_says_is_a_bug(client: Client, body: bytes) -> None:
+    client.ask()
+    with pytest.raises(RuntimeError):
+        client.answered(body, headers=[(b"content-length", b"4")])
+
+
+def test_a_header_cannot_end_early(client: Client) -> None:
+    client.ask()
+    with pytest.raises(ValueError, match="x-name"):
+        client.answered(headers=[(b"x-name", b"value\r\nother: x")])
+
+
+def test_a_body_that_nobody_receives_makes_the_client_wait(client: Client) -> None:
+    client.ask(b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
+    client.ask(bytes(1 << 17))
+    assert not client.transport.is_reading
+    client.answered()
+    assert client.transport.is_reading, "the rest is read, and left"

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from conductor.front.http.exchange import Exchange
 from mooncake.messages.fronts import ClusterState
 from mooncake.messages.requests import FinishReason, Request
 from mooncake.messages.workers import Role
@@ -551,9 +551,9 @@ def test_openapi_describes_the_bodies(front: Running) -> None:
     assert {"model", "messages", "cache_salt"} <= set(body["properties"])
 
 
-def num_cycles() -> int:
-    """Requests of which uvicorn remembers something."""
-    return sum(type(kept) is RequestResponseCycle for kept in gc.get_objects())
+def num_exchanges() -> int:
+    """Requests of which the server remembers something."""
+    return sum(type(kept) is Exchange for kept in gc.get_objects())
 
 
 def test_what_a_request_needed_is_freed_without_a_search_for_garbage(front: Running) -> None:
@@ -562,16 +562,16 @@ def test_what_a_request_needed_is_freed_without_a_search_for_garbage(front: Runn
     threshold, *others = gc.get_threshold()
     gc.set_threshold(0, *others)  # never; who reads a body disables and enables it
     try:
-        num_before = num_cycles()
+        num_before = num_exchanges()
         with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
             body = {"model": MODEL_NAME, "prompt": "hi", "stream": True}
             for _ in range(5):
                 assert client.post("/v1/completions", json=body).text.endswith("[DONE]\n\n")
-            assert num_cycles() <= num_before + 1, "a connection remembers the latest one"
+            assert num_exchanges() <= num_before + 1, "a connection remembers the latest one"
             for _ in range(5):  # each over a connection of its own
                 httpx.post(f"{front.url}/v1/completions", json=body, timeout=DEADLINE_S)
             deadline_s = time.monotonic() + DEADLINE_S
-            while num_cycles() > num_before + 1:
+            while num_exchanges() > num_before + 1:
                 assert time.monotonic() < deadline_s, "connections that are closed remember the latest one"
                 client.get("/health")
     finally:

@@ -1,4 +1,4 @@
-"""The streams of one step are written together: each gets all of its own, in order, whatever others do."""
+"""The streams of one step: each gets all of its own, in order, whatever others do."""
 
 import asyncio
 import json
@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from conductor.front.http.outbox import Outbox, Writer
-from conductor.front.process import server
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.requests import FinishReason, Ref, Request
 from tests.conductor.front.fakes import (
@@ -24,81 +22,6 @@ from tests.conductor.front.fakes import (
     raw_request,
     running_front,
 )
-
-
-class Transport:
-    """Adds what happens to it to `log`."""
-
-    def __init__(self, name: str, log: list[tuple[str, bytes | None]]) -> None:
-        self._name, self._log = name, log
-        self._is_closing = False
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def write(self, data: bytes) -> None:
-        self._log.append((self._name, data))
-
-    def close(self) -> None:
-        self._is_closing = True
-        self._log.append((self._name, None))
-
-
-class Sockets:
-    def __init__(self) -> None:
-        self.log: list[tuple[str, bytes | None]] = []
-        self.outbox = Outbox()
-        self.transports = [Transport(name, self.log) for name in ("one", "other")]
-        self.one, self.other = (
-            Writer(transport, self.outbox)  # type: ignore[arg-type]
-            for transport in self.transports
-        )
-
-
-def test_all_is_written_when_the_last_has_its_part() -> None:
-    sockets = Sockets()
-    sockets.one.write(b"0")
-    with sockets.outbox:
-        sockets.one.write(b"1")
-        sockets.other.write(b"a")
-        sockets.one.write(b"2")
-        assert sockets.log == [("one", b"0")]
-    sockets.one.write(b"3")
-    assert sockets.log == [("one", b"0"), ("one", b"12"), ("other", b"a"), ("one", b"3")]
-
-
-def test_what_is_kept_is_written_before_the_end() -> None:
-    sockets = Sockets()
-    with sockets.outbox:
-        sockets.other.write(b"a")
-        sockets.one.write(b"1")
-        sockets.one.close()
-        assert sockets.log == [("one", b"1"), ("one", None)]
-    assert sockets.log[2:] == [("other", b"a")]
-
-
-def test_nothing_is_written_to_who_has_gone() -> None:
-    """A transport of a closed socket raises, and others have something too."""
-    sockets = Sockets()
-    with sockets.outbox:
-        sockets.one.write(b"1")
-        sockets.other.write(b"a")
-        sockets.transports[0].close()
-    assert sockets.log == [("one", None), ("other", b"a")]
-
-
-def test_a_bug_keeps_nothing_back() -> None:
-    sockets = Sockets()
-
-    def step() -> None:
-        with sockets.outbox:
-            sockets.one.write(b"1")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        step()
-    sockets.one.write(b"2")
-    assert sockets.log == [("one", b"1"), ("one", b"2")]
 
 
 class Steps:
@@ -228,20 +151,10 @@ def test_a_client_that_has_gone_when_its_step_is_written_costs_the_others_nothin
     front.cluster.wait_until(lambda: of_gone.request_id in front.cluster.cancelled)
 
 
-def test_a_client_that_does_not_read_gets_its_part_later_and_the_others_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listen = server.listen
-
-    def with_little_room(host: str, port: int) -> socket.socket:
-        listener = listen(host, port)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the kernel takes megabytes
-        return listener
-
-    monkeypatch.setattr(server, "listen", with_little_room)
+def test_a_client_that_does_not_read_gets_its_part_later_and_the_others_at_once(tmp_path: Path) -> None:
     num_steps, num_each = 400, 2000
     letters = [b"%c" % (97 + position % 26) for position in range(num_steps)]
-    with running_front(tmp_path, byte_model()) as front:
+    with running_front(tmp_path, byte_model(), send_buffer_bytes=4096) as front:
         steps = Steps(front)
         slow, [of_slow] = steps.ask("slow")
         quick, [of_quick] = steps.ask("quick")

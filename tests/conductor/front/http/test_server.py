@@ -15,9 +15,10 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from conductor.front.http import accepting, waiting
+from conductor.front.http import server, sharing
+from conductor.front.http.connection import Timeouts
+from conductor.front.http.server import HttpServer
 from mooncake.messages.requests import Request
-from mooncake.security.crowd import Crowd
 from tests.conductor.front.access.test_access import certificate
 from tests.conductor.front.fakes import MODEL_NAME, FakeCluster, answer_hello, byte_model, running_front
 from tests.deadline import DEADLINE_S
@@ -28,8 +29,8 @@ COMPLETION = {"model": MODEL_NAME, "prompt": "hi", "max_tokens": 4}
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MOST_WAITING", MOST)
-    monkeypatch.setattr(waiting, "MOST_WAITING_TLS", MOST)
+    monkeypatch.setattr(sharing, "MAX_WAITING", MOST)
+    monkeypatch.setattr(sharing, "MAX_WAITING_TLS", MOST)
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ def test_one_that_has_had_its_answer_waits_again(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_a_handshake_that_does_not_end_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "HANDSHAKE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 10 * DEADLINE_S)
     trusted = ssl.create_default_context(cafile=certificate(tmp_path))
     paths = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
     with running_front(tmp_path, byte_model(), **paths) as front:
@@ -111,33 +112,21 @@ def test_a_handshake_that_does_not_end_makes_room(tmp_path: Path, monkeypatch: p
                 assert answers(front.url, verify=trusted)
 
 
-def test_where_there_are_no_descriptors_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_there_are_no_descriptors_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncio would tell thousands of times a second that there are none, and let nobody in."""
-
-    def accept(_: socket.socket) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(socket.socket, "accept", accept)
+    listener = Mock(accept=Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    loop = Mock()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    served = HttpServer(Mock(), listener, Timeouts(1.0, 1.0, 1.0), 1)
     old, new = Mock(), Mock()
-    with waiting.Listener() as listener:
-        for peer in (old, new):
-            listener.waits(peer)
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-        assert [peer.put_out.called for peer in (old, new)] == [True, False]
-        listener.leaves(new)
-        with pytest.raises(OSError, match="Too many open files"):
-            listener.accept()
-
-
-def test_a_crowd_has_gone_once() -> None:
-    peers = [Mock() for _ in range(waiting.CROWD_LEN)]
-    with waiting.Listener() as listener:
-        listener._crowd = Crowd(len(peers), Mock())
-        for peer in peers:
-            listener.waits(peer)
-        assert not listener.crowd_has_gone()
-        for peer in peers:
-            listener.leaves(peer)
-        assert listener.crowd_has_gone()
-        assert not listener.crowd_has_gone()
+    for connection in (old, new):
+        served.connections.accepted(connection)
+    served.start()
+    [[_, accept]] = [call.args for call in loop.add_reader.call_args_list]
+    accept()
+    assert [connection.make_room.called for connection in (old, new)] == [True, False]
+    loop.call_later.assert_not_called()
+    served.connections.is_served(new)
+    accept()
+    loop.remove_reader.assert_called_once_with(listener)
+    loop.call_later.assert_called_once()

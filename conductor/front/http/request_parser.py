@@ -1,0 +1,169 @@
+"""Requests of one connection: from bytes to heads and bodies, without IO.
+
+The parser, httptools, cannot be stopped, so it gets pieces behind whose end there is one more request at
+most, or a few behind a chunked body.
+
+Owns: what has come and is not parsed yet, how far the latest request has come, the longest head. Does not
+know: responses, deadlines.
+"""
+
+import re
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+import httptools
+
+MAX_HEAD_BYTES = 1 << 16
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+_CHUNKED_PIECE_BYTES = 256
+"""Bytes parsed at once of a body of unknown length: behind its end there may be requests of 18 bytes."""
+
+
+class InvalidRequestError(Exception):
+    """What came is no request."""
+
+
+class UpgradeRequestedError(Exception):
+    """A request has arrived whole; what follows is of another protocol."""
+
+
+class Arrival(Enum):
+    """How far the latest request has come."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
+
+
+class RequestHead(NamedTuple):
+    """Request line and headers, whose names are in lower case."""
+
+    method: str
+    version: str
+    raw_path: bytes
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    """The client may send another request behind this one."""
+    expects_continue: bool
+    """The client sends the body when it is told to."""
+
+
+class RequestListener(Protocol):
+    """What is told of requests, in the order in which they come."""
+
+    def request_began(self) -> None: ...
+
+    def head_arrived(self, head: RequestHead) -> None: ...
+
+    def body_arrived(self, part: bytes) -> None: ...
+
+    def request_arrived(self) -> None: ...
+
+
+class RequestParser:
+    """Tells `listener` of the requests in what was added."""
+
+    def __init__(self, listener: RequestListener) -> None:
+        self._listener = listener
+        self._parser = httptools.HttpRequestParser(self)
+        self.arrival = Arrival.NOTHING
+        self._unread, self._unread_from = b"", 0
+        """What has come, and where in it the parser goes on."""
+        self._num_unparsed_bytes = 0
+        """Bytes since the last whole head or piece of a body; the parser keeps them."""
+        self._num_body_bytes_left = 0
+        """Bytes to come of a body whose length is known."""
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._expects_continue = False
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes that were added and not parsed."""
+        return len(self._unread) - self._unread_from
+
+    def add(self, data: bytes) -> None:
+        """More has come."""
+        self._unread, self._unread_from = self._unread[self._unread_from :] + data, 0
+
+    def clear(self) -> None:
+        """Forget what has come and is not parsed."""
+        self._unread, self._unread_from = b"", 0
+
+    def close(self) -> None:
+        """Break the circle of references, so that everything is freed without a search for garbage."""
+        self.clear()
+        del self._parser, self._listener
+
+    def parse_piece(self) -> None:
+        """Parse what has come, at most to the end of one request.
+
+        Raises InvalidRequestError, and UpgradeRequestedError behind a request that wants another protocol.
+        """
+        end = self._end_of_piece()
+        piece = memoryview(self._unread)[self._unread_from : end]
+        self._unread_from = end
+        if end == len(self._unread):
+            self.clear()
+        self._num_unparsed_bytes += len(piece)
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            raise UpgradeRequestedError from None
+        except httptools.HttpParserError:
+            raise InvalidRequestError("the request is not valid HTTP/1.1") from None
+        if self._num_unparsed_bytes > MAX_HEAD_BYTES:
+            raise InvalidRequestError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def _end_of_piece(self) -> int:
+        most = len(self._unread)
+        if self.arrival is Arrival.BODY:
+            return min(most, self._unread_from + (self._num_body_bytes_left or _CHUNKED_PIECE_BYTES))
+        end = _END_OF_HEAD.search(self._unread, self._unread_from)
+        return most if end is None else end.end()
+
+    # -- what httptools calls ---------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self.arrival, self._url, self._headers = Arrival.HEAD, b"", []
+        self._num_body_bytes_left, self._expects_continue = 0, False
+        self._listener.request_began()
+
+    def on_url(self, part: bytes) -> None:
+        self._url += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.arrival is not Arrival.HEAD:
+            return  # a trailer, behind a body
+        name = name.lower()
+        if name == b"content-length":
+            self._num_body_bytes_left = int(value)
+        elif name == b"expect":
+            self._expects_continue = value.lower() == b"100-continue"
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.arrival, self._num_unparsed_bytes = Arrival.BODY, 0
+        url, version = httptools.parse_url(self._url), self._parser.get_http_version()
+        self._listener.head_arrived(
+            RequestHead(
+                self._parser.get_method().decode("ascii"),
+                version,
+                url.path,
+                url.query or b"",
+                self._headers,
+                version != "1.0" and self._parser.should_keep_alive(),
+                self._expects_continue,
+            )
+        )
+
+    def on_body(self, part: bytes) -> None:
+        self._num_unparsed_bytes = 0
+        if self._num_body_bytes_left:
+            self._num_body_bytes_left -= len(part)
+        self._listener.body_arrived(part)
+
+    def on_message_complete(self) -> None:
+        self.arrival, self._num_unparsed_bytes = Arrival.NOTHING, 0
+        self._listener.request_arrived()

@@ -1,0 +1,139 @@
+"""An HTTP server within an event loop that others share: it accepts connections until it is closed.
+
+Owns: the listening socket's use, TLS handshakes, the end of connections when the server ends. Does not know:
+HTTP (`connection`), signals.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+
+from starlette.types import ASGIApp
+
+from conductor.front.http.connection import Connection, Serving, Timeouts
+from conductor.front.http.sharing import ConnectionTable, UploadBudget
+from mooncake.errors import ConfigError
+
+HANDSHAKE_S = 60.0
+"""Seconds for TLS; with too many handshakes at once the oldest ends sooner."""
+_BACKLOG = 2048
+_MAX_ACCEPTED_AT_ONCE = 64
+"""Connections that are accepted before others have their turn."""
+_RETRY_S = 0.1
+"""Seconds until the next try when a connection cannot be accepted, mostly for want of descriptors."""
+_LAST_ANSWERS_S = 1.0
+"""Seconds in which requests that are cancelled are answered with an error."""
+log = logging.getLogger(__name__)
+
+
+def listen(host: str, port: int, option: str | None = None) -> socket.socket:
+    """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError.
+
+    `option`: by which another address can be chosen, if not --host and --port.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(
+            f"host {host!r} cannot be resolved ({error}); choose another with {option or '--host'}"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # two sockets can be bound to one port as long as neither listens
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use; choose another with {option or '--port'}"
+            ) from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer:
+    """Serves `app` on `listener`, a socket from `listen`. Needs a running event loop."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        timeouts: Timeouts,
+        max_pending_bytes: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`max_pending_bytes`: of all requests that have not arrived whole."""
+        self._listener, self._tls = listener, tls
+        self._loop = asyncio.get_running_loop()
+        self.connections = ConnectionTable(is_tls=tls is not None)
+        uploads = UploadBudget[Connection](max_pending_bytes, Connection.make_room)
+        self._serving = Serving(app, timeouts, self.connections, uploads, self._loop)
+        self._handshakes: set[asyncio.Task[None]] = set()
+        """Connections that are accepted and cannot be used yet."""
+        self._retry: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more; each connection ends with the response that has begun on it."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._serving.is_ending = True
+        for connection in list(self.connections.open):
+            connection.shutdown()
+
+    async def wait_closed(self) -> None:
+        """Wait until all connections have ended, and all requests with them."""
+        await self.connections.has_emptied.wait()
+        await asyncio.gather(*self._serving.tasks, *self._handshakes, return_exceptions=True)
+
+    async def abort(self) -> None:
+        """Cancel requests, which answers those that have no response yet, and end all connections."""
+        tasks = [*self._serving.tasks, *self._handshakes]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_ANSWERS_S)
+        for connection in list(self.connections.open):
+            connection.abort()
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self.connections.make_room():
+                    return  # the loop calls again
+                log.warning("cannot accept a connection: %s", error)
+                self._loop.remove_reader(self._listener)
+                self._retry = self._loop.call_later(_RETRY_S, self.start)
+                return
+            accepted.setblocking(False)
+            connection = Connection(accepted, self._serving, "http" if self._tls is None else "https")
+            task = self._loop.create_task(self._begin(accepted, connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _begin(self, accepted: socket.socket, connection: Connection) -> None:
+        timeout_s = None if self._tls is None else HANDSHAKE_S
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except OSError:  # the client has gone, does not speak TLS, or takes too long
+            self.connections.lost(connection)
+        except asyncio.CancelledError:
+            self.connections.lost(connection)
+            raise

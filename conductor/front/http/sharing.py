@@ -1,0 +1,153 @@
+"""What the connections of one server share, so that none of them takes all of it: places, memory for requests
+that arrive, turns of the event loop.
+
+Owns: how much there is of each, and which connection makes room for another. Does not know: HTTP, sockets.
+"""
+
+import asyncio
+import resource
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+from mooncake.security.crowd import Crowd
+
+MAX_WAITING, MAX_WAITING_TLS = 2048, 512
+"""Connections that wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
+CROWD_LEN = 64
+"""Connections whose memory is worth a search for what can go back to the system."""
+MAX_PIPELINED_AT_ONCE = 16
+"""Connections that go on with a pipelined request in one turn of the event loop."""
+_SHARE_OF_DESCRIPTORS = 4
+"""Divisor of the process's descriptors: others are for responses, for workers, for another listener."""
+
+
+class Evictable(Hashable, Protocol):
+    """A connection that can be asked to make room."""
+
+    def make_room(self) -> None:
+        """Close, since others need the place."""
+
+    def shutdown(self) -> None:
+        """Close when the response that has begun is whole."""
+
+    def abort(self) -> None:
+        """Close at once; what the client has not taken is lost."""
+
+
+class ConnectionTable:
+    """The open connections of a server.
+
+    Those that wait have no request to be answered: they are new, idle, or their request still arrives. Those
+    that close have a response that the client has not taken. Of both kinds one too many closes the oldest.
+    """
+
+    def __init__(self, *, is_tls: bool) -> None:
+        self.open: set[Evictable] = set()
+        self.has_emptied = asyncio.Event()
+        """Set while no connection is open."""
+        self.has_emptied.set()
+        most = _max_waiting(MAX_WAITING_TLS if is_tls else MAX_WAITING)
+        self._waiting = Crowd[Evictable](most, lambda connection: connection.make_room())
+        self._closing = Crowd[Evictable](most, lambda connection: connection.abort())
+        self._peak_waiting = 0
+        """Most connections that waited since a crowd has gone."""
+
+    def accepted(self, connection: Evictable) -> None:
+        """Add a connection, which waits."""
+        self.open.add(connection)
+        self.has_emptied.clear()
+        self.waits(connection)
+
+    def waits(self, connection: Evictable) -> None:
+        """Note that a connection waits for its next request."""
+        self._waiting.enter(connection)
+        self._peak_waiting = max(self._peak_waiting, len(self._waiting))
+
+    def is_served(self, connection: Evictable) -> None:
+        """Note that the request of a connection has arrived whole."""
+        self._waiting.leave(connection)
+
+    def closes(self, connection: Evictable) -> None:
+        """Note that a connection closes when the client has taken the rest of a response."""
+        self._waiting.leave(connection)
+        self._closing.enter(connection)
+
+    def lost(self, connection: Evictable) -> None:
+        """Remove a connection that has ended. Idempotent."""
+        self._waiting.leave(connection)
+        self._closing.leave(connection)
+        self.open.discard(connection)
+        if not self.open:
+            self.has_emptied.set()
+
+    def make_room(self) -> bool:
+        """Close the connection that has waited for longest. Returns whether there was one."""
+        return self._closing.make_room() or self._waiting.make_room()
+
+    def crowd_has_gone(self) -> bool:
+        """Return whether many connections that waited have gone since this was last so."""
+        has_gone = self._peak_waiting - len(self._waiting) >= CROWD_LEN
+        if has_gone:
+            self._peak_waiting = len(self._waiting)
+        return has_gone
+
+
+def _max_waiting(most: int) -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = descriptors == resource.RLIM_INFINITY
+    return most if unlimited else min(most, descriptors // _SHARE_OF_DESCRIPTORS)
+
+
+Sender = TypeVar("Sender", bound=Hashable)
+
+
+class UploadBudget(Generic[Sender]):
+    """Memory for requests that have not arrived whole. The sender that takes longest makes room."""
+
+    def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:
+        """`evict` is called with a sender that has made room, and holds nothing any more."""
+        self._max_bytes, self._evict = max_bytes, evict
+        self._num_bytes: dict[Sender, int] = {}
+        """Bytes by sender, the oldest first."""
+        self._total_bytes = 0
+
+    def add(self, sender: Sender, num_bytes: int) -> None:
+        """Count more of a sender's request."""
+        self._num_bytes[sender] = self._num_bytes.get(sender, 0) + num_bytes
+        self._total_bytes += num_bytes
+        while self._total_bytes > self._max_bytes:
+            oldest = next(iter(self._num_bytes))
+            self.release(oldest)
+            self._evict(oldest)
+
+    def release(self, sender: Sender) -> None:
+        """Forget a sender whose request is whole, or will not be. Idempotent."""
+        self._total_bytes -= self._num_bytes.pop(sender, 0)
+
+
+class PipelineTurns:
+    """Lets a few connections go on with pipelined requests in each turn of the event loop.
+
+    So a new request is answered soon, however many are pipelined.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_due = False
+
+    def add(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` soon. Needs a running event loop."""
+        self._waiting.append(go_on)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_due = False
+        for _ in range(min(MAX_PIPELINED_AT_ONCE, len(self._waiting))):
+            self._waiting.popleft()()
+        self._schedule()
