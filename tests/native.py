@@ -3,17 +3,14 @@
 import pytest
 
 from messenger.shm import board, catalogue
-from messenger.transport import direct, listening
 from messenger.wire import checksums
 
 
 def load() -> None:
     """All that a messenger needs."""
     checksums.prepare()
-    direct.prepare()
     board.native()
     catalogue.native()
-    listening.prepare()
 
 
 @pytest.fixture(scope="session", autouse=True)

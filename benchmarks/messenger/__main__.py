@@ -168,8 +168,8 @@ def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, dep
         if PEER in samples:
             yield Bar("tcp by Transfer Engine", share(samples, tcp, PEER), 1.3)
         yield Bar("shm of memcpy", share(samples, shm, MEMCPY), 0.8)
-    elif block_bytes == 64 << 10:
-        yield Bar("tcp", figures[tcp].items_per_s * block_bytes / GIB, 1.0, unit=" GiB/s")
+    elif block_bytes == 64 << 10 and depth == 1 and PEER in samples:
+        yield Bar("tcp by Transfer Engine", share(samples, tcp, PEER), 1.0)
     elif block_bytes == 4 << 10 and depth == 1:
         yield Bar("tcp p50", 1e6 * figures[tcp].p50_s, 100, is_least=False, unit=" us")
 

@@ -21,9 +21,9 @@ from benchmarks.messenger.ours_driver import (
     GRANT,
     INSTANCE,
     PAGE_BYTES,
+    event_loop,
     identity,
     key,
-    listening_loop,
     shared_memory,
     slice_bytes_of,
 )
@@ -32,7 +32,6 @@ from messenger.rdma.cards import Cards
 from messenger.sender.peer import Peer
 from messenger.sender.peers import Peers
 from messenger.sender.requests import Outcome, Urgency
-from messenger.transport import direct, listening
 from messenger.transport.source import SourceSegment
 from messenger.transport.transports import Traffic
 from messenger.wire import checksums
@@ -281,8 +280,6 @@ def _frames(
 @contextlib.contextmanager
 def _start(transport: Transport) -> Iterator[MessengerEngine]:
     checksums.prepare()
-    direct.prepare()
-    listening.prepare()
     cluster_key = ClusterKey.generate()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -295,7 +292,7 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
         fd, buffer = shared_memory(Memory.SIZE_BYTES)
         source = SourceSegment.of(fd, buffer)
         memory = Memory(np.frombuffer(buffer, np.uint8))
-        loop = stack.enter_context(asyncio.Runner(loop_factory=listening_loop)).get_loop()
+        loop = stack.enter_context(asyncio.Runner(loop_factory=event_loop)).get_loop()
         opened: asyncio.Future[dict[int, Peer]] = loop.create_future()
 
         async def connect() -> None:

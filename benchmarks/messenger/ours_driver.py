@@ -23,9 +23,7 @@ from messenger.receiver.door import Door, Landing, Readable, Writer, WriteRefuse
 from messenger.receiver.receiver import Sessions, Threshold
 from messenger.shm.board import BOARD_BYTES, Board
 from messenger.shm.catalogue import PLACES, Catalogue
-from messenger.transport import direct, listening
-from messenger.transport.listening import ListeningLoop
-from messenger.transport.openings import OpenPages
+from messenger.transport import busy_poll
 from messenger.transport.pacing import begin_unpaced
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream
@@ -95,9 +93,6 @@ class Pages:
         self._memory = segment[:WORKING_SET_BYTES]
         self._page_bytes = page_bytes
         self._slice_bytes = layout.layer_bytes
-        self.openings = OpenPages(self._memory, layout, num_pages, page_bytes)
-        for page in range(num_pages):
-            self.openings.open(page, 0, GRANT)
 
     def open(self, grant_id: int, writer: Writer) -> None:
         """Everybody may write."""
@@ -150,9 +145,9 @@ class Pages:
         return slice(first * CHECKSUM_BYTES, (first + len(layers)) * CHECKSUM_BYTES)
 
 
-def listening_loop() -> ListeningLoop:
-    """As a messenger's is unless it is configured."""
-    return ListeningLoop(1e-6 * MessengerConfig().poll_us)
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop as a messenger has it unless it is configured."""
+    return busy_poll.event_loop(1e-6 * MessengerConfig().poll_us)
 
 
 def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
@@ -173,8 +168,6 @@ async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.Ta
 
 async def _serve(folder: str, cluster_key: ClusterKey) -> None:
     checksums.prepare()
-    direct.prepare()
-    listening.prepare()
     fd, segment = shared_memory(WORKING_SET_BYTES + _TABLES_BYTES)
     board, source = Board.at(segment[-BOARD_BYTES:]), SourceSegment.of(fd, segment)
     if board is not None:
@@ -220,5 +213,5 @@ async def _serve(folder: str, cluster_key: ClusterKey) -> None:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=listening_loop) as runner:
+    with asyncio.Runner(loop_factory=event_loop) as runner:
         runner.run(_serve(sys.argv[1], ClusterKey.from_text(sys.argv[2])))

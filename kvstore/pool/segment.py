@@ -23,7 +23,6 @@ from kvstore.pool.pages import PageTable, field_offsets, record_bytes, table_byt
 from messenger.receiver.door import Landing
 from messenger.shm.board import BOARD_BYTES, Board
 from messenger.shm.catalogue import Catalogue
-from messenger.transport.openings import OpenPages
 from messenger.wire.checksums import layer_checksums
 from messenger.wire.messages import Shelves
 from mooncake.errors import ConfigError, MismatchError
@@ -155,12 +154,6 @@ class Segment:
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)
         return cls(mapping, header)
-
-    def openings(self) -> OpenPages:
-        """Make the table of pages that may be written over a network: none yet."""
-        begin = self.header.pages_offset
-        end = begin + self.num_pages * self.page_stride
-        return OpenPages(self.buffer[begin:end], self.layout, self.num_pages, self.page_stride)
 
     def landing(self, fd: int) -> Landing | None:
         """Describe the segment behind `fd` to peers on this host that map it; None where nothing can be

@@ -29,8 +29,7 @@ from kvstore.server.remote import serve_client
 from kvstore.server.store import Store, open_store
 from messenger.rdma.cards import Cards, open_cards
 from messenger.receiver.receiver import Threshold, turn_away
-from messenger.transport import direct, listening
-from messenger.transport.listening import ListeningLoop
+from messenger.transport import busy_poll
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
@@ -288,16 +287,14 @@ class Service:
             await self.store.sessions.serve(stream, threshold)
 
 
-def event_loop(config: MessengerProcess) -> ListeningLoop:
+def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
     """Make the event loop of a process for `serve`."""
-    return ListeningLoop(1e-6 * config.settings.poll_us)
+    return busy_poll.event_loop(1e-6 * config.settings.poll_us)
 
 
 async def serve(config: MessengerProcess) -> None:
     """Serve one instance until cancelled."""
     checksums.prepare()
-    direct.prepare()
-    listening.prepare()
     cards = open_cards(config.settings)
     async with contextlib.AsyncExitStack() as stack:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))

@@ -59,7 +59,6 @@ class Grants:
         self._segment = segment
         self._address = address
         self._board = board
-        self.openings = segment.openings()
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
@@ -84,8 +83,6 @@ class Grants:
         )
         self._by_reservation[reservation.reservation_id] = grant
         self._open[grant.grant_id] = grant
-        for _, block in missing:
-            self.openings.open(block.page, block.generation, grant.grant_id)
         self._finish_if_complete(grant)
         pages = [GrantedPage(index, block.page, block.generation) for index, block in missing]
         return Grant(grant.grant_id, self._address, pages)
@@ -145,7 +142,6 @@ class Grants:
                 f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} were written before"
             )
         grant.incomplete[entry.page] = receiving | layer_mask(layers)
-        self.openings.take(entry.page, layers)
         self._pool.hold(entry.page)
         return self._segment.layers_view(entry.page, layers)
 
@@ -173,7 +169,6 @@ class Grants:
         if is_whole or not grant.partial_layers.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
         grant.incomplete[page] |= layer_mask(layers)
-        self.openings.take(page, layers)
         self._pool.hold(page)
         return view
 
@@ -228,7 +223,6 @@ class Grants:
                 entry.page, layers.start, layout.head_positions(heads)
             ):
                 grant.incomplete[entry.page] &= ~layer_mask(layers)
-                self.openings.release(entry.page, layers)
         self._pool.unhold(entry.page)
 
     def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
@@ -262,8 +256,6 @@ class Grants:
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
         """Keep the pages of a grant from others while a writer of this host may still write to them."""
-        for page in grant.pages:
-            self.openings.close(page)
         if self._board is None:
             return
 

@@ -12,8 +12,6 @@ from messenger.rdma.windows import Range
 from messenger.receiver.door import Door, Readable
 from messenger.receiver.placing import Parts
 from messenger.receiver.replies import Replies
-from messenger.transport.direct import DirectPlacement, Sent
-from messenger.transport.stream import without
 from messenger.transport.transports import Transport
 from messenger.wire.messages import Fetch, Found, FoundBlock, brief
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
@@ -33,7 +31,6 @@ class Answers:
         exposures: Exposures | None,
         parts: Parts,
         replies: Replies,
-        direct: DirectPlacement | None,
     ) -> None:
         self._layout = door.identity.layout
         self._reads = door.reads
@@ -42,18 +39,11 @@ class Answers:
         self._exposures = exposures
         self._parts = parts
         self._replies = replies
-        self._direct = direct
-        """which may have answered already"""
         self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
         self._num_queued = 0
         """fetches that wait to be answered"""
         self._read: deque[tuple[Callable[[], None], int]] = deque()
         """what ends the lease of blocks that are being read, and their bytes; oldest first"""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the next fetch can be answered at once."""
-        return not self._num_queued
 
     def fetch(self, fetch: Fetch) -> None:
         """Answers it, now or after those before it: their answers have no other name."""
@@ -62,10 +52,6 @@ class Answers:
             return
         if self._num_queued + len(self._read) >= MOST_FETCHES:
             raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
-        sent = None if self._direct is None else self._direct.take_sent()
-        if sent is not None:
-            self._finish(fetch, sent)
-            return
         if not self._num_queued and self._exposures is None:
             try:
                 layers, heads = self._check_fetch(fetch)
@@ -160,24 +146,6 @@ class Answers:
             self._replies.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
         else:
             self._replies.post(encode_frame(found))
-
-    def _finish(self, fetch: Fetch, sent: Sent) -> None:
-        """The rest of an answer whose beginning has left. Raises TransferError if it would be another one."""
-        try:
-            layers, heads = self._check_fetch(fetch)
-            leased = self._reads.lease_now(fetch.keys, layers, heads)
-        except MooncakeError as error:
-            raise TransferError(f"blocks were sent that cannot be had: {error}") from error
-        if leased is None:
-            raise TransferError("blocks were sent that are not there")
-        blocks, end_lease = leased
-        num_bytes = self._begin_to_read(blocks, end_lease)
-        found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
-        if encode_frame(found, num_bytes) != sent.head:
-            raise TransferError("other blocks were sent than are there")
-        rest = without([memoryview(sent.head), *(block.view for block in blocks)], sent.num_bytes)
-        if rest:
-            self._replies.post(*rest)
 
     def _begin_to_read(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> int:
         """Their bytes."""

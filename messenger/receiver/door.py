@@ -10,8 +10,6 @@ from typing import Protocol
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.shm.board import Board
-from messenger.shm.catalogue import Catalogue
-from messenger.transport.openings import OpenPages
 from messenger.transport.source import SourceSegment
 from messenger.transport.transports import Traffic
 from messenger.wire.identity import Identity
@@ -40,9 +38,6 @@ class WriteTarget(Protocol):
     not be given to anybody else in between. `heads`, the same in all three: the part of its layer that
     `entry` brings, or None if it brings all that this side has.
     """
-
-    openings: OpenPages
-    """what `begin` would take of the pages; what it has taken, and what is there, is taken from them"""
 
     def open(self, grant_id: int, writer: Writer) -> None:
         """A writer has announced itself. Idempotent. Raises WriteRefused."""
@@ -136,10 +131,3 @@ class Door:
     cards: Cards
     landing: Landing | None
     """None: over shared memory we copy what is written to us"""
-
-    @property
-    def catalogue(self) -> Catalogue | None:
-        """Of the blocks that can be read, if they can be found."""
-        if self.landing is None or self.landing.shelves is None:
-            return None
-        return Catalogue.at(self.source.buffer, self.landing.shelves, self.identity.layout)

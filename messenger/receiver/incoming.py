@@ -16,7 +16,7 @@ from messenger.receiver.replies import Replies
 from messenger.receiver.session import Session, SessionLane
 from messenger.transport.deadline import Deadline
 from messenger.transport.frames import Frames
-from messenger.transport.transports import Inlet, TcpInlet, Transport
+from messenger.transport.transports import Inlet, Transport
 from messenger.wire.messages import (
     Abandon,
     Close,
@@ -73,7 +73,6 @@ class IncomingLane:
         """of one write"""
         self._parts = Parts(door.identity.layout, layout)
         self._session: Session
-        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
         self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
         """that leave together"""
@@ -87,7 +86,7 @@ class IncomingLane:
         """of a frame that takes a while"""
         self._placing: Placing | None = None
         """whose bytes are awaited"""
-        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies, self._direct)
+        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
         """the lane whose end is awaited"""
 
@@ -119,10 +118,6 @@ class IncomingLane:
         """Serves the connection until it is lost. Returns the reason."""
         self._session = session
         session.had_seat |= self._seat is not None
-        if self._direct is not None and self._parts.has_same_heads:
-            door = self._door
-            self._direct.let_in(door.target.openings, session.openings, _ACK, door.source, door.catalogue)
-            self._stream.receive_first = self._receive_first
         answering = asyncio.create_task(self._answers.run())
         try:
             while True:
@@ -130,11 +125,11 @@ class IncomingLane:
                 if self._rest is not None:
                     rest, self._rest = self._rest, None
                     await rest
-                await self._stream.take_turns()
+                if self._stream.num_ahead:
+                    await self._stream.take_turns()
         except (OSError, TransferError) as error:
             return str(error) or "no answer in time"
         finally:
-            self._stream.receive_first = None
             if self._exposures is not None:
                 self._exposures.close()
             self._leave_seat()
@@ -154,35 +149,18 @@ class IncomingLane:
             finally:  # also if it is cancelled again
                 self._answers.close()
 
-    def _receive_first(
-        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
-    ) -> tuple[int, int]:
-        """Of a write that is sure to be taken all, and the acknowledgement leaves; or what was fetched."""
-        assert self._direct is not None
-        is_next = not self._acks and self._replies.is_idle
-        is_next_fetch = is_next and self._answers.is_idle
-        return self._direct.receive(
-            fd, buffer, others, within_s, may_answer=is_next, may_answer_fetches=is_next_fetch
-        )
-
     def _hear(self) -> bool:
         """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
         have their turn."""
         while (frame := self._frames.ready()) is not None:
             self._rest = self._handle(frame)
-            if self._rest is not None or (self._may_give_way and self._stream.num_ahead):
+            if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):
                 break
         if self._are_acks_urgent:
             self._send_acks()
         elif self._acks and self._acks_due is None:
             self._acks_due = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._send_acks)
         return frame is not None
-
-    @property
-    def _may_give_way(self) -> bool:
-        """Whether others should have their turn before the next frame. Not if that has been answered, and
-        its payload placed or the block sent: they may give the page to somebody else."""
-        return self._stream.is_turn_over and not (self._direct is not None and self._direct.is_ahead)
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
         """Does what can be done at once, and returns the rest. If either raises, the connection ends."""
@@ -327,12 +305,7 @@ class IncomingLane:
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
         """None: all is well. It leaves with those of the writes that have arrived already."""
-        num_said = 0 if self._direct is None else self._direct.take_num_answered()
-        frame = _ACK if answer is None else encode_frame(answer)
-        assert not num_said or frame is _ACK
-        if num_said == len(frame):
-            return
-        self._acks.append(frame[num_said:])
+        self._acks.append(_ACK if answer is None else encode_frame(answer))
         self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes
         if self._acknowledged_bytes >= _ANSWERED_BYTES:

@@ -17,11 +17,6 @@ class Replies:
         self._stream = stream
         self._outbox = Outbox(stream)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits to be sent."""
-        return not self._outbox
-
     def post(self, *buffers: bytes | memoryview) -> None:
         """Sends frames. Never waits; if the connection is lost its receiving side finds out."""
         try:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from messenger.receiver.door import WriteRefused, WriteTarget
-from messenger.transport.openings import OpenTransfers
 from messenger.wire.messages import Ended, Message, brief
 from messenger.wire.protocol import encode_frame
 from mooncake.errors import TransferError
@@ -53,8 +52,6 @@ class Session:
     lanes: dict[int, "SessionLane"] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
     """grant of each open transfer"""
-    openings: OpenTransfers = field(default_factory=lambda: OpenTransfers(MOST_TRANSFERS))
-    """the same, for native code"""
     had_seat: bool = False
     """a lane of it: what was placed by that one may be said on another, which found none"""
     given_up: dict[int, None] = field(default_factory=dict)
@@ -78,7 +75,6 @@ class Session:
                 raise WriteRefused(f"{self.name} has {MOST_TRANSFERS} transfers open already")
             self.target.open(grant_id, self)
             self.grants[transfer_id] = grant_id
-            self.openings.open(transfer_id, grant_id)
         elif opened != grant_id:
             raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
 
@@ -94,10 +90,7 @@ class Session:
 
     def _end(self, transfer_id: int, reason: str | None) -> None:
         grant_id = self.grants.pop(transfer_id, None)
-        if grant_id is not None:
-            self.openings.close(transfer_id)
         if reason is not None:
-            self.openings.name(transfer_id)
             self.given_up[transfer_id] = None
             if len(self.given_up) > _MOST_GIVEN_UP:
                 del self.given_up[next(iter(self.given_up))]
@@ -116,7 +109,6 @@ class Session:
     def revoke(self, grant_id: int, reason: str) -> None:
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             del self.grants[transfer_id]
-            self.openings.close(transfer_id)
             self.post(Ended(transfer_id, brief(reason)))
             self._conceal_in_time(transfer_id)
 

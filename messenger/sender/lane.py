@@ -8,7 +8,6 @@ Owns: one connection to a peer. Does not know: other lanes, what comes next.
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn, Protocol
 
 from messenger.rdma.endpoint import Endpoint
@@ -16,8 +15,6 @@ from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.sender.copies import Copies, copied_share
 from messenger.sender.departures import Departures
-from messenger.sender.exchange import FETCH_DONE, Exchange
-from messenger.sender.lingering import Lingering
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.rdma_writes import RemoteWrites
 from messenger.sender.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
@@ -26,14 +23,17 @@ from messenger.shm.catalogue import Catalogue
 from messenger.shm.shared_pages import SharedPages
 from messenger.transport.frames import Frames
 from messenger.transport.source import SourceSegment
-from messenger.transport.transports import Inlet, Path, TcpInlet, Transport
-from messenger.wire.messages import Close, Ended, Exposed, Found, Message, Probe, WriteAck
+from messenger.transport.transports import Inlet, Path, Transport
+from messenger.wire.messages import Close, Ended, Exposed, FetchDone, Found, Message, Probe, WriteAck
 from messenger.wire.protocol import Frame, encode_frame
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
 _SENT_BYTES = 256 << 10
 """of small frames in one system call"""
+_COPYING_SPEED = 8
+"""by that of moving the same through a socket: others wait for 4 MiB at most, if somebody waits for these"""
+_FETCH_DONE = encode_frame(FetchDone())
 _MOST_OUTSTANDING = 256
 """requests that have not been answered, though their bytes may be there"""
 
@@ -97,9 +97,6 @@ class Lane:
         if endpoint is not None:
             pages = RemotePages(endpoint, layout, self.post)
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
-        direct = inlet.direct if isinstance(inlet, TcpInlet) else None
-        if direct is not None:
-            self._stream.receive_first = partial(direct.receive, may_answer=False)
         self._departures = Departures(
             self._stream,
             answer_timeout_s,
@@ -109,19 +106,6 @@ class Lane:
         self._copies = Copies(
             shared, catalogue, self._stream, self._outstanding, self._results, self._departures
         )
-        self._lingering = Lingering(self._stream, self._outstanding, path.transport)
-        self.exchange: Exchange | None = None
-        """for what may be had in one call"""
-        if source is not None and direct is not None and self._stream.listen_s:
-            self.exchange = Exchange(
-                direct,
-                source,
-                self._stream,
-                self._outstanding,
-                self._results,
-                self._departures,
-                self._lingering,
-            )
         self._left: Frame | None = None
         """that has come, and takes a while"""
         self._is_pumping_soon = False
@@ -156,6 +140,7 @@ class Lane:
 
     @property
     def num_outstanding(self) -> int:
+        """Requests in flight on this lane."""
         return self._outstanding.num_begun - self._outstanding.num_answered
 
     @property
@@ -171,19 +156,10 @@ class Lane:
         else:
             self._pump()
 
-    @property
-    def is_turn_over(self) -> bool:
-        """Whether others should have theirs."""
-        return self._stream.is_turn_over
-
-    async def take_turns(self) -> None:
-        """They have it, if it is time."""
-        await self._stream.take_turns()
-
-    async def linger(self, request: Request) -> None:
-        """Listens for the answer to `request` for a moment, if that can come at once. What this side has
-        copied gives others a turn now and then."""
-        self._lingering.linger(request)
+    async def take_turns(self, request: Request) -> None:
+        """Lets others have their turn now and then behind a `request` that this side has copied."""
+        if not request.moving_bytes:
+            self._stream.moved(request.num_bytes // _COPYING_SPEED)
         await self._stream.take_turns()
 
     def post(self, message: Message, *, may_wait: bool = False) -> None:
@@ -209,7 +185,6 @@ class Lane:
             return self._given_up or str(error)
         finally:
             self._is_running = False
-            self._stream.receive_first = None
             if self._remote is not None:
                 if self._remote.failure is not None:
                     self.remedy = self._remote.failure.remedy
@@ -296,7 +271,7 @@ class Lane:
         if isinstance(request, WriteRequest) and self._remote is not None:
             self._remote.begin(request)
         else:
-            self._sent(request)
+            self._outstanding.sent(request)
         match request:
             case WriteRequest():
                 return self._with_payload(request)
@@ -304,12 +279,6 @@ class Lane:
                 return [encode_frame(request.fetch)]
             case ProbeRequest():
                 return [encode_frame(Probe(), len(request.payload)), request.payload]
-
-    def _sent(self, request: Request) -> None:
-        """Its answer is awaited."""
-        self._outstanding.sent(request)
-        if isinstance(request, FetchRequest):
-            self._results.expect()
 
     def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
         if self._remote is not None:
@@ -359,7 +328,8 @@ class Lane:
                 await self._results.found(frame.message, frame.payload_bytes)
                 self._was_found()
                 self._send_requests()
-            await self._stream.take_turns()
+            if self._stream.num_ahead:
+                await self._stream.take_turns()
 
     def _hear(self) -> bool:
         """Takes what has come. Whether there is something to wait for: for more of it, or while others have
@@ -393,7 +363,7 @@ class Lane:
 
     def _was_found(self) -> None:
         """Whoever has it need not keep it any more."""
-        self._departures.keep(FETCH_DONE)
+        self._departures.keep(_FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:

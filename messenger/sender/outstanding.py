@@ -64,19 +64,11 @@ class Outstanding:
         self._answered(request, self._fetch_deadline, has_more=bool(self.fetches))
         return request
 
-    def passed(self) -> None:
-        """A request was begun and answered."""
-        self.num_begun += 1
-        self._count_answer()
-
-    def _count_answer(self) -> None:
+    def _answered(self, request: Request, deadline: Deadline, *, has_more: bool) -> None:
+        self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_answered += 1
         while self._closes and self._closes[0][0] < self.num_answered:
             self._closes.popleft()
-
-    def _answered(self, request: Request, deadline: Deadline, *, has_more: bool) -> None:
-        self.num_bytes[request.urgency] -= request.moving_bytes
-        self._count_answer()
         if has_more:
             deadline.set()
         else:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from messenger.paths.movements import Movements
-from messenger.sender.exchange import Exchange
 from messenger.sender.lane import Lane
 from messenger.sender.queues import BULK_WAITS_S, Queues
 from messenger.sender.requests import (
@@ -211,19 +210,12 @@ class Peer:
     async def submit(self, request: Request) -> None:
         """Sends or queues it, waiting while too many of its class are under way. It is `done` in any case."""
         room = self._room[request.urgency]
-        if request.urgency is Urgency.LATENCY and not room.locked():
-            lane = self._queues.idle_lane()
-            if lane is not None and lane.exchange is not None and lane.exchange.is_possible(request):
-                self._exchange(lane.exchange, request)
-                if lane.is_turn_over:
-                    await lane.take_turns()
-                return
         try:
             await room.acquire()
         except asyncio.CancelledError:
             request.lost("cancelled")
             raise
-        self._track(request, self._now_s(), room)
+        self._track(request, room)
         if self.closed_reason is not None:
             request.lost(self.closed_reason)
             return
@@ -232,23 +224,11 @@ class Peer:
         if request.urgency is Urgency.BULK:
             self._look_after_bulk()
         elif lane is not None:
-            await lane.linger(request)
+            await lane.take_turns(request)
 
-    def _exchange(self, exchange: Exchange, request: Request) -> None:
-        """Sends it. It takes no place, as there is one such request on a lane."""
-        begun_s, num_bytes = self._now_s(), request.num_bytes
-        if not self._may_leave(request):
-            return
-        self._queues.hurry(begun_s)
-        if exchange.begin(request, functools.partial(self._track, begun_s=begun_s, room=None)):
-            request.done = done_already
-            self.flow.begun(num_bytes, begun_s)
-            self._counted.ended(num_bytes, self._now_s(), moved_bytes=num_bytes)
-            self._served(request.urgency)
-
-    def _track(self, request: Request, begun_s: float, room: asyncio.Semaphore | None) -> None:
+    def _track(self, request: Request, room: asyncio.Semaphore) -> None:
         """Counts it as in flight until it is done, and then gives its place in `room` back."""
-        done, num_bytes = request.done, request.num_bytes
+        done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.flow.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
 
@@ -260,8 +240,7 @@ class Peer:
             elif isinstance(request, WriteRequest) and result[0] is Outcome.PLACED:
                 moved_bytes = num_bytes
             self._queues.ended(request)
-            if room is not None:
-                room.release()
+            room.release()
             self._counted.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
             done(*result)
             self._served(request.urgency)

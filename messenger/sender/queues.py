@@ -33,10 +33,6 @@ class Carrier(Protocol):
     path: Path
 
     @property
-    def num_outstanding(self) -> int:
-        """Requests that are under way on it."""
-
-    @property
     def has_room(self) -> bool:
         """Whether it may have more under way, however little."""
 
@@ -95,13 +91,9 @@ class Queues(Generic[Lane]):
         """It is wanted from now on, until `ended`."""
         if request.urgency is Urgency.LATENCY:
             self._num_urgent += 1
-            self.hurry(now_s)
+            self._hurry_until_s = now_s + _HURRY_S
         elif not self._queues[Urgency.BULK]:
             self._bulk_sent_s = max(self._bulk_sent_s, now_s - BULK_WAITS_S)  # none has waited since then
-
-    def hurry(self, now_s: float) -> None:
-        """Somebody is in a hurry, and others may be soon."""
-        self._hurry_until_s = now_s + _HURRY_S
 
     def ended(self, request: Request) -> None:
         if request.urgency is Urgency.LATENCY:
@@ -141,14 +133,6 @@ class Queues(Generic[Lane]):
             return None
         self._bulk_sent_s = now_s
         return bulk.popleft()
-
-    def idle_lane(self) -> Lane | None:
-        """One that carries nothing, for a latency request that is next."""
-        if not self._queues[Urgency.LATENCY]:
-            for lane in self._lanes:
-                if not lane.num_outstanding:
-                    return lane
-        return None
 
     def lane_for(self, urgency: Urgency, now_s: float) -> Lane | None:
         """The lane with the least under way that may take a request of this class, if both are there."""

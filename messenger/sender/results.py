@@ -9,7 +9,7 @@ from typing import Protocol
 
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.requests import Outcome, ProbeRequest, Request
-from messenger.transport.transports import Inlet, TcpInlet, Transport
+from messenger.transport.transports import Inlet, Transport
 from messenger.wire.messages import Found, RefusalKind, WriteAck
 from mooncake.errors import TransferError
 
@@ -34,19 +34,8 @@ class Results:
     def __init__(self, outstanding: Outstanding, inlet: Inlet, transport: Transport, teller: Teller) -> None:
         self._outstanding = outstanding
         self._inlet = inlet
-        self._direct = inlet.direct if isinstance(inlet, TcpInlet) else None
         self._transport = transport
         self._teller = teller
-
-    def expect(self) -> None:
-        """What comes goes straight to where the oldest fetch wants it, if that is one place. To be called
-        when another may have become the oldest."""
-        if self._direct is not None:
-            fetches = self._outstanding.fetches
-            if fetches and len(fetches[0].views) == 1:
-                self._direct.expect(fetches[0].views[0], fetches[0].layer_bytes)
-            else:
-                self._direct.expect(None)
 
     def acknowledged(self, ack: WriteAck) -> None:
         """The oldest write."""
@@ -103,7 +92,6 @@ class Results:
             if block.checksums == actual
         }
         request = self._outstanding.take_fetch()
-        self.expect()
         if len(intact) < len(found.blocks):
             self._teller.damaged()
         self._teller.moved(self._transport, sum(map(len, views)), received=True)

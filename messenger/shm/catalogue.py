@@ -33,18 +33,6 @@ class _Arrays(Structure):
     )
 
 
-class _Shelf(Structure):
-    """`Shelf` of answering.h."""
-
-    _fields_ = (
-        ("catalogue", c_void_p),
-        *(
-            (name, c_uint64)
-            for name in ("pages_offset", "page_stride", "first_layer", "num_layers", "layer_bytes")
-        ),
-    )
-
-
 @functools.cache
 def native() -> CDLL | None:
     """What looks into catalogues; None where there is no compiler: then everybody asks."""
@@ -106,25 +94,12 @@ class Catalogue:
             layout.num_layers,
         )
         self._address = addressof(self._arrays)
-        self._shelf = _Shelf(
-            self._address,
-            shelves.pages_offset,
-            shelves.page_stride,
-            layout.first_layer,
-            layout.num_layers,
-            layout.layer_bytes,
-        )
 
     @classmethod
     def at(cls, segment: memoryview, shelves: Shelves, layout: KVLayout) -> "Catalogue | None":
         """None where nothing can be compiled."""
         library = native()
         return None if library is None else cls(library, segment, shelves, layout)
-
-    @property
-    def shelf_address(self) -> int:
-        """Of what compiled code needs to answer fetches."""
-        return addressof(self._shelf)
 
     def note(self, pages: Sequence[int]) -> None:
         """The blocks in these pages, which the owner has sealed, can be found from now on."""

@@ -54,25 +54,6 @@ class Readiness:
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))
 
-    @property
-    def is_awaited(self) -> bool:
-        return self._result is not None and not self._result.done()
-
-    def look(self) -> None:
-        """An attempt for who waits, and who may be cancelled by it."""
-        assert self._result is not None
-        assert self._attempt is not None
-        try:
-            result = self._attempt()
-        except BlockingIOError:
-            pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the waiting
-            if self.is_awaited:
-                self._result.set_exception(error)
-        else:
-            if self.is_awaited:
-                self._result.set_result(result)
-
     def rest(self) -> None:
         """Hears of no more events until somebody waits again."""
         if self._is_registered:
@@ -81,7 +62,17 @@ class Readiness:
 
     def _on_event(self) -> None:
         self._had_turns()
-        if self.is_awaited:
-            self.look()
-        else:
+        if self._result is None or self._result.done():
             self.rest()
+            return
+        assert self._attempt is not None
+        try:
+            result = self._attempt()
+        except BlockingIOError:
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the waiting
+            if not self._result.done():
+                self._result.set_exception(error)
+        else:
+            if not self._result.done():  # the attempt may have cancelled who waits
+                self._result.set_result(result)

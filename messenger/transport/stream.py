@@ -9,16 +9,14 @@ Owns: one connected socket. Does not know: frames.
 import array
 import asyncio
 import contextlib
-import functools
 import mmap
 import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TypeVar
 
 from messenger.transport import pacing
-from messenger.transport.listening import hears, listener, others_wait
 from messenger.transport.readiness import Readiness
 from messenger.transport.tls import TlsSocket
 
@@ -34,17 +32,13 @@ _UNACKNOWLEDGED_MS = 3000
 AHEAD_BYTES = 72 * 1024
 """room for a small frame with its payload"""
 
+_GLANCE_BYTES = 8 * 1024
+"""Most that is received before a frame's head has been read: more of a payload would be copied once more."""
 
-class ReceiveFirst(Protocol):
-    """Receives when nothing is `ahead`, from the descriptor into a buffer of AHEAD_BYTES."""
+_LARGE_BYTES = 64 * 1024
+"""A payload of this size takes about as long to be copied into the kernel as its head to be read."""
 
-    def __call__(
-        self, fd: int, buffer: memoryview, others: int = -1, within_s: float = 0.0
-    ) -> tuple[int, int]:
-        """How many bytes came, and how many of them are in the buffer. Raises as a socket.
-
-        With `within_s` it listens so long, until `others` can be read: a descriptor that speaks for `fd` too.
-        """
+Result = TypeVar("Result")
 
 
 class Stream:
@@ -77,12 +71,6 @@ class Stream:
         """of what is in it"""
         self.wanted_bytes = 1
         """for which there will be room `ahead`"""
-        self._is_waiting_ahead = False
-        self.receive_first: ReceiveFirst | None = None
-        self._listener = listener()
-        self._has_listened = False
-        """and there is more `ahead`, or `_failure`, for the next attempt"""
-        self._failure: OSError | None = None
         self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
         self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
@@ -100,8 +88,6 @@ class Stream:
 
     def close(self) -> None:
         """Who waits gets a ConnectionError."""
-        if self._listener is not None and self._listener.speaker is self:
-            self._listener.speaker = None
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
@@ -145,8 +131,7 @@ class Stream:
     async def take_turns(self) -> None:
         """Others have their turn, if it is time and somebody waits for it."""
         if self._num_moved >= _TURN_BYTES:
-            if others_wait():  # a turn for nobody takes 10 to 40 us behind a copy that has emptied the caches
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
             self._had_turns()
 
     def _had_turns(self) -> None:
@@ -199,77 +184,31 @@ class Stream:
                     return
                 self._receive_ahead()
 
-        try:
-            attempt()
-        except BlockingIOError:
-            # What TLS has decrypted ahead would wake nobody who waits for the socket.
-            self._is_waiting_ahead = self.is_plain
-            try:
-                await self._readable.first(attempt)
-            finally:
-                self._is_waiting_ahead = False
-        await self.take_turns()
+        await self._first(self._readable, attempt)
 
-    @property
-    def may_poll(self) -> bool:
-        """Whether somebody waits for more to be `ahead`, so that another may look for it."""
-        return self._is_waiting_ahead and self._readable.is_awaited
-
-    def poll(self) -> None:
-        """Looks whether more has come `ahead`, as who waits for it would."""
-        self._readable.look()
-
-    @property
-    def listen_s(self) -> float:
-        """How long it is worth it to listen, by who says it for the loop."""
-        return 0.0 if self._listener is None else self._listener.listen_s
-
-    @property
-    def may_listen(self) -> bool:
-        """Whether what comes next can be received while listening for it."""
-        return self.receive_first is not None and self._begin == self._end and self.may_poll
-
-    def listen(self, within_s: float) -> bool:
-        """Whether something has come within that time, to be polled for; not if others have something."""
-        if not self.may_listen:
-            others = self._fileno if self._listener is None else self._listener.descriptor
-            return hears(others, within_s) and hears(self.fileno, 0)
-        assert self.receive_first is not None
-        return self.listen_with(self.receive_first, within_s)
-
-    def listen_with(self, receive: ReceiveFirst, within_s: float) -> bool:
-        """The same if one `may_listen`, with something else that receives, and may say something first."""
-        others = self._fileno if self._listener is None else self._listener.descriptor
-        try:
-            self._receive_with(receive, others, within_s)
-        except BlockingIOError:
+    def has_ahead(self, num_bytes: int) -> bool:
+        """Return whether so many bytes are `ahead`, after receiving those that are there and have room."""
+        if num_bytes > AHEAD_BYTES:
             return False
-        except OSError as error:
-            self._failure = error.with_traceback(None)  # which would keep this stream, and be kept by it
-        self._has_listened = True
-        return True
+        self.wanted_bytes = num_bytes
+        with contextlib.suppress(BlockingIOError):
+            while self.num_ahead < num_bytes:
+                self._receive_ahead()
+        return self.num_ahead >= num_bytes
 
-    def take_listened(self) -> None:
-        """All that has come has been used, and need not be polled for."""
-        self._begin = self._end = 0
-        self._has_listened = False
+    async def _first(self, readiness: Readiness, attempt: Callable[[], Result]) -> Result:
+        """Return what `attempt` returns as soon as it does not raise BlockingIOError.
 
-    def _receive_with(self, receive: ReceiveFirst, others: int = -1, within_s: float = 0.0) -> None:
-        num_bytes, self._end = receive(self._fileno, self._buffer, others, within_s)
-        self.num_received_bytes += num_bytes
-        self.moved(num_bytes)
+        Others have their turn before it if they are due one.
+        """
+        if self.is_turn_over and not self.is_plain:  # no event tells of bytes that are decrypted already
+            await self.take_turns()
+        if not self.is_turn_over:
+            with contextlib.suppress(BlockingIOError):
+                return attempt()
+        return await readiness.first(attempt)
 
     def _receive_ahead(self) -> None:
-        if self._has_listened:
-            self._has_listened = False
-            if self._failure is not None:
-                raise self._take_failure()
-            return
-        if self.receive_first is not None and self._begin == self._end:
-            self._receive_with(self.receive_first)
-            if self._listener is not None:
-                self._listener.speaker = self
-            return
         missing_bytes = self._begin + self.wanted_bytes - len(self._buffer)
         if missing_bytes > 0 or self._end == len(self._buffer):
             held = self._end - self._begin
@@ -278,45 +217,32 @@ class Stream:
                 buffer = _new_buffer(max(self.wanted_bytes, held + 1))
             buffer[:held] = self._buffer[self._begin : self._end]
             self._buffer, self._begin, self._end = buffer, 0, held
-        num_bytes = self._receive_now([self._buffer[self._end :]])
-        self._end += num_bytes
-        self.moved(num_bytes)
+        end = max(self._begin + self.wanted_bytes, self._end + _GLANCE_BYTES)
+        self._end += self._receive_now([self._buffer[self._end : end]])
 
-    def _take_failure(self) -> OSError:
-        failure, self._failure = self._failure, None
-        assert failure is not None
-        return failure
+    def receive_now(self, buffers: Sequence[memoryview]) -> int:
+        """Receive at least one byte into `buffers`, in order. Raises BlockingIOError if none is there yet."""
+        return self.take_into(buffers) if self.num_ahead else self._receive_now(_piece(buffers))
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
         """At least one byte into `buffers`, in order."""
-        if self._begin < self._end:
+        if self.num_ahead:
             return self.take_into(buffers)
-        pieces = _piece(buffers)
-        try:
-            num_bytes = self._receive_now(pieces)
-        except BlockingIOError:
-            num_bytes = await self._readable.first(lambda: self._receive_now(pieces))
-        self.moved(num_bytes)
-        await self.take_turns()
-        return num_bytes
+        return await self._first(self._readable, lambda: self.receive_now(buffers))
 
     @property
     def is_plain(self) -> bool:
         """Whether what the socket receives is what was sent."""
         return not isinstance(self._sock, TlsSocket)
 
-    async def receive_with(self, receive: Callable[[int], int]) -> None:
-        """Waits until `receive` gets something from the socket, whose descriptor it is called with: how many
-        bytes. It raises BlockingIOError if nothing is there. Nothing may be `ahead`, and `is_plain`."""
-        attempt = functools.partial(receive, self._sock.fileno())
-        self._readable.rest()  # else the kernel tells of every packet
-        try:
-            num_bytes = attempt()
-        except BlockingIOError:
-            num_bytes = await self._readable.first(attempt)
+    async def receive_with(self, receive: Callable[[], Result]) -> Result:
+        """Return what `receive` returns as soon as it does not raise BlockingIOError."""
+        return await self._first(self._readable, receive)
+
+    def received(self, num_bytes: int) -> None:
+        """Count bytes that the caller has received over `fileno` itself; nothing was `ahead` then."""
         self.num_received_bytes += num_bytes
         self.moved(num_bytes)
-        await self.take_turns()
 
     async def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fills all `buffers`."""
@@ -331,7 +257,7 @@ class Stream:
             self._keep_fds(data)
         if num_bytes == 0:
             raise ConnectionResetError("connection closed by the peer")
-        self.num_received_bytes += num_bytes
+        self.received(num_bytes)
         return num_bytes
 
     def _keep_fds(self, data: bytes) -> None:
@@ -351,14 +277,10 @@ class Stream:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         while rest:
             pieces = _piece(rest)
-            try:
-                num_bytes = self._sock.sendmsg(pieces, ancillary)
-            except BlockingIOError:
-                num_bytes = await self._writable.first(lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
+            num_bytes = await self._first(self._writable, lambda: self._sock.sendmsg(pieces, ancillary))  # noqa: B023
+            self.moved(num_bytes)
             ancillary = []
             rest = without(rest, num_bytes)
-            self.moved(num_bytes)
-            await self.take_turns()
 
     def send_now(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         """What of `buffers` the kernel does not take at once."""
@@ -379,8 +301,15 @@ def _new_buffer(num_bytes: int) -> memoryview:
 
 
 def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """What one system call takes: little enough for others to have their turn soon."""
-    return [buffers[0][:_TURN_BYTES]] if len(buffers[0]) > _TURN_BYTES else buffers[:_MAX_BUFFERS]
+    """What one system call takes: little enough for others to have their turn soon.
+
+    Frames before a large payload leave by themselves: the other end reads them while the payload is copied.
+    """
+    if len(buffers[0]) > _TURN_BYTES:
+        return [buffers[0][:_TURN_BYTES]]
+    few = buffers[:_MAX_BUFFERS]
+    large = next((i for i, buffer in enumerate(few) if len(buffer) >= _LARGE_BYTES), 0)
+    return few[:large] if large else few
 
 
 def without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

@@ -20,7 +20,6 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from messenger.transport.direct import DirectPlacement, Placed
 from messenger.transport.pacing import begin_unpaced
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
@@ -37,6 +36,8 @@ _COPYING_SPEED = 2
 """by that of moving the same through a socket"""
 _PIECE_BYTES = 1 << 18
 """received and hashed at once, while it is still in the processor's cache"""
+_SMALL_VIEW_BYTES = 16 << 10
+"""Views of fewer bytes on average are received by one system call, larger ones each by a call of its own."""
 _TURN_BYTES = 1 << 20
 """received before others may have their turn"""
 
@@ -236,51 +237,58 @@ class TcpInlet:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self.direct = DirectPlacement.where_it_can_be() if stream.is_plain else None
-        self._placed = Placed([], None)
-        """what of the frame has been already"""
+        self._arrivals: list[LayerChecksums] = []
+        """Views of the frame whose payload is being received: hashed as they are filled, in their order."""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(num_bytes, payload_bytes)
 
-    async def place(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
-    ) -> list[bytes]:
-        stream = self._stream
-        (checksums, arriving), self._placed = self._placed, Placed([], None)
-        if arriving is None and sum(map(len, views)) < _PIECE_BYTES * len(views):
-            await stream.receive_into(views)
-            return [layer_checksums(view, layer_bytes) for view in views]
-        for view in views[len(checksums) :]:
-            if arriving is None:
-                arriving = LayerChecksums(view, layer_bytes)
-                arriving.advance(stream.take_into([view]))
-            while (begin := arriving.num_there) < len(view):
-                if stream.is_plain and arriving.can_receive:
-                    await stream.receive_with(partial(arriving.receive, num_wanted=begin + _TURN_BYTES))
-                else:
-                    num_bytes = await stream.receive_some([view[begin : begin + _PIECE_BYTES]])
-                    arriving.advance(begin + num_bytes)
-            checksums.append(arriving.packed())
-            arriving = None
-        return checksums
-
     def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        placed = None if self.direct is None else self.direct.take(views, layer_bytes)
-        if placed is not None:
-            if placed.arriving is None:
-                return placed.checksums
-            self._placed = placed
+        stream = self._stream
+        num_bytes = sum(map(len, views))
+        if num_bytes <= stream.num_ahead or num_bytes < _SMALL_VIEW_BYTES * len(views):
+            if not stream.has_ahead(num_bytes):
+                return None
+            checksums = []
+            for view in views:
+                checksums.append(copy_layers(stream.ahead[: len(view)], view, layer_bytes))
+                stream.take(len(view))
+            return checksums
+        self._arrivals = [LayerChecksums(view, layer_bytes) for view in views]
+        try:
+            for arrival in self._arrivals:
+                while not arrival.is_whole:
+                    if stream.is_turn_over:
+                        return None
+                    self._receive(arrival)
+        except BlockingIOError:
             return None
-        if sum(map(len, views)) > self._stream.num_ahead:
-            return None
-        checksums = []
-        for view in views:
-            checksums.append(copy_layers(self._stream.ahead[: len(view)], view, layer_bytes))
-            self._stream.take(len(view))
-        return checksums
+        return self._take_checksums()
+
+    async def place(
+        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+    ) -> list[bytes]:
+        if not self._arrivals:
+            await self._stream.receive_into(views)
+            return [layer_checksums(view, layer_bytes) for view in views]
+        for arrival in self._arrivals:
+            while not arrival.is_whole:
+                await self._stream.receive_with(partial(self._receive, arrival))
+        return self._take_checksums()
+
+    def _receive(self, arrival: LayerChecksums) -> None:
+        """Receive some of a view and hash it. Raises BlockingIOError if nothing is there yet."""
+        stream, begin = self._stream, arrival.num_there
+        if arrival.can_receive and stream.is_plain and not stream.num_ahead:
+            stream.received(arrival.receive(stream.fileno, begin + _TURN_BYTES))
+        else:
+            arrival.advance(begin + stream.receive_now([arrival.block[begin : begin + _PIECE_BYTES]]))
+
+    def _take_checksums(self) -> list[bytes]:
+        arrivals, self._arrivals = self._arrivals, []
+        return [arrival.packed() for arrival in arrivals]
 
     async def discard(self, payload_bytes: int) -> None:
         scratch = memoryview(bytearray(min(payload_bytes, _DISCARD_BYTES)))

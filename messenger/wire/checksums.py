@@ -102,7 +102,7 @@ class LayerChecksums:
     """
 
     def __init__(self, block: memoryview, layer_bytes: int) -> None:
-        self._block = block
+        self.block = block
         self._layer_bytes = layer_bytes
         self.num_there = 0
         self._num_hashed = c_size_t(0)
@@ -129,13 +129,10 @@ class LayerChecksums:
                 self._digests.buffer_info()[0],
             )
 
-    def resume(self, num_there: int, num_hashed: int, state: bytes, digests: bytes) -> None:
-        """So much came elsewhere: with the compiled hash of the layer that has begun, and those of others."""
-        assert self._native is not None
-        self.num_there, self._num_hashed.value = num_there, num_hashed
-        self._state = array("Q", state)
-        num_layers = num_hashed // self._layer_bytes
-        self._digests[:num_layers] = array("Q", digests[: num_layers * CHECKSUM_BYTES])
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the block is there."""
+        return self.num_there == len(self.block)
 
     @property
     def can_receive(self) -> bool:
@@ -151,7 +148,7 @@ class LayerChecksums:
             self._address,
             self._layer_bytes,
             self.num_there,
-            min(num_wanted, len(self._block)),
+            min(num_wanted, len(self.block)),
             _PATIENCE_NS,
             byref(self._num_hashed),
             self._state.buffer_info()[0],
@@ -168,7 +165,7 @@ class LayerChecksums:
     def _hash_arrived(self, num_bytes: int, num_hashed: int) -> int:
         """As the compiled one."""
         while (layer_end := (num_hashed // self._layer_bytes + 1) * self._layer_bytes) <= num_bytes:
-            rest = self._block[num_hashed:layer_end]
+            rest = self.block[num_hashed:layer_end]
             if self._begun is None:
                 digest = xxhash.xxh3_64_intdigest(rest)
             else:
@@ -179,7 +176,7 @@ class LayerChecksums:
             num_hashed = layer_end
         if num_bytes - num_hashed >= _FEW_BYTES:
             self._begun = self._begun or xxhash.xxh3_64()
-            self._begun.update(self._block[num_hashed:num_bytes])
+            self._begun.update(self.block[num_hashed:num_bytes])
             num_hashed = num_bytes
         return num_hashed
 

@@ -375,8 +375,8 @@ class MessengerConfig(Section):
         300.0,
         ge=0,
         le=10_000,
-        description="microseconds that a messenger asks for what may come next before it sleeps, where that"
-        " has been of use; 0: never",
+        description="microseconds that a messenger busy polls before it sleeps, if that has been of use; 0:"
+        " never",
     )
     connect_timeout_s: PositiveSeconds = Field(5.0, description="deadline of a connection and its handshake")
     ack_timeout_s: PositiveSeconds = Field(30.0, description="deadline of a transfer's acknowledgement")

@@ -13,7 +13,6 @@ from messenger.rdma.windows import Range
 from messenger.receiver.door import Landing, Readable, Writer, WriteRefused
 from messenger.shm.board import BOARD_BYTES, Board
 from messenger.shm.catalogue import PLACES, Catalogue
-from messenger.transport.openings import OpenPages
 from messenger.transport.source import SourceSegment
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.wire.messages import Shelves, WriteEntry
@@ -126,15 +125,11 @@ class Pages:
         self.read_failure: MooncakeError | None = None
         self.may_read = asyncio.Event()
         self.may_read.set()
-        size = memory.layout.block_bytes
-        self.openings = OpenPages(memory.view, memory.layout, memory.num_pages, size)
         self._opened: dict[tuple[int, int], int] = {}
         """how often each (grant, writer) is open"""
 
     def grant(self, grant_id: int, pages: Sequence[int]) -> GrantState:
         self.grants[grant_id] = GrantState(list(pages))
-        for page in pages:
-            self.openings.open(page, 1, grant_id)
         if self.memory.landing is not None:
             self.memory.landing.board.open(grant_id)
         return self.grants[grant_id]
@@ -184,7 +179,6 @@ class Pages:
                 raise WriteRefused("there already, and differs")
             return None
         grant.receiving.update(slots)
-        self.openings.take(entry.page, range(entry.layer_begin, entry.layer_end))
         self.num_begun += 1
         return self.memory.layers(entry.page, range(entry.layer_begin, entry.layer_end))
 
@@ -218,7 +212,6 @@ class Pages:
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         self._end(grant_id, entry)
-        self.openings.release(entry.page, range(entry.layer_begin, entry.layer_end))
         self._scrub(entry)
 
     def _scrub_pages(self, grant: GrantState, pages: Sequence[int]) -> None:
@@ -232,8 +225,6 @@ class Pages:
     def _close_to_copiers(self, grant_id: int) -> None:
         """Those of this host; they are waited for."""
         grant, landing = self.grants[grant_id], self.memory.landing
-        for page in grant.pages:
-            self.openings.close(page)
         if landing is None:
             return
 

@@ -11,7 +11,6 @@ import pytest
 from messenger.receiver import receiver, session
 from messenger.receiver.answers import MOST_FETCHES, Answers
 from messenger.transport.handshake import check_introduction
-from messenger.transport.stream import Stream
 from messenger.wire.messages import (
     Abandon,
     Close,
@@ -30,7 +29,7 @@ from messenger.wire.messages import (
     WriteEntry,
 )
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
-from mooncake.errors import PoolError, TransferError
+from mooncake.errors import TransferError
 from tests.deadline import DEADLINE_S
 from tests.messenger.fabric import LARGE, SMALL, TINY, Fabric, fabric, key, until
 from tests.messenger.wire import Wire
@@ -216,36 +215,6 @@ async def test_a_write_is_given_up_if_the_lane_is_cancelled_just_when_it_begins(
         wire.close()
 
 
-async def test_a_write_that_is_there_before_it_is_read_is_taken_before_others_have_their_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may give its page to somebody else, and it has been acknowledged."""
-    # Whatever is moved takes a whole turn.
-    monkeypatch.setattr(Stream, "moved", lambda self, num_bytes: setattr(self, "_num_moved", 1 << 30))
-    async with fabric(tmp_path, SMALL) as node:
-        grant = node.pages.grant(1, [0, 1])
-        other = node.pages.grant(2, [2])
-        wire = await Wire.introduced(node)
-        await wire.say(Open(3, 2, "another transfer"))
-        await until(lambda: other.writers)
-        loop, close = asyncio.get_running_loop(), node.pages.close
-
-        def close_and_revoke(*of_whom: Any) -> None:
-            close(*of_whom)
-            loop.call_soon(node.pages.revoke, 1, "nobody wants it")
-
-        node.pages.close = close_and_revoke  # type: ignore[method-assign]
-        message, payload = write(node, node.entry(0))
-        frames = encode_frame(Close(3, None)), encode_frame(message, len(payload)), payload
-        await wire.say_bytes(b"".join(frames))
-        assert await wire.hear() == WriteAck()
-        assert isinstance(await wire.hear(), Ended)
-        assert set(grant.arrived) == {(0, layer) for layer in range(SMALL.num_layers)}
-        await wire.say(Probe(), b"123")
-        assert await wire.hear() == WriteAck()
-        wire.close()
-
-
 async def test_a_write_whose_grant_is_revoked_under_it_is_refused(tmp_path: Path) -> None:
     async with fabric(tmp_path, LARGE, 4) as node:
         grant = node.pages.grant(1, [0])
@@ -390,14 +359,11 @@ async def test_a_fetch_that_cannot_be_is_answered_with_the_reason(tmp_path: Path
 
 
 @pytest.mark.parametrize("buffer_bytes", [None, 1])
-async def test_a_fetch_that_compiled_code_answers_is_one_like_others(
-    tmp_path: Path, buffer_bytes: int | None
-) -> None:
-    """Also if the kernel does not take all of it at once."""
+async def test_fetches_are_answered_in_their_order(tmp_path: Path, buffer_bytes: int | None) -> None:
+    """Also if the kernel does not take all of an answer at once."""
     async with fabric(tmp_path, LARGE) as node:
         node.answer_buffer_bytes = buffer_bytes
         node.publish([1, 2])
-        node.receiver_memory.shelve(key(1), 1)
         wire = await Wire.introduced(node)
         for page in (1, 2, 1):
             await wire.say(Fetch([key(page)], 0, LARGE.num_layers))
@@ -412,23 +378,6 @@ async def test_a_fetch_that_compiled_code_answers_is_one_like_others(
         await until(lambda: node.pages.num_leases == 2)
         wire.close()
         await until(lambda: node.num_served == 0)
-
-
-@pytest.mark.parametrize("is_failing", [False, True])
-async def test_blocks_that_go_while_they_are_sent_cost_the_connection(
-    tmp_path: Path, is_failing: bool
-) -> None:
-    async with fabric(tmp_path, SMALL) as node:
-        node.publish([1, 2])
-        node.receiver_memory.shelve(key(1), 2)
-        if is_failing:
-            node.pages.read_failure = PoolError("not now")
-        wire = await Wire.introduced(node)
-        await wire.say(Fetch([key(1)], 0, SMALL.num_layers))
-        await wire.assert_closed()
-        await until(lambda: node.num_served == 0)
-        assert node.pages.num_leases == 0
-        wire.close()
 
 
 async def test_a_peer_that_never_reads_its_answers_is_cut_off(tmp_path: Path) -> None:

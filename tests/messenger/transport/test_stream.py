@@ -1,22 +1,19 @@
 """Bytes through a pair of sockets, in all splits, and what happens when a socket ends."""
 
 import asyncio
-import functools
 import os
 import random
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from messenger.transport.direct import DirectPlacement
 from messenger.transport.outbox import Outbox
 from messenger.transport.stream import Stream
 from mooncake.errors import TransferError
-from tests.messenger.fabric import DEADLINE_S, until
+from tests.messenger.fabric import until
 from tests.messenger.proxy import listen
 
 MIB = 1 << 20
@@ -37,16 +34,6 @@ async def pair(family: int = socket.AF_UNIX) -> AsyncIterator[tuple[Stream, Stre
     finally:
         for stream in streams:
             stream.close()
-
-
-@asynccontextmanager
-async def listened() -> AsyncIterator[tuple[Stream, Stream]]:
-    """What the second receives, compiled code does."""
-    async with pair() as (near, far):
-        direct = DirectPlacement.where_it_can_be()
-        assert direct is not None
-        far.receive_first = functools.partial(direct.receive, may_answer=False)
-        yield near, far
 
 
 both_families = pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
@@ -262,19 +249,16 @@ async def test_others_have_their_turn_while_bytes_come_fast() -> None:
         assert num_turns >= 16
 
 
-async def test_nobody_has_a_turn_who_does_not_wait_for_it() -> None:
+async def test_a_turn_is_given_when_it_is_time() -> None:
     async with pair() as (near, _):
         order = list[str]()
-        near.moved(MIB)
-        with pytest.raises(StopIteration):
-            near.take_turns().send(None)
-        assert not near.is_turn_over
         asyncio.get_running_loop().call_soon(order.append, "other")
         await near.take_turns()
         assert order == [], "it is not time"
         near.moved(MIB)
         await near.take_turns()
         assert order == ["other"]
+        assert not near.is_turn_over
 
 
 async def test_what_is_ahead_is_taken_in_pieces_and_the_rest_follows() -> None:
@@ -324,81 +308,6 @@ async def test_what_comes_is_offered_until_it_is_enough() -> None:
                 await asyncio.sleep(0)
         await waiting
         assert taken == b"123."
-
-
-async def test_another_may_look_for_what_somebody_waits_for() -> None:
-    async with pair() as (near, far):
-        assert not far.may_poll, "nobody waits"
-        waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
-        await asyncio.sleep(0)
-        far.poll()
-        assert far.num_ahead == 0
-        await near.send([b"12"])
-        far.poll()
-        assert far.ahead == b"12"
-        assert far.may_poll, "it still waits"
-        await near.send([b"3"])
-        far.poll()
-        assert not far.may_poll
-        await waiting
-        assert far.ahead == b"123"
-
-
-async def test_what_comes_is_received_while_somebody_listens_for_it() -> None:
-    async with listened() as (near, far):
-        waiting = asyncio.create_task(far.more(lambda: far.num_ahead == 3))
-        await asyncio.sleep(0)
-        assert not far.listen(0.001), "nothing is said"
-        await near.send([b"12"])
-        assert far.listen(DEADLINE_S)
-        assert far.ahead == b"12"
-        assert not far.may_listen, "the rest comes behind it"
-        far.poll()
-        assert far.may_poll, "it still waits"
-        await near.send([b"3"])
-        assert far.listen(DEADLINE_S)
-        far.poll()
-        assert not far.may_poll
-        await waiting
-        assert far.ahead == b"123"
-
-
-async def test_what_was_received_while_somebody_listened_is_not_waited_for() -> None:
-    async with listened() as (near, far):
-        waiting = asyncio.create_task(far.more(lambda: False))
-        await asyncio.sleep(0)
-        await near.send([b"1"])
-        assert far.listen(DEADLINE_S)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await far.more(lambda: far.ahead == b"1")
-
-
-async def test_nobody_is_listened_to_while_others_have_something_to_say() -> None:
-    async with listened() as (_, far), pair() as (other_near, other_far):
-        waiting = [asyncio.create_task(each.more(lambda: True)) for each in (far, other_far)]
-        await asyncio.sleep(0)
-        await other_near.send([b"1"])
-        begun_s = time.monotonic()
-        assert not far.listen(DEADLINE_S)
-        assert time.monotonic() < begun_s + DEADLINE_S / 2
-        await waiting[1]
-        waiting[0].cancel()
-        await asyncio.gather(waiting[0], return_exceptions=True)
-
-
-async def test_a_connection_that_ends_while_somebody_listens_is_lost() -> None:
-    async with listened() as (near, far):
-        waiting = asyncio.create_task(far.more(lambda: True))
-        await asyncio.sleep(0)
-        near.close()
-        assert far.listen(DEADLINE_S)
-        assert far._failure is not None
-        assert far._failure.__traceback__ is None, "its frames would keep the stream"
-        far.poll()
-        with pytest.raises(ConnectionResetError, match="closed by the peer"):
-            await waiting
-        assert far._failure is None
 
 
 async def test_an_error_of_who_takes_ends_the_waiting() -> None:
