@@ -1,4 +1,4 @@
-"""What the Conductor hears and what it wants done: messages of its peers, messages to them. Pure values."""
+"""Messages to the Conductor from its peers, and from it to them. Pure values."""
 
 import msgspec
 

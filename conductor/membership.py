@@ -55,7 +55,7 @@ class Membership:
             refusal = f"{error}; give each instance its own --instance"
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         self._instances.add(instance)
-        self._requests.suspicion.back(instance.name)
+        self._requests.suspicion.instance_returned(instance.name)
         effects.append(Effect(sender, Registered()))
         effects += self._placer.retry_waiting(now_s)
         return effects + self._fronts.tell()
@@ -67,7 +67,7 @@ class Membership:
         if instance is not None and instance.registration.incarnation < message.incarnation:
             effects += self.drop([instance], "has died", now_s)
         self._instances.expect(message.instance, now_s + self._limits.placement_timeout_s)
-        effects += self._dispatcher.heard_of_end(message.instance, message.failed_in, now_s)
+        effects += self._dispatcher.on_returning(message.instance, message.failed_in, now_s)
         return effects + self._placer.retry_waiting(now_s)
 
     # -- going --------------------------------------------------------------------------------------

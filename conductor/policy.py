@@ -259,12 +259,12 @@ class Conductor:
         instance.last_seen_s = now_s
         if isinstance(message, Retire):
             return self._membership.drain(instance, InstanceState.RETIRING, now_s)
-        return self._dispatcher.heard(instance, message, now_s)
+        return self._dispatcher.on_work(instance, message, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         instance.last_seen_s, instance.heartbeat = now_s, heartbeat
-        self.view.heard(instance, heartbeat)
+        self.view.learn(instance, heartbeat)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:
             tbt_slo_s = self._requests.strictest_tbt_slo_s
-            self._admission.heard(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)
+            self._admission.learn_step(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)

@@ -12,7 +12,7 @@ DEFAULT_BALANCING_THRESHOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class ReplicationRules:
-    """How many copies of hot prefixes are made before requests ask for them."""
+    """Settings of the replication of hot prefixes."""
 
     period_s: float = 5.0
     uses_per_copy: float = 20.0
@@ -23,11 +23,11 @@ class ReplicationRules:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the Conductor decides."""
+    """Settings of decisions."""
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = DEFAULT_BALANCING_THRESHOLD
-    """At least 1; None if it adapts."""
+    """The balancing threshold, at least 1; None if it adapts."""
     overload: Overload = Overload.PREDICTION
     seed: int = 0
     """The seed of random choices."""
@@ -54,7 +54,7 @@ class SLOs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the Conductor may keep, and how long it waits. Times are in seconds."""
+    """Limits of what the Conductor keeps and waits for. Times are in seconds."""
 
     max_running_requests: int = 256
     max_attempts: int = 3

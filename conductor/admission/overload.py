@@ -1,4 +1,4 @@
-"""Which requests are rejected because they would miss an SLO, or make others miss it (Mooncake, section 7).
+"""Early rejection of requests that would miss an SLO, or make others miss it (Mooncake, section 7).
 
     baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
     early_rejection  the greater load of both pools, at arrival (7.2)
@@ -120,13 +120,13 @@ class Admission:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._headroom.refused(terms, rejection.prompt_s, now_s)
 
-    def refused(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
+    def learn_refusal(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
         """Learn that a decode instance has refused a request after prefill, as a token would take `tbt_s`."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
         self._view.tbt_correction.learn(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
 
-    def heard(
+    def learn_step(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
         """Learn from a heartbeat how long an iteration of all requests of a decode instance would take.

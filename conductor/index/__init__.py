@@ -1,1 +1,1 @@
-"""The prefix index: which instances hold which KVCache blocks, by the events of their pools."""
+"""The prefix index: which instances hold which KVCache blocks, as the KV events of their pools say."""

@@ -1,7 +1,8 @@
-"""From block keys to numbers, for as many blocks as all pools together have: some tens of millions.
+"""A table from block keys to numbers, for all blocks of all pools: some tens of millions.
 
-Compiled (`block_table.cpp`): 23 to 46 bytes a block, and no pauses while it grows. Where there is no compiler
-a dict does the same, with about 100 bytes a block and pauses of up to a second while it grows by millions.
+The compiled table (`block_table.cpp`) has 23 to 46 bytes a block, and no pauses while it grows. Where there
+is no compiler a dict does the same, with about 100 bytes a block and pauses of up to a second while it grows
+by millions.
 
 Owns: both tables. Does not know: what the numbers mean.
 """
@@ -20,29 +21,31 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.native import NativeCodeError, load
 
 ABSENT = 0
-"""the number of a key that is not there"""
+"""The number of a key that is not in the table."""
 SWEPT_PLACES = 4096
-"""that one call of `sweep` looks at: some 10 us"""
+"""Entries that one call of `sweep` examines, in some 10 us."""
 log = logging.getLogger(__name__)
 
 
 class BlockTable(Protocol):
-    """Numbers from 1 on by key. Keys have `KEY_BYTES` bytes; ValueError if they do not."""
+    """Numbers from 1 on by key. Keys without `KEY_BYTES` bytes raise ValueError."""
 
     def __len__(self) -> int: ...
 
     def find(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """The number of each key."""
+        """Return the number of each key."""
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
-        """The keys before the first absent one as runs of equal numbers: the numbers, and where each ends."""
+        """Return the runs of equal numbers before the first absent key: the numbers and their ends."""
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
-        """Gives each of these distinct keys its number; `ABSENT` drops it."""
+        """Give each of these distinct keys its number; `ABSENT` drops it."""
 
     def sweep(self, is_marked: "array[int]") -> Sequence[int]:
-        """Looks at some more of the keys, drops those whose number is marked in this array of type `B`, and
-        returns their numbers. Called often enough it has looked at all."""
+        """Examine some more of the keys, and drop those whose number is marked in this array of type `B`.
+
+        Called often enough it has examined all keys. Returns the numbers of the dropped keys.
+        """
 
 
 class NativeTable:
@@ -54,7 +57,7 @@ class NativeTable:
         weakref.finalize(self, self._code.table_free, self._table)
         self._removed = array("i", bytes(4 * SWEPT_PLACES))
         self._numbers, self._ends = array("i"), array("i")
-        """with room for the runs of the longest prompt so far"""
+        """Buffers for the runs of the longest prompt so far."""
 
     def __len__(self) -> int:
         return int(self._code.table_len(self._table))
@@ -87,7 +90,7 @@ class NativeTable:
 
 
 class DictTable:
-    """A dict. It is not looked at by the garbage collector, as long as it has nothing but bytes and ints."""
+    """A dict. The garbage collector skips it, as it has nothing but bytes and ints."""
 
     def __init__(self) -> None:
         self._numbers: dict[BlockKey, int] = {}
@@ -132,7 +135,7 @@ class DictTable:
 
 
 def new_block_table() -> BlockTable:
-    """The compiled one, or a dict where nothing can be compiled."""
+    """The compiled table, or a dict where nothing can be compiled."""
     try:
         return NativeTable()
     except NativeCodeError as error:
@@ -149,7 +152,7 @@ def _joined(keys: Sequence[BlockKey]) -> bytes:
 
 @functools.cache
 def _native() -> ctypes.PyDLL:
-    """Calls keep the GIL: they are short, and another thread might not give it back for milliseconds."""
+    """The compiled code. Calls keep the GIL: another thread might hold it for milliseconds."""
     library = load(Path(__file__).with_name("block_table.cpp"))
     code = ctypes.PyDLL(library._name, handle=library._handle)
     table, size, pointer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p

@@ -1,10 +1,10 @@
-"""One messenger's KV events, put into order: messages in, what to apply and what to ask for out.
+"""One messenger's KV events in order: messages in, events to apply and questions to ask out.
 
     no snapshot ──> parts of one ──> live batches, in order and once ──(gap)──> replay ──> live
          ^───────────────── the replay is gone, or another incarnation ────────────┘
 
-What is asked for is asked for again when nothing comes; a messenger that has been quiet for a while is asked
-whether the last batch got lost. Batches that come too early wait for those before them, a few of them.
+A question without an answer is asked again. A messenger that has been quiet for a while is asked whether its
+last batch got lost. A limited number of batches that come too early wait for those before them.
 
 Owns: sequence numbers, incarnations, deadlines. Does not know: sockets, the clock, what events mean.
 """
@@ -26,58 +26,58 @@ from mooncake.messages.kv_events import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""without any progress of an answer, until it is asked for again"""
+"""The time without progress of an answer after which the question is asked again."""
 QUIET_S = 3.0
-"""without a batch, until a messenger is asked whether there was one"""
+"""The time without a batch after which a messenger is asked whether there was one."""
 MAX_EARLY_BATCHES = 100
-"""that wait for those before them: a second of them. Others are replayed"""
+"""Batches that may wait for those before them: a second's worth. Others are replayed."""
 
 
 class Step(NamedTuple):
-    """What to do: apply `events` in order, then send `ask`, if there is one."""
+    """Events to apply in order, and a question to send after that, if there is one."""
 
     events: list[KVEvent]
     ask: ToKVEvents | None = None
 
 
 class EventStream:
-    """Follows the messenger `instance` in its life `incarnation` and later ones. Begins to ask at a tick."""
+    """Follows the messenger `instance` from its life `incarnation` on. The first tick asks for a snapshot."""
 
     def __init__(self, instance: str, incarnation: int) -> None:
         self.instance = instance
         self.incarnation = incarnation
         self.num_batches = 0
-        """applied"""
+        """Batches that have been applied."""
         self.num_gaps = 0
         self.num_snapshots = 0
-        """applied whole"""
+        """Snapshots that have been applied whole."""
         self._next_sequence: int | None = None
-        """of the next batch to apply; None before there is a snapshot to apply it to"""
+        """The number of the next batch to apply; None before there is a snapshot to apply it to."""
         self._early: dict[int, list[KVEvent]] = {}
-        """by sequence: what came before its turn; all of them behind `_next_sequence`"""
+        """Batches that came too early, by number; all are behind `_next_sequence`."""
         self._snapshot_sequence: int | None = None
-        """of the snapshot whose parts arrive"""
+        """The number of the snapshot whose parts arrive."""
         self._asked: ToKVEvents | None = None
-        """and not fully answered"""
+        """The question that is not fully answered."""
         self.progress_s = 0.0
-        """last question, part of its answer, or batch in order"""
+        """The time of the last question, part of an answer, or batch in order."""
 
     @property
     def is_current(self) -> bool:
-        """A snapshot has been applied, and every batch that is known of."""
+        """Whether a snapshot has been applied, and every batch that is known of."""
         return self._next_sequence is not None and not self._early
 
     @property
     def needs_snapshot(self) -> bool:
-        """None has been applied whole."""
+        """Whether no snapshot has been applied whole."""
         return self._next_sequence is None
 
     def is_loading(self, now_s: float) -> bool:
-        """A snapshot is on its way, as far as one can tell."""
+        """Whether a snapshot is in flight, as far as is known."""
         return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
 
     def tick(self, now_s: float) -> Step:
-        """Let time pass."""
+        """Let time pass: ask again if an answer is due."""
         silence_s = now_s - self.progress_s
         if self._next_sequence is None:
             is_due = self._asked is None or silence_s >= ANSWER_TIMEOUT_S
@@ -88,7 +88,7 @@ class EventStream:
     def receive(self, message: FromKVEvents, now_s: float) -> Step:
         """React to a live batch, or to a part of an answer."""
         if message.incarnation < self.incarnation:
-            return Step([])  # it was under way when that life ended
+            return Step([])  # it was in flight when that life ended
         restarted: list[KVEvent] = []
         if message.incarnation > self.incarnation:
             self.incarnation = message.incarnation
@@ -153,7 +153,7 @@ class EventStream:
         return Step([])
 
     def _in_order(self, next_sequence: int) -> list[KVEvent]:
-        """Everything from `next_sequence` on that has come without a gap."""
+        """Take the events of all batches from `next_sequence` to the first gap."""
         events: list[KVEvent] = []
         while next_sequence in self._early:
             events += self._early.pop(next_sequence)

@@ -1,4 +1,4 @@
-"""Interned sets of holders: which shards have a block, in which tier; so which instances have it whole.
+"""Interned sets of holders: the shards that have a block, by tier, and the instances that have it whole.
 
 Blocks with the same holders share one set, named by a small number, so a block costs its key and that number,
 however many instances there are. A set is a bit mask, two bits for a shard: DRAM and, next to it, SSD. An
@@ -16,45 +16,45 @@ from dataclasses import dataclass, field
 from mooncake.messages.pools import Tier
 
 EMPTY = 0
-"""the set of a block that nobody holds"""
+"""The set of a block without holders."""
 _BITS = {Tier.DRAM: 0b01, Tier.SSD: 0b10}
 
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A part of the instance at `slot`, in bits `2 * number` (DRAM) and `2 * number + 1` (SSD) of a set.
-
-    `instance_bits` are the DRAM bits of all shards of the instance.
-    """
+    """A part of an instance, with bits `2 * number` (DRAM) and `2 * number + 1` (SSD) of each set."""
 
     slot: int
+    """The slot of the instance."""
     number: int
     instance_bits: int
+    """The DRAM bits of all shards of the instance."""
     num_blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
     def bit(self, tier: Tier) -> int:
-        """Stands for this shard and tier in a set."""
+        """The bit of this shard and tier in a set."""
         return _BITS[tier] << 2 * self.number
 
 
 class HolderSets:
-    """Sets by number. `holding[n]` and `in_dram[n]` are masks by slot: of the instances that hold the blocks
-    of set `n` in any tier, and in DRAM. A set lives as long as blocks use it."""
+    """Sets by number. A set lives as long as blocks use it."""
 
     def __init__(self) -> None:
         self.holding = [0]
+        """Masks of slots by set: the instances that hold the blocks of the set in any tier."""
         self.in_dram = [0]
+        """Masks of slots by set: the instances that hold the blocks of the set in DRAM."""
         self._held = [0]
         self._num_blocks = [0]
         self._numbers = {0: EMPTY}
-        """of each set by its mask; a set that `clear` has made equal to another one is not here"""
+        """The number of each set by its mask, but for sets that `clear` has made equal to others."""
         self._free: list[int] = []
         self._num_empty = 0
         self.is_empty = array("B", [False])
-        """by number: sets besides `EMPTY` that nobody is left in, though blocks use them"""
+        """Marks of sets besides `EMPTY` that have lost all holders while blocks use them, by number."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
-        """The set of blocks of set `before` after `shard` has stored or removed them; `num_blocks` move."""
+        """The set of `num_blocks` blocks of set `before` after `shard` has stored or removed them."""
         held, bit = self._held[before], shard.bit(tier)
         if bool(held & bit) is is_stored:
             return before
@@ -70,7 +70,7 @@ class HolderSets:
         return after
 
     def clear(self, shard: Shard) -> None:
-        """`shard` holds nothing any more. Costs time by the number of sets, not of blocks."""
+        """Remove a shard from all sets. The cost grows with the number of sets, not of blocks."""
         if not any(shard.num_blocks.values()):
             return
         shard.num_blocks = dict.fromkeys(Tier, 0)
@@ -91,16 +91,16 @@ class HolderSets:
 
     @property
     def has_empty(self) -> bool:
-        """Whether there are any sets besides `EMPTY` that nobody is left in."""
+        """Whether any set besides `EMPTY` has lost all holders."""
         return self._num_empty > 0
 
     @property
     def num_unheld_blocks(self) -> int:
-        """Blocks that use a set that nobody is left in."""
+        """Blocks whose set has lost all holders."""
         return sum(itertools.compress(self._num_blocks, self.is_empty))
 
     def release(self, numbers: Iterable[int]) -> None:
-        """One block for each of these numbers does not use its set any more."""
+        """Record that one block for each of these numbers does not use its set any more."""
         for number, num_blocks in Counter(numbers).items():
             self._release(number, num_blocks)
 
@@ -114,7 +114,7 @@ class HolderSets:
             self._free.append(number)
 
     def _new(self, held: int, holding: int, in_dram: int, shard: Shard) -> int:
-        """As the set with `holding` and `in_dram`, but for `shard`."""
+        """Make a set that differs in `shard` from the one with these masks."""
         wanted, slot_bit = shard.instance_bits, 1 << shard.slot
         holding = holding | slot_bit if (held | held >> 1) & wanted == wanted else holding & ~slot_bit
         in_dram = in_dram | slot_bit if held & wanted == wanted else in_dram & ~slot_bit

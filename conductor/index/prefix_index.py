@@ -1,8 +1,9 @@
-"""Which instances hold the leading blocks of a prompt, and in which tier: the Conductor's view of all pools.
+"""The prefix index: which instances hold the leading blocks of a prompt, and in which tier.
 
-Fed with the KV events of every pool. Keys are chained, so a prompt's blocks are looked up once for all
+The KV events of every pool feed it. Keys are chained, so a prompt's blocks are looked up once for all
 instances, and the set of holders can only shrink from block to block (Mooncake, section 6.1, Algorithm 1:
-`prefix_len`). Late or wrong events cost a hit, nothing else: who is asked for a block looks again.
+`prefix_len`). Late or wrong events cost a hit, nothing else: an instance that is asked for a block looks
+again.
 
 Owns: keys and their holders, the slots of the instances. Does not know: where events come from, placement.
 """
@@ -23,68 +24,62 @@ from mooncake.messages.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """How much of a prompt each instance holds: the few depths that differ, and for each a mask of slots.
+    """The part of a prompt that each instance holds: the few depths that differ, each with a mask of slots.
 
     `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`, one element a slot; 0 for a free slot.
     """
 
     num_slots: int
     depths: list[int]
-    """numbers of leading blocks, in any tier, from the smallest on; the only one may be 0"""
+    """Numbers of leading blocks, in any tier, from the smallest on; the only one may be 0."""
     masks: list[int]
-    """who holds so many and no more: none is empty, and each slot is in one of them"""
+    """The slots that hold so many blocks and no more. No mask is empty, and each slot is in one of them."""
     on_ssd: list[tuple[int, int]]
-    """numbers of blocks, not all in a row, and who of those that hold them has them on SSD only"""
+    """Numbers of blocks, not all in a row, each with the slots that hold them on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
-        """One row a mask, one column a slot: whether it is in it."""
+        """The masks as a matrix: one row a mask, one column a slot."""
         rows = np.frombuffer(packed(masks, self.num_slots), np.uint8).reshape(
             len(masks), -(-self.num_slots // 8)
         )
         return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
 
     def num_blocks_at(self, slot: int) -> int:
-        """Of the prompt's leading ones, how many one instance holds."""
+        """The leading blocks of the prompt that one instance holds."""
         return next(depth for depth, mask in zip(self.depths, self.masks, strict=True) if mask >> slot & 1)
 
     def num_ssd_blocks_at(self, slot: int) -> int:
-        """Of those that one instance holds, how many have to be read from SSD."""
+        """The blocks among them that have to be read from SSD."""
         return sum(num_blocks for num_blocks, mask in self.on_ssd if mask >> slot & 1)
 
     @property
     def num_blocks(self) -> NDArray[np.int32]:
-        """Leading blocks of the prompt that each instance holds, in any tier."""
+        """The leading blocks of the prompt that each instance holds, in any tier."""
         return self._sums(self.depths, self.masks)
 
     @property
     def num_ssd_blocks(self) -> NDArray[np.int32]:
-        """How many of these have to be read from SSD."""
+        """The number of these blocks that have to be read from SSD."""
         return self._sums([number for number, _ in self.on_ssd], [mask for _, mask in self.on_ssd])
 
     @property
     def num_dram_blocks(self) -> NDArray[np.int32]:
-        """How many of these are in DRAM."""
+        """The number of these blocks that are in DRAM."""
         return self.num_blocks - self.num_ssd_blocks
 
     @property
     def num_best_blocks(self) -> int:
-        """The longest prefix that anybody holds."""
+        """The longest prefix that any instance holds."""
         return self.depths[-1]
 
-    @property
-    def best_slots(self) -> NDArray[np.intp]:
-        """Who holds so many; empty if nobody holds any."""
-        slots: NDArray[np.intp] = self.rows_of(self.masks[-1:])[0].nonzero()[0]
-        return slots if self.num_best_blocks else slots[:0]
-
     def _sums(self, numbers: Sequence[int], masks: Sequence[int]) -> NDArray[np.int32]:
-        """By slot: those numbers whose masks it is in."""
+        """The sums by slot of the numbers whose masks it is in."""
         sums: NDArray[np.int32] = np.array(numbers, np.int32).dot(self.rows_of(masks))
         return sums
 
 
 def packed(masks: Sequence[int], num_slots: int) -> bytes:
-    """Rows of bits, one after the other, each in whole bytes; that of slot 0 is the lowest of the first."""
+    """Pack masks into rows of whole bytes. The bit of slot 0 is the lowest of a row's first byte."""
     num_bytes = -(-num_slots // 8)
     return b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
 
@@ -94,46 +89,54 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._table = new_block_table()
-        """the number of each key's set of holders"""
+        """The number of each key's set of holders."""
         self._slots: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shards_of: dict[str, tuple[str, ...]] = {}
         self._free_slots: list[int] = []
         self._free_numbers: list[int] = []
         self._num_shards = 0
-        """that bits have been given to, at the same time"""
+        """The largest number of shards that have had bits at the same time."""
         self._sets = HolderSets()
 
     # -- instances ----------------------------------------------------------------------------------
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Of each instance by its name."""
+        """The slot of each instance by its name."""
         return MappingProxyType(self._slots)
 
     @property
     def num_slots(self) -> int:
-        """Length of the arrays by slot."""
+        """The length of arrays by slot."""
         return len(self._slots) + len(self._free_slots)
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that are held somewhere."""
+        """Different blocks that some instance holds."""
         return len(self._table) - self.num_stale_blocks
 
     @property
     def num_stale_blocks(self) -> int:
-        """Keys that nobody holds since instances have gone; they are dropped bit by bit while events come."""
+        """Keys that lost all holders with an instance. Events that come drop them little by little."""
         return self._sets.num_unheld_blocks
 
     def num_held(self, name: str) -> Mapping[Tier, int]:
-        """Blocks by tier of the instance, or part of one, that publishes as `name`."""
+        """The blocks by tier of the shard that publishes as `name`."""
         return MappingProxyType(self._shards[name].num_blocks)
 
     def add_instance(self, name: str, shards: Sequence[str] = ()) -> int:
-        """Its slot. `shards` are the names that its parts publish events under, by default its own.
+        """Add an instance.
 
-        Raises ValueError if one of the names is taken.
+        Args:
+            name: Its name.
+            shards: The names under which its shards publish events; by default its own name.
+
+        Returns:
+            Its slot.
+
+        Raises:
+            ValueError: One of the names is taken.
         """
         names = tuple(shards) or (name,)
         if name in self._slots or len({*names, *self._shards}) < len(names) + len(self._shards):
@@ -147,7 +150,7 @@ class PrefixIndex:
         return slot
 
     def remove_instance(self, name: str) -> None:
-        """Forgets it and all its blocks; its slot may be given to another one. Raises KeyError."""
+        """Forget an instance and all its blocks. Another one may get its slot. Raises KeyError."""
         for shard_name in self._shards_of.pop(name):
             shard = self._shards.pop(shard_name)
             self._sets.clear(shard)
@@ -163,9 +166,9 @@ class PrefixIndex:
     # -- events -------------------------------------------------------------------------------------
 
     def apply(self, name: str, events: Sequence[KVEvent]) -> None:
-        """What happened in the pool of `name`, an instance or a part of one, oldest first.
+        """Apply the events of the pool that publishes as `name`, oldest first.
 
-        Events of a pool that is not known (any more), and keys that are none, are ignored.
+        Events of unknown pools, and malformed keys, are ignored.
         """
         shard = self._shards.get(name)
         if shard is None:
@@ -194,7 +197,7 @@ class PrefixIndex:
     # -- prompts ------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """How many leading blocks of a prompt with these `keys` each instance holds: one pass for all."""
+        """Find how many of these leading blocks of a prompt each instance holds, in one pass for all."""
         holding, in_dram = self._sets.holding, self._sets.in_dram
         num_slots, start = self.num_slots, 0
         mask = (1 << num_slots) - 1

@@ -22,9 +22,9 @@ from mooncake.messages.pools import Tier
 from mooncake.native import load_or_do_without
 
 _MEDIA = {"GPU": 1, "CPU": 2, "DISK": 4, "STORAGE": 4, "FS": 4}
-"""a bit for each place a block may be in"""
+"""A bit for each medium that a block may be in."""
 _TIERS = {Tier.DRAM: 1 | 2, Tier.SSD: 4}
-"""a block in a GPU's memory is at least as near as one in DRAM"""
+"""The media of each tier: a block in a GPU's memory is at least as near as one in DRAM."""
 
 BlockHash = int | bytes
 
@@ -80,16 +80,16 @@ class VllmEvents:
         self._root, self._block_size = root, block_size
         self._keys: dict[BlockHash, BlockKey] = {}
         self._media: dict[BlockHash, int] = {}
-        """where each of them is: bits of `_MEDIA`, at least one"""
+        """The media of each block as bits of `_MEDIA`, at least one."""
         self._decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
         self._decode_arrays = msgspec.msgpack.Decoder(_ArrayBatch).decode
         self._has_maps = True
-        """the last batch had"""
+        """Whether the last batch had events as maps."""
         self.num_skipped = 0
-        """blocks that no key could be derived for"""
+        """Blocks for which no key could be derived."""
 
     def __len__(self) -> int:
-        """Blocks that the engine has, as far as their keys are known."""
+        """The number of the engine's blocks whose keys are known."""
         return len(self._keys)
 
     def read(self, payload: bytes) -> list[KVEvent]:
@@ -133,7 +133,7 @@ class VllmEvents:
                 yield KVStored(tier, [self._keys[block_hash] for block_hash in new])
 
     def _keys_of(self, event: _Stored) -> Sequence[BlockKey]:
-        """Of all its blocks, or none. A block without tokens has only moved to another medium."""
+        """The keys of all its blocks, or none: a block without tokens has only moved to another medium."""
         parent = self._root
         if event.parent_block_hash is not None:
             parent = self._keys.get(event.parent_block_hash, b"")
@@ -177,7 +177,7 @@ def _unpacked(packed: bytes, num_wanted: int) -> "array[int] | None":
 
 @functools.cache
 def _native() -> ctypes.CDLL | None:
-    """None where nothing can be compiled."""
+    """The compiled code; None where nothing can be compiled."""
     source = Path(__file__).with_name("token_ids.cpp")
     code = load_or_do_without(source, "vLLM's KV events are read more slowly")
     if code is None:

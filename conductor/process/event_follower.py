@@ -1,10 +1,10 @@
-"""Keeps the prefix index up to date: follows the KV events of every registered instance's messengers.
+"""The follower of KV events: keeps the prefix index up to date with all registered instances' messengers.
 
 Two sockets for all of them: a SUB for live batches, and a ROUTER that connects to each messenger's, for
 snapshots and replays. A messenger that cannot be reached costs its hits, nothing else.
 
-Owns: these sockets, who is followed. Does not know: placement, the order of events
-(`conductor.index.event_stream` has that).
+Owns: these sockets, which messengers are followed. Does not know: placement, the order of events
+(`conductor.index.event_stream`).
 """
 
 import asyncio
@@ -29,15 +29,17 @@ from mooncake.security.keys import ClusterKey
 
 TICK_S = 1.0
 LARGEST_EVENTS_BYTES = 16 << 20
-"""of a message; a part of a snapshot has 360 KB"""
+"""The largest message; a part of a snapshot has 360 KB."""
 LIVE_QUEUE_LEN = 100
-"""batches that may wait from one messenger; what finds no room is replayed later"""
+"""Batches of one messenger that may wait. Batches that find no room are replayed later."""
 ANSWER_QUEUE_LEN = 4
-"""parts of a snapshot that may wait, and then messengers do"""
+"""Parts of a snapshot that may wait before the messenger does."""
 MAX_LOADING = 16
-"""snapshots that are on their way at the same time, when many instances come at once"""
+"""Snapshots that may be in flight at the same time, when many instances come at once."""
 SLOWEST_RECONNECT_MS = 5000
+"""The longest backoff between two tries to connect."""
 LOGGED_CHARS = 200
+"""The length of an error in the log."""
 
 _encode = msgspec.msgpack.Encoder().encode
 log = logging.getLogger(__name__)
@@ -45,23 +47,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One messenger. `life` is that of its instance: the index forgets what an earlier one had."""
+    """One messenger that is followed."""
 
     life: bytes
+    """The identity of its instance: the index forgets the blocks of an earlier life."""
     address: MessengerAddress
     peer: bytes
-    """its routing id at our ROUTER"""
+    """The messenger's routing id at the ROUTER socket."""
     stream: EventStream
 
 
 class EventFollower:
-    """Applies to `prefixes` what the messengers report. Needs a running event loop."""
+    """Applies the KV events of messengers to `prefixes`. Needs a running event loop."""
 
     def __init__(self, prefixes: PrefixIndex, key: ClusterKey) -> None:
         self._prefixes = prefixes
         self._decode = msgspec.msgpack.Decoder(FromKVEvents).decode
         self._followed: dict[str, _Followed] = {}
-        """by the messenger's name"""
+        """The messengers that are followed, by name."""
         self._is_due = asyncio.Event()
         self._peers = itertools.count(1)
         self._live = self._socket(zmq.SUB, key, LIVE_QUEUE_LEN)
@@ -71,11 +74,11 @@ class EventFollower:
 
     @property
     def streams(self) -> Mapping[str, EventStream]:
-        """Of each messenger that is followed, by its name."""
+        """The event stream of each messenger that is followed, by its name."""
         return {name: followed.stream for name, followed in self._followed.items()}
 
     def follow(self, instances: Instances) -> None:
-        """From now on these and no others. To be called at once after every change of `instances`."""
+        """Follow these instances and no others. Call this at once after every change of `instances`."""
         wanted = {
             shard.messenger.instance: (instance.identity, shard.messenger)
             for instance in instances
@@ -89,7 +92,7 @@ class EventFollower:
                 self._join(name, life, address)
 
     async def run(self) -> None:
-        """Receives and asks until cancelled."""
+        """Receive events and ask for missing ones until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(self._live))
             tasks.create_task(self._receive(self._answers))
@@ -100,11 +103,11 @@ class EventFollower:
         self._live.close(linger=0)
         self._answers.close(linger=0)
 
-    # -- who is followed ------------------------------------------------------------------------------
+    # -- messengers ------------------------------------------------------------------------------
 
     def _join(self, name: str, life: bytes, address: MessengerAddress) -> None:
         live, requests = address.event_endpoints
-        peer = b"%d" % next(self._peers)  # never one that was there before: libzmq would end the process
+        peer = b"%d" % next(self._peers)  # never reuse an id: libzmq would end the process
         try:
             self._live.connect(live)
             self._answers.setsockopt(zmq.CONNECT_ROUTING_ID, peer)
@@ -136,10 +139,10 @@ class EventFollower:
         socket.reconnect_ivl_max = SLOWEST_RECONNECT_MS
         return socket
 
-    # -- what they say --------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        """Both sockets put one frame before the message: a topic, or the peer."""
+        """Receive from a socket. Both put one frame before the message: a topic, or the peer."""
         while True:
             # Queued messages come without suspending; a burst of them must not starve the event loop.
             await asyncio.sleep(0)
@@ -166,7 +169,7 @@ class EventFollower:
             self._is_due.clear()
             now_s = time.monotonic()
             num_loading = sum(followed.stream.is_loading(now_s) for followed in self._followed.values())
-            # Who was asked in vain comes last, so that it does not hold up the others.
+            # A messenger that was asked in vain comes last, so that it does not hold up the others.
             for followed in sorted(self._followed.values(), key=lambda followed: followed.stream.progress_s):
                 stream = followed.stream
                 if stream.needs_snapshot and not stream.is_loading(now_s):
@@ -183,5 +186,5 @@ class EventFollower:
         try:
             await self._answers.send_multipart([followed.peer, _encode(step.ask)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # Nobody is there, or nobody reads: it is asked again later.
+            # The messenger is gone, or does not read: it is asked again later.
             log.debug("cannot ask %s for KV events: %s", followed.address.instance, error.strerror)

@@ -3,7 +3,7 @@
 It carries the messages of the pure policy (`conductor.policy`) and embeds one front.
 
 Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why a message is
-sent, what the events say.
+sent, the meaning of events.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ from mooncake.node.process_config import ConductorProcess
 
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
-"""those of other processes are called after their nodes"""
+"""The identity of the front in this process. Other fronts are named after their nodes."""
 log = logging.getLogger(__name__)
 
 
 class ConductorService:
-    """Receives, decides, sends."""
+    """The Conductor's loop: receive, decide, send."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ConductorService:
         follower: EventFollower,
         history: History,
     ) -> None:
-        """`router` is for workers, and fronts in other processes; `front` for the one in this process."""
+        """`router` is for workers and for fronts in other processes, `front` for the one in this process."""
         self._conductor = conductor
         self._router, self._front = router, front
         self._follower = follower
@@ -65,7 +65,7 @@ class ConductorService:
         self._num_changes_followed = 0
 
     async def run(self) -> None:
-        """The loop."""
+        """Receive and react until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tick())
             group.create_task(self._follower.run())
@@ -94,7 +94,7 @@ class ConductorService:
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
-        """Send; a peer that is gone has effects of its own."""
+        """Send the effects. A peer that is gone has effects of its own."""
         self._follow()
         pending = list(effects)
         while pending:
@@ -113,14 +113,14 @@ class ConductorService:
                 pending += consequences
 
     def _follow(self) -> None:
-        """Called before anything is awaited, so that each life of an instance is seen to come and to go."""
+        """Follow the registered instances. Called before anything is awaited, so that no life is missed."""
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes
             self._follower.follow(self._conductor.instances)
 
 
 async def serve(process: ConductorProcess) -> None:
-    """Open the model's description, listen, serve until cancelled."""
+    """Open the description of the model, listen, and serve until cancelled."""
     config = process.config
     listener = listen(config.http.host, config.http.port)
     with contextlib.closing(listener):
@@ -189,7 +189,7 @@ def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
 
 
 def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, Costs] | None:
-    """Of a profile of this model, if one is configured."""
+    """The costs in the configured profile, which must be of this model; None without one."""
     if path is None:
         return None
     profile = load_profile(path)
@@ -202,7 +202,7 @@ def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, C
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
-    """Where to find the API and, if instances come up beside it, a command that shows that it works."""
+    """The URL of the API and, if instances come up beside it, a command that shows that it works."""
     if not is_whole_cluster:
         return Ready(url)
     text = "What is the capital of France?"

@@ -1,1 +1,1 @@
-"""Prefixes that are kept or copied on purpose: hot ones, and the context caches of clients."""
+"""Copies of hot prefixes, and the context caches of clients."""

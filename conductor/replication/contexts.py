@@ -1,9 +1,9 @@
-"""Context caches (Mooncake, section 3): beginnings of prompts whose blocks are pinned where they are held.
+"""Context caches (Mooncake, section 3): prefixes whose blocks are pinned where they are held.
 
-Blocks are pinned on one instance, for a while that is renewed, so pins of a Conductor that is gone end by
-themselves. Whoever holds most of a cache is found in the prefix index. When that instance is lost, or has
-had to evict blocks, a prompt that uses the cache is computed like any other; the index then tells who holds
-it, and it is pinned there. Pure: no clock, no IO.
+Blocks are pinned on one instance, for a time that is renewed, so pins of a Conductor that is gone end by
+themselves. The prefix index tells which instance holds most of a cache. When that one is lost, or has had to
+evict blocks, a prompt that uses the cache is computed like any other, and the cache is pinned where it is
+held then. Pure: no clock, no IO.
 
 Owns: which cache is pinned where, and until when. Does not know: tokens, keys of clients, how a pool pins.
 """
@@ -18,12 +18,14 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.workers import InstanceState, Pin, Role, Unpin
 
 PIN_S = 60.0
+"""The time for which blocks are pinned."""
 RENEW_S = 20.0
+"""The time after which their pins are renewed."""
 
 
 @dataclass(slots=True)
 class KeptContext:
-    """One cache. Invariant: `num_pinned <= len(keys)`; the first so many are pinned on `holder`."""
+    """One cache. Invariant: the first `num_pinned <= len(keys)` blocks are pinned on `holder`."""
 
     keys: list[BlockKey]
     expires_s: float
@@ -33,12 +35,12 @@ class KeptContext:
 
     @property
     def pinned(self) -> list[BlockKey]:
-        """What `holder` was told to keep."""
+        """The blocks that `holder` was told to keep."""
         return self.keys[: self.num_pinned]
 
 
 class Contexts:
-    """All caches, by their ids. What is to be said to whom is returned."""
+    """All caches by their ids."""
 
     def __init__(self, prefixes: PrefixIndex, instances: Instances) -> None:
         self._prefixes, self._instances = prefixes, instances
@@ -50,27 +52,27 @@ class Contexts:
 
     @property
     def num_blocks(self) -> int:
-        """Of all caches; what two have in common counts twice."""
+        """The blocks of all caches. Blocks that two caches have in common count twice."""
         return sum(len(context.keys) for context in self._contexts.values())
 
     @property
     def num_pinned(self) -> int:
-        """Of these, as far as is known."""
+        """The blocks of caches that are pinned, as far as is known."""
         return sum(context.num_pinned for context in self._contexts.values())
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
-        """A new cache, or a new time to live for one. The same id has the same keys."""
+        """Add a cache, or give one a new time to live. The same id has the same keys."""
         context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
         context.expires_s, context.renew_s = now_s + ttl_s, now_s
         return self._pin(context, now_s)
 
     def drop(self, context_id: str) -> list[Effect]:
-        """It is not wanted any more. Idempotent."""
+        """Drop a cache. Idempotent."""
         context = self._contexts.pop(context_id, None)
         return [] if context is None else self._unpin(context)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Let time pass: caches end, pins are renewed, and what is not whole is looked for."""
+        """Let time pass: end caches, renew pins, and look for blocks that are not pinned."""
         effects = []
         for context_id, context in list(self._contexts.items()):
             if context.expires_s <= now_s:
@@ -80,7 +82,7 @@ class Contexts:
         return effects
 
     def _may_be_longer(self, context: KeptContext) -> bool:
-        """Somebody holds the first block that is missing. Costs one look-up, whatever the cache's length."""
+        """Whether any instance holds the first missing block. This costs one look-up for any length."""
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
@@ -89,7 +91,7 @@ class Contexts:
         return holder is not None and self._instances.get(holder.name) is not holder
 
     def _pin(self, context: KeptContext, now_s: float) -> list[Effect]:
-        """Where most of it is now. Says nothing if all was said lately."""
+        """Pin the cache where most of it is now. No effects if that was ordered lately."""
         before = context.holder, context.num_pinned
         holder, num_held = self._best_holder(context)
         effects = self._unpin(context) if holder is not context.holder else []
@@ -102,7 +104,7 @@ class Contexts:
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
-        """Who holds most of it, and how much."""
+        """The instance that holds most of the cache, and the number of its blocks."""
         num_blocks = self._prefixes.match(context.keys).num_blocks
         most = int(num_blocks.max(initial=0))
         if not most:
@@ -116,7 +118,7 @@ class Contexts:
         return max(holders, key=lambda one: _preference(one, context), default=None), most
 
     def _unpin(self, context: KeptContext) -> list[Effect]:
-        """All that no other cache has pinned on the same instance."""
+        """Unpin the blocks that no other cache has pinned on the same instance."""
         holder = context.holder
         if holder is None or self._is_lost(context) or not context.num_pinned:
             return []
@@ -131,7 +133,7 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """One that stays, that has it pinned already, that prefills: there it is used."""
+    """The order of holders: one that stays, one that has pinned it already, one that prefills and uses it."""
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

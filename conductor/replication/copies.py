@@ -1,12 +1,12 @@
 """Copies of the hottest prefixes, made before they are asked for (Mooncake, sections 3 and 6.2).
 
-"The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Beside the spreading
-by forwarded requests, every few seconds: a prefix is worth one copy more for every so many uses. The instance
-with the least to do is told to fetch it, as bulk, so many bytes at a time at most. A copy that was ordered so
-is dropped when the uses have fallen to half of what it was made for, and another prefill instance holds it.
-Copies that requests have brought are the pools' to evict.
+"The hottest blocks should be replicated to multiple nodes to avoid fetching congestion." Beside the copies
+that requests make, a round every few seconds looks for prefixes with so many uses that they are worth one
+more copy. The instance with the shortest queue is told to fetch it as bulk; the bytes in flight are limited.
+Such a copy is dropped when its uses have fallen to half of those that it was made for, and another prefill
+instance holds it. Copies that requests have made are left to eviction.
 
-Owns: which copies were ordered, and what became of them. Does not know: how blocks travel, the clock.
+Owns: the copies that were ordered. Does not know: how blocks are sent, the clock.
 """
 
 import heapq
@@ -27,64 +27,64 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.workers import DropCopies, Replicate
 
 FETCH_S = 30.0
-"""that an instance may take for a copy"""
+"""The time that an instance may take for a copy."""
 AGAIN_S = 120.0
-"""before a copy that did not come, or was evicted, is ordered again: there is no room for it"""
+"""The time after which a copy that did not come, or was evicted, is ordered again."""
 MOST_COPIES = 256
-"""that are followed; beyond, the oldest ones are left to eviction"""
+"""The number of copies that are followed. Beyond it, the oldest ones are left to eviction."""
 _MOST_NOTED = 1 << 13
-"""prompts, the latest, in which a round looks for prefixes: hot ones are among them, however long it took"""
+"""The latest prompts in which a round looks for prefixes. Hot ones are among them."""
 _MOST_PREFIXES = 64
-"""that are looked at in one round, the hottest"""
+"""The hottest prefixes that are considered in one round."""
 _ROOM_SHARE = 2
-"""a copy takes no more than this part (one half) of an instance's pages"""
+"""The divisor of an instance's pages that a copy may take: one half."""
 
 
 @dataclass(slots=True)
 class Copy:
-    """Leading blocks of prompts that `instance` was told to fetch."""
+    """Leading blocks that `instance` was told to fetch."""
 
     instance: Instance
     keys: Sequence[BlockKey]
     num_bytes: int
     due_s: float
-    """until then it may come"""
+    """The time until which it may come."""
     is_there: bool = False
     missed_s: float | None = None
-    """since when it has not come in time, or not stayed"""
+    """The time since which it is missing: it has not come in time, or was evicted."""
 
-    def is_under_way(self, now_s: float) -> bool:
-        """Whether it may still come."""
+    def is_in_flight(self, now_s: float) -> bool:
+        """Whether the copy may still come."""
         return not self.is_there and now_s < self.due_s
 
 
 class Replication:
-    """The slow loop. `view` is the Conductor's own."""
+    """Orders copies of hot prefixes, and drops them."""
 
     def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
         self._view, self._rules = view, rules
         self._heat = Heat()
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_NOTED)
-        """prompts that were counted since the latest round"""
+        """Prompts that were counted since the latest round."""
         self._copies: dict[tuple[str, BlockKey], Copy] = {}
-        """by instance and last block; oldest first"""
+        """Copies by instance and last block, oldest first."""
         self._hot: list[Sequence[BlockKey]] = []
-        """prefixes that were worth a second copy in the latest round"""
+        """Prefixes that were worth a second copy in the latest round."""
         self._round_s: float | None = None
         self.num_ordered_blocks = 0
         self.num_dropped_blocks = 0
 
     @property
     def num_copies(self) -> int:
-        """That have come, as far as is known, and have not been dropped."""
+        """Copies that have come, as far as is known, and have not been dropped."""
         return sum(copy.is_there for copy in self._copies.values())
 
     def note(self, keys: Sequence[BlockKey]) -> None:
-        """A prompt with these blocks has come."""
+        """Note a prompt with these blocks."""
         self._heat.note(keys)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """A round, if it is time for one. What was noted is counted with each call, a little at a time."""
+        """Count the prompts that were noted, and do a round if it is time for one."""
         if self._round_s is None:
             self._round_s = now_s
         seconds = now_s - self._round_s
@@ -105,13 +105,13 @@ class Replication:
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """By a copy's last block the slots that hold all of it. Copies of one prefix are looked up once."""
+        """The slots that hold all of a copy, by its last block. Copies of one prefix are looked up once."""
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
 
     def _follow(self, holders: dict[BlockKey, NDArray[np.bool_]], now_s: float) -> None:
-        """Which have come; those of lost instances, and those that have not come or stayed, are forgotten."""
+        """Find which copies have come. Forget those of lost instances, and long missing ones."""
         view = self._view
         for name, copy in list(self._copies.items()):
             slot = view.slot_of(copy.instance.name)
@@ -119,7 +119,7 @@ class Replication:
                 del self._copies[name]
                 continue
             copy.is_there = holders[copy.keys[-1]].item(slot)
-            if copy.is_there or copy.is_under_way(now_s):
+            if copy.is_there or copy.is_in_flight(now_s):
                 copy.missed_s = None
             elif copy.missed_s is None:
                 copy.missed_s = now_s
@@ -127,7 +127,7 @@ class Replication:
                 del self._copies[name]
 
     def _drop(self, holders: dict[BlockKey, NDArray[np.bool_]]) -> list[Effect]:
-        """Of copies that are surplus the blocks that have become cold."""
+        """Drop blocks of copies that have become cold."""
         view = self._view
         effects = []
         num_dropped: Counter[BlockKey] = Counter()
@@ -135,7 +135,7 @@ class Replication:
             if not copy.is_there:
                 continue
             tip, slot = copy.keys[-1], view.slot_of(copy.instance.name)
-            assert slot is not None  # those of lost instances have been forgotten
+            assert slot is not None  # copies of lost instances have been forgotten
             held = view.loads.is_prefill & holders[tip]
             held[slot] = False
             num_others = int(held.sum()) - num_dropped[tip]
@@ -154,9 +154,9 @@ class Replication:
     # -- new ones -----------------------------------------------------------------------------------
 
     def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
-        """The hottest first, as long as there are bytes to give."""
-        under_way = [copy for copy in self._copies.values() if copy.is_under_way(now_s)]
-        left_bytes = self._rules.most_bytes - sum(copy.num_bytes for copy in under_way)
+        """Order copies, of the hottest prefixes first, as long as the limit of bytes allows."""
+        in_flight = [copy for copy in self._copies.values() if copy.is_in_flight(now_s)]
+        left_bytes = self._rules.most_bytes - sum(copy.num_bytes for copy in in_flight)
         effects = []
         self._hot = self._hottest([*self._noted, *self._hot])
         self._noted.clear()
@@ -171,7 +171,7 @@ class Replication:
         return effects
 
     def _hottest(self, noted: Iterable[Sequence[BlockKey]]) -> list[Sequence[BlockKey]]:
-        """Prefixes that are worth a second copy, each once."""
+        """The prefixes that are worth a second copy, each once."""
         prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
         for keys in noted:
             if depth := self._heat.depth(keys, self._rules.uses_per_copy):
@@ -181,7 +181,7 @@ class Replication:
     def _lacking(
         self, keys: Sequence[BlockKey], layout: KVLayout, left_bytes: int, now_s: float
     ) -> list[tuple[Copy, Instance]]:
-        """Copies of this prefix that are worth being made, and who has the blocks."""
+        """The copies of a prefix that are worth being made, each with the instance to fetch it from."""
         view = self._view
         match = view.prefixes.match(keys)
         num_known = int(match.num_blocks.max(initial=0))
@@ -210,20 +210,20 @@ class Replication:
     def _with_coming(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], now_s: float
     ) -> NDArray[np.int32]:
-        """What instances will hold when the copies that are under way have come."""
+        """The leading blocks that instances will hold when the copies in flight have come."""
         num_blocks = num_blocks.copy()
         for copy in self._copies.values():
             depth = min(len(copy.keys), len(keys))
-            if keys[depth - 1] == copy.keys[depth - 1] and copy.is_under_way(now_s):
+            if keys[depth - 1] == copy.keys[depth - 1] and copy.is_in_flight(now_s):
                 slot = self._view.slot_of(copy.instance.name)
-                assert slot is not None  # those of lost instances have been forgotten
+                assert slot is not None  # copies of lost instances have been forgotten
                 num_blocks[slot] = max(num_blocks.item(slot), depth)
         return num_blocks
 
     def _target(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], depth: int, now_s: float
     ) -> int | None:
-        """The prefill instance with the shortest queue that lacks some of these blocks and has room."""
+        """The prefill instance with the shortest queue that lacks some blocks and has room for them."""
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)
         is_possible &= depth - num_blocks <= loads.prefill_room_blocks // _ROOM_SHARE
@@ -236,17 +236,17 @@ class Replication:
         return None
 
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
-        """Who holds these blocks and has the fewest bytes to move before them."""
+        """The holder of these blocks with the fewest bytes to send before them."""
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
         return int(holders[ahead_bytes.argmin()])
 
     def _add(self, copy: Copy, num_held_blocks: int, now_s: float) -> None:
-        """It replaces one that ends where it goes on: a long prefix that comes in parts is one copy."""
+        """Add a copy. It replaces one that it continues: a long prefix that comes in parts is one copy."""
         if num_held_blocks:
             earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)
-            if earlier is not None and earlier.is_under_way(now_s):
+            if earlier is not None and earlier.is_in_flight(now_s):
                 copy.num_bytes += earlier.num_bytes
         self._copies[copy.instance.name, copy.keys[-1]] = copy
         if len(self._copies) > MOST_COPIES:

@@ -1,9 +1,9 @@
-"""How often each block has lately been asked for: counts that fade (Mooncake, sections 3 and 6.2).
+"""Uses of blocks, as counts that fade (Mooncake, sections 3 and 6.2).
 
 Prompts are noted when they come and counted later, several at once, so that noting costs a decision nothing.
 Keys are chained: no block of a prompt is hotter than those before it.
 
-Owns: the counts. Does not know: who holds a block, the clock.
+Owns: the counts. Does not know: holders of blocks, the clock.
 """
 
 from bisect import bisect_left
@@ -16,16 +16,17 @@ import numpy as np
 from mooncake.messages.blocks import BlockKey
 
 HALF_LIFE_S = 60.0
+"""The time after which a use counts half."""
 MOST_KEYS = 1 << 15
-"""that are remembered, the hottest: some 4 MB"""
+"""The number of blocks that are remembered, the hottest ones: some 4 MB."""
 MOST_NOTED_BLOCKS = 1 << 15
-"""between two counts; prompts beyond are not counted: while they are no stream gets a token"""
+"""The limit of blocks between two counts, for no stream gets a token while they are counted."""
 _LEAST_USES = 0.5
-"""with less a block is forgotten"""
+"""The number of uses below which a block is forgotten."""
 
 
 class Heat:
-    """Uses of blocks; one use counts half after `HALF_LIFE_S`."""
+    """The uses of the hottest blocks."""
 
     def __init__(self) -> None:
         self._uses: dict[BlockKey, float] = {}
@@ -33,17 +34,17 @@ class Heat:
         self._num_noted_blocks = 0
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """The number of blocks that are remembered."""
         return len(self._uses)
 
     def note(self, keys: Sequence[BlockKey]) -> None:
-        """A prompt with these blocks has come."""
+        """Note a prompt with these blocks."""
         if keys and self._num_noted_blocks + len(keys) <= MOST_NOTED_BLOCKS:
             self._noted.append(keys)
             self._num_noted_blocks += len(keys)
 
     def count(self) -> list[Sequence[BlockKey]]:
-        """What was noted since the last count; it is counted now."""
+        """Count the prompts that were noted since the last count, and return them."""
         noted, self._noted, self._num_noted_blocks = self._noted, [], 0
         uses = self._uses
         for key, num in Counter(chain.from_iterable(noted)).items():
@@ -53,23 +54,23 @@ class Heat:
         return noted
 
     def fade(self, seconds: float) -> None:
-        """So much time has passed since it was last said."""
+        """Let all counts fade by the seconds since the last call."""
         fade = 0.5 ** (seconds / HALF_LIFE_S)
         self._uses = {key: left for key, num in self._uses.items() if (left := num * fade) >= _LEAST_USES}
 
     def uses(self, key: BlockKey) -> float:
-        """Of one block."""
+        """The uses of one block."""
         return self._uses.get(key, 0.0)
 
     def depth(self, keys: Sequence[BlockKey], num_uses: float) -> int:
-        """How many of a prompt's first blocks have more uses than these."""
+        """The number of a prompt's leading blocks that have more than `num_uses`."""
         if not keys or self.uses(keys[0]) <= num_uses:
             return 0
         return bisect_left(keys, -num_uses, key=lambda key: -self.uses(key))
 
 
 def _hottest(uses: dict[BlockKey, float], number: int) -> dict[BlockKey, float]:
-    """So many of them, in their order; of equal ones the first, which are the first of their prompts."""
+    """The hottest blocks in their order; of equal ones the first, which are the first of their prompts."""
     numbers = np.fromiter(uses.values(), np.float64, len(uses))
     least = np.partition(numbers, -number)[-number]
     is_kept = numbers > least

@@ -1,1 +1,1 @@
-"""The lives of accepted requests: waiting, placed, computed, lost with an instance, ended."""
+"""Accepted requests: their states, their owner, the decisions about them."""

@@ -44,7 +44,7 @@ class Dispatcher:
         """Place the requests of lost instances again, however often that happens."""
         by_id = self._requests.by_id
         for instance in lost:
-            self._requests.suspicion.lost(instance.name, self._computed_by(instance), now_s)
+            self._requests.suspicion.instance_lost(instance.name, self._computed_by(instance), now_s)
             for tracked in by_id.values():
                 tracked.failures = [pair for pair in tracked.failures if instance.identity not in pair]
         effects = []
@@ -65,7 +65,7 @@ class Dispatcher:
             or (tracked.state is RequestState.DECODING and tracked.decode == instance.name)
         ]
 
-    def heard_of_end(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
+    def on_returning(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
         """Learn in which forward pass a process failed; a request that has ended two instances ends.
 
         Args:
@@ -77,18 +77,18 @@ class Dispatcher:
         in_pass = None
         if failed_in is not None:
             in_pass = {ref.request_id for ref in failed_in if ref.epoch == self._requests.epoch}
-        suspicion.told(instance, in_pass, by_id, now_s)
+        suspicion.reported(instance, in_pass, by_id, now_s)
         effects: list[Effect] = []
         for tracked in list(by_id.values()):
             if ended := suspicion.ended_by(tracked.request_id):
-                suspicion.found(tracked.request_id)
+                suspicion.found_poison(tracked.request_id)
                 reason = f"the instances that computed it have failed: {', '.join(ended)}"
                 effects += self._placer.fail(tracked, reason, now_s)
         return effects
 
     # -- what workers say ---------------------------------------------------------------------------
 
-    def heard(self, sender: Instance, message: FromWork, now_s: float) -> list[Effect]:
+    def on_work(self, sender: Instance, message: FromWork, now_s: float) -> list[Effect]:
         """React to a step of a request, done or failed."""
         tracked = self._requests.current(message.ref)
         if tracked is None:
@@ -128,7 +128,7 @@ class Dispatcher:
     ) -> list[Effect]:
         """The double check of section 3: place the request on another decode instance, or reject it."""
         if tracked.state is RequestState.DECODING:
-            self._admission.refused(instance, refused.batch_size, refused.predicted_tbt_s, now_s)
+            self._admission.learn_refusal(instance, refused.batch_size, refused.predicted_tbt_s, now_s)
         return self._placer.place_after_refusal(tracked, instance, refused.reason, now_s)
 
     def _on_work_failed(

@@ -18,7 +18,7 @@ from mooncake.messages.requests import Ref, Request
 
 
 class RequestState(Enum):
-    """What happens to a request. The last three are ends."""
+    """The states of a request. The last three are ends."""
 
     WAITING = auto()  # no pair has room for it, or none is registered
     QUEUED = auto()  # in the admission queue, for load to fall

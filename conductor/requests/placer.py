@@ -1,4 +1,4 @@
-"""Which accepted requests get a pair of instances, wait in the admission queue, preempt others, are rejected.
+"""Decisions about accepted requests: a pair of instances, the admission queue, preemption, rejection.
 
 Owns: these decisions, and the order in which requests are placed. Does not know: what fronts and workers say,
 how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too many

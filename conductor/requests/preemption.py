@@ -1,4 +1,4 @@
-"""Which requests yield when there is not room for all: of a lower class, or of a tenant with too much work.
+"""The choice of requests that yield to others: of a lower class, or of a tenant with too much work.
 
 A request that would be rejected may preempt others that have not begun. Those of a higher priority number go
 first. Among equals they are taken from the tenant with the most work, as long as it keeps no less than the

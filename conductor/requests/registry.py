@@ -182,7 +182,7 @@ class Requests:
         self._num_of_tenant[tenant] -= 1
         if not self._num_of_tenant[tenant]:
             del self._num_of_tenant[tenant]
-        self.suspicion.ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
+        self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Take the request off its instances, if it has any: the orders to stop for those that are alive."""

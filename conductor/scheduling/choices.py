@@ -1,4 +1,5 @@
-"""Which prefill instance is taken, given what a prompt would take on each: Algorithm 1's rule and its rivals.
+"""The choice of the prefill instance by the times that a prompt would take on each: Algorithm 1's and its
+rivals'.
 
     kvcache_centric, cache_aware  the least TTFT (Mooncake, section 6; the second, 6.1, knows no fetches)
     load_balancing                the fewest assigned requests (section 6.1)
@@ -21,30 +22,33 @@ from conductor.view.loads import Loads
 from mooncake.config.policies import Scheduling
 
 LOAD_THRESHOLD = 1.5
-"""delta_L of BanaServe's Algorithm 2, in its utilization, which is 0 to 2"""
+"""The delta_L of BanaServe's Algorithm 2; its utilization is 0 to 2."""
 _BUSY_S = 1.0
-"""an instance with so much work ahead counts as fully used"""
+"""The queue of an instance that counts as fully used."""
+_TIE_BREAK = 1e-6
+"""The weight of one assigned request: it decides only between equal utilizations."""
 
 
 class Candidates(NamedTuple):
-    """What a prompt would take; arrays by slot. `ttft_s` is infinite where the prompt cannot go."""
+    """The times that a prompt would take, in arrays by slot."""
 
     queue_s: Floats
     rest_s: Floats
-    """to have the prefix, and the prefill behind it"""
+    """The time to have the prefix, and to compute what follows it."""
     ttft_s: Floats
+    """The sum of both; infinite where the prompt cannot go."""
     is_remote: NDArray[np.bool_]
-    """whether the best prefix is fetched, or else the own one used"""
+    """Whether the best prefix is fetched; else the instance uses its own."""
     least: int
-    """the slot with the least TTFT; of several the first"""
+    """The slot with the least TTFT, the first of several."""
 
 
 Choice = Callable[[Candidates, Loads], int]
-"""The slot that is chosen; one with an infinite TTFT if the prompt can go nowhere."""
+"""Returns the chosen slot; one with an infinite TTFT if the prompt can go nowhere."""
 
 
 def choice_of(rules: Rules) -> Choice:
-    """As configured."""
+    """The configured rule."""
     match rules.scheduling:
         case Scheduling.KVCACHE_CENTRIC | Scheduling.CACHE_AWARE:
             return least_ttft
@@ -57,17 +61,17 @@ def choice_of(rules: Rules) -> Choice:
 
 
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
-    """Algorithm 1, lines 10 and 18: of several the first."""
+    """Choose by Algorithm 1, lines 10 and 18."""
     return candidates.least
 
 
 def fewest_requests(candidates: Candidates, loads: Loads) -> int:
-    """Of several the first."""
+    """Choose the instance with the fewest requests, the first of several."""
     return _least(loads.num_assigned, candidates)
 
 
 class RandomChoice:
-    """Seeded."""
+    """Chooses any instance that has room, by a seeded draw."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -78,10 +82,13 @@ class RandomChoice:
 
 
 def least_utilized(candidates: Candidates, loads: Loads) -> int:
-    """BanaServe, Algorithm 2: the least compute and memory usage, each 0 to 1, then the shortest queue; the
-    shortest queue alone if that one is above the threshold."""
+    """Choose by BanaServe's Algorithm 2: the least compute and memory usage, each 0 to 1, then the fewest
+    requests.
+
+    If even that usage is above the threshold, the fewest requests alone.
+    """
     utilization = np.minimum(candidates.queue_s / _BUSY_S, 1.0) + loads.memory_usage
-    target = _least(utilization + 1e-6 * loads.num_assigned, candidates)
+    target = _least(utilization + _TIE_BREAK * loads.num_assigned, candidates)
     if utilization[target] < LOAD_THRESHOLD:
         return target
     return _least(loads.num_assigned, candidates)

@@ -1,1 +1,1 @@
-"""What people and Prometheus see of the Conductor's decisions."""
+"""The Conductor's decisions as people and Prometheus see them."""

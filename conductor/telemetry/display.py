@@ -1,6 +1,6 @@
-"""The cluster as the Conductor knows it, for people: what `/metrics` and `/dashboard` show. Pure: no clock.
+"""The state of the cluster that `/metrics` and `/dashboard` show. Pure: no clock.
 
-Owns: the shape of what is shown. Does not know: HTTP, how it is drawn.
+Owns: the shape of that state. Does not know: HTTP, how it is drawn.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ NumReceived = Callable[[str], int | None]
 
 
 class Display:
-    """Times are told as seconds since 1970: `wall_offset_s` after the Conductor's."""
+    """Shows times as seconds since 1970: `wall_offset_s` more than the Conductor's."""
 
     def __init__(self, conductor: Conductor, history: History, model_name: str, wall_offset_s: float) -> None:
         self._conductor, self._history = conductor, history
@@ -36,7 +36,8 @@ class Display:
     def state(self, num_received: NumReceived) -> dict[str, Any]:
         """The instances, the traffic between pools, the latest requests and rejections.
 
-        `num_received` says how many tokens of a request have come. Nothing in it changes by time alone.
+        `num_received` tells the number of tokens of a request that have come. Nothing here changes by time
+        alone.
         """
         history = self._history
         return {
@@ -75,7 +76,7 @@ class Display:
         }
 
     def timeline(self, request_id: str, num_received: NumReceived) -> dict[str, Any] | None:
-        """All moments of one request; None if it is not known any more."""
+        """The moments of one request; None if it is not known any more."""
         timeline = self._history.find(request_id)
         if timeline is None:
             return None
@@ -104,7 +105,7 @@ class Display:
         }
 
     def _paths(self) -> list[dict[str, Any]]:
-        """The busiest ways between pools, by all that has gone over them at the request of either end."""
+        """The busiest paths between pools, by the bytes that either end has sent or fetched."""
         num_bytes: Counter[tuple[str, str, str]] = Counter()
         for instance in self._conductor.instances:
             for part, pool in instance.heartbeat.pools.items() if instance.heartbeat is not None else ():

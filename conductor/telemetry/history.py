@@ -1,9 +1,9 @@
-"""What has become of requests: their timelines, and the latest rejections.
+"""The timelines of requests, and the latest rejections.
 
-It sees what the Conductor sees, every message together with its effects, and decides nothing. Pure: no clock.
+The history sees every message to the Conductor with its effects, and decides nothing. Pure: no clock.
 
-Owns: the latest timelines and rejections, how many there were, how long each step has taken. Does not know:
-why the Conductor does something, beyond what its messages say.
+Owns: the latest timelines and rejections, their numbers, the time of each step. Does not know: why the
+Conductor does something, beyond what its messages say.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -30,27 +30,28 @@ from mooncake.messages.workers import (
 NUM_ENDED = 500
 NUM_REJECTIONS = 100
 REASONS = {400: "too_large", 409: "duplicate", 429: "overloaded", 503: "unavailable"}
-"""of a rejection, by its HTTP status"""
+"""The reason of a rejection by its HTTP status."""
 QUEUED, RESERVING, PREFILLING, INLINED = "queued", "reserving", "prefilling", "inlined"
 TRANSFERRING, LOADING, DECODING = "transferring", "loading", "decoding"
 STEPS = (QUEUED, RESERVING, PREFILLING, INLINED, TRANSFERRING, LOADING, DECODING)
-"""what a request is doing from one moment of its timeline to the next; `loading`: its KVCache has arrived"""
+"""The steps of a request between two moments of its timeline; `loading`: its KVCache has arrived."""
 FINISHED, ABORTED, FAILED, REJECTED = "finished", "aborted", "failed", "rejected"
 
 
 class Moment(NamedTuple):
-    """A request entered `step`, or ended. `instance` is where that is done; `note` says why, if it was not
-    what comes next."""
+    """The moment at which a request entered a step, or ended."""
 
     at_s: float
     step: str
     instance: str | None = None
+    """The instance that does the step."""
     note: str = ""
+    """Why, if the step is not the one that normally follows."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One request. Its moments are in order of time; the last is its end once `is_over`."""
+    """The moments of one request in order of time. The last one is its end once `is_over`."""
 
     request_id: str
     front: bytes
@@ -70,39 +71,40 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A request that got no token. `prompt_len` in tokens, None if the request is not known."""
+    """A request that got no token."""
 
     at_s: float
     request_id: str
     status: int
     message: str
     prompt_len: int | None = None
+    """The length of the prompt in tokens; None if the request is not known."""
 
     @property
     def reason(self) -> str:
-        """One of few, for counting."""
+        """The reason, one of few, for counting."""
         return REASONS.get(self.status, str(self.status))
 
 
 @dataclass(slots=True)
 class History:
-    """`live` requests, the latest that have `ended`, the latest `rejections`; totals since the start."""
+    """Timelines of live and of recently ended requests, recent rejections, totals since the start."""
 
     live: dict[str, Timeline] = field(default_factory=dict)
     ended: OrderedDict[str, Timeline] = field(default_factory=OrderedDict)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=NUM_REJECTIONS))
     num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS.values(), 0)))
-    """by reason"""
+    """Rejections by reason."""
     num_ended: Counter[str] = field(
         default_factory=lambda: Counter(dict.fromkeys((FINISHED, ABORTED, FAILED, REJECTED), 0))
     )
-    """by how they ended"""
+    """Requests by the way they ended."""
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
-    """seconds that requests have spent in each step"""
+    """The seconds that requests have spent in each step."""
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
 
     def find(self, request_id: str) -> Timeline | None:
-        """A request that is running, or ended lately; the id of an answer stands for its first choice."""
+        """A request that is live, or ended lately. The id of an answer stands for its first choice."""
         for known in (request_id, f"{request_id}-0"):
             if (timeline := self.live.get(known) or self.ended.get(known)) is not None:
                 return timeline
@@ -111,7 +113,7 @@ class History:
     def observe(
         self, sender: bytes, message: ToConductor | None, effects: Iterable[Effect], now_s: float
     ) -> None:
-        """`message` of `sender` (None: time has passed, or a peer is gone) had these effects."""
+        """Record a message of `sender` and its effects. None: time has passed, or a peer is gone."""
         match message:
             case Submit(request) if request.request_id not in self.live:
                 self.live[request.request_id] = Timeline(
@@ -162,7 +164,7 @@ class History:
                 self._end(timeline, Moment(now_s, REJECTED, note=text))
 
     def _reject_duplicates(self, effects: Iterable[Effect], now_s: float) -> None:
-        """The request that has the id goes on."""
+        """Record rejections of duplicates. The request that has the id goes on."""
         for effect in effects:
             if isinstance(effect.message, Rejected):
                 rejected = effect.message
@@ -177,7 +179,7 @@ class History:
         return timeline if timeline is not None and timeline.attempt == ref.attempt else None
 
     def _again(self, ref: Ref, note: str, now_s: float) -> None:
-        """It waits to be placed again."""
+        """Record that a request waits for another attempt."""
         self._enter(ref, Moment(now_s, QUEUED, note=note))
 
     def _enter(self, ref: Ref, moment: Moment) -> None:
@@ -185,12 +187,12 @@ class History:
         if timeline is not None:
             self._append(timeline, moment)
 
-    def _join(self, word: Joining | Finished) -> None:
-        """The decode instance says when the KVCache had arrived, and the request joined the batch."""
-        timeline = self._current(word.ref)
+    def _join(self, report: Joining | Finished) -> None:
+        """Record when the KVCache had arrived, and when the request joined the batch."""
+        timeline = self._current(report.ref)
         if timeline is None:
             return
-        ways = ((TRANSFERRING, LOADING, word.arrival_s), (LOADING, DECODING, word.joining_s))
+        ways = ((TRANSFERRING, LOADING, report.arrival_s), (LOADING, DECODING, report.joining_s))
         for before, step, wait_s in ways:
             if timeline.last.step == before and wait_s is not None:
                 self._append(timeline, Moment(timeline.last.at_s + wait_s, step, timeline.decode))

@@ -132,7 +132,7 @@ class ConductorMetrics(Collector):
 
 
 class HistoryMetrics(Collector):
-    """How requests have ended, and the steps that they have been through; registers itself."""
+    """The ends of requests, and the steps that they have been through; registers itself."""
 
     def __init__(self, history: History, registry: CollectorRegistry) -> None:
         self._history = history

@@ -1,1 +1,1 @@
-"""What the Conductor knows and predicts of its instances: load, costs, and what is under way."""
+"""The Conductor's view of its instances: loads, costs, transfers, and their predictions."""

@@ -33,7 +33,7 @@ class BalancingThreshold:
         """Forget the counts of an instance that has left its slot."""
         self._reported.pop(slot, None)
 
-    def heard(self, slot: int, pools: Iterable[PoolStats]) -> None:
+    def learn(self, slot: int, pools: Iterable[PoolStats]) -> None:
         """Learn what the pools of an instance have counted since they began."""
         if not self._adapts:
             return

@@ -1,7 +1,7 @@
-"""What the Conductor believes about its instances: kept up to date by events, read by every decision.
+"""The Conductor's view of its instances: kept up to date by events, read by every decision.
 
 Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot; what decode will
-have to do, and how late first tokens are. Does not know: how anything is decided, sockets, the clock.
+have to do, and the errors of predictions. Does not know: how anything is decided, sockets, the clock.
 """
 
 import math
@@ -163,16 +163,16 @@ class ClusterView:
         self.loads.set_role(self._slots[instance.name], instance.registration.role, room_blocks)
         self._decode_pool = None
 
-    def heard(self, instance: Instance, heartbeat: Heartbeat) -> None:
+    def learn(self, instance: Instance, heartbeat: Heartbeat) -> None:
         """Learn from the heartbeat of an instance."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
-        self.loads.heard_turns(slot, heartbeat.decode_load.num_awaiting_turn)
+        self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
         num_device_pages = max(1, instance.registration.capacity.num_device_pages)
         self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
         pools = list(heartbeat.pools.values())
-        self.balancing.heard(slot, pools)
-        self.transfers.heard(slot, pools, self._slot_of_messenger)
+        self.balancing.learn(slot, pools)
+        self.transfers.learn(slot, pools, self._slot_of_messenger)
         if pools:
             self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
 

@@ -1,10 +1,10 @@
-"""How long prefills and decode steps take, learned by instance while they happen (Mooncake, section 6.1).
+"""Predicted durations of prefills and decode steps, learned by instance (Mooncake, section 6.1).
 
-A cost is a polynomial with three coefficients (`mooncake.messages.costs`). An estimator begins with those
-of a profile, or with generic ones, and corrects them by recursive least squares on relative errors. Its
-prior says that coefficients are mostly wrong together, by the speed of the machine: what short prompts
-teach holds for long ones as well. A surprise counts only up to a limit; several in a row in one direction
-are a change, and rescale everything at once.
+A cost is a polynomial with three coefficients (`mooncake.messages.costs`). An estimator begins with the
+coefficients of a profile, or with generic ones, and corrects them by recursive least squares on relative
+errors. Its prior says that coefficients are mostly wrong together, by the speed of the machine: what short
+prompts teach holds for long ones as well. A surprise counts only up to a limit. Several surprises in a row in
+one direction are a change, and rescale everything at once.
 
 Owns: coefficients by slot. Does not know: requests, queues, the clock.
 """
@@ -19,43 +19,51 @@ from numpy.typing import NDArray
 from mooncake.messages.costs import Costs
 
 Floats = NDArray[np.floating[Any]]
-"""float64"""
+"""An array of float64."""
 
 _COMMON_DOUBT = 0.5
-"""of all start coefficients together, relative"""
+"""The relative standard deviation that all start coefficients have in common."""
 _FORGETTING = 1e-3
-"""share of that doubt that comes back with every observation"""
+"""The share of the doubt that comes back with every observation."""
 _LARGEST_SURPRISE = 3.0
-"""in standard deviations of what was expected"""
+"""The limit of an error, in standard deviations of the expected errors."""
 _SURPRISES_TO_RESCALE = 4
+"""The number of surprises in a row that are a change."""
 _SMALLEST_SHARE = 1e-3
-"""a coefficient does not fall below this share of where it began"""
+"""The least value of a coefficient, as a share of where it began."""
 
 
 GENERIC_PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
 GENERIC_DECODE_COSTS = Costs(5e-3, 1e-4, 1e-8)
-"""Quick rather than slow: who is believed to be too slow is given nothing, and cannot show that it is not.
-The first observation sets the scale."""
+"""Costs before the first observation, which sets the scale. They are too low rather than too high: an
+instance that is believed to be too slow gets no requests, and cannot show that it is not."""
 
 
 class Doubt(NamedTuple):
-    """Standard deviations, relative. `noise`: of a single duration from the polynomial; `shape`: of each
-    start coefficient, beside what all have in common."""
+    """Relative standard deviations."""
 
     noise: float
+    """The deviation of a single duration from the polynomial."""
     shape: float
+    """The deviation of each start coefficient, beside the one that all have in common."""
 
 
 PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
-"""The time of a step is a mean of many, and what a request adds to it differs much between devices."""
+"""A step is the mean of many iterations, and the time that a request adds to it differs between devices."""
 
 
 _Covariance = Sequence[float]
-"""the upper half of 3 x 3, row by row: too small for arrays, with which learning took ten times as long"""
+"""The upper half of 3 x 3 numbers, row by row. They are too few for arrays, which take ten times as long."""
 
 
 class CostEstimator:
-    """Coefficients of all slots. `is_profiled`: `start` was measured, its scale is roughly right."""
+    """Coefficients of all slots.
+
+    Args:
+        start: The coefficients of a new instance.
+        doubt: How wrong predictions may be.
+        is_profiled: Whether `start` was measured, so that its scale is roughly right.
+    """
 
     def __init__(self, start: Costs, doubt: Doubt, *, is_profiled: bool) -> None:
         self._start = start
@@ -64,13 +72,13 @@ class CostEstimator:
         self._is_profiled = is_profiled
         self._coefficients = np.ones((3, 0))
         self.constant_s, self.first_s, self.second_s = self._coefficients
-        """its rows: coefficients by slot"""
+        """The rows of the matrix: each coefficient by slot."""
         self._covariances: list[_Covariance] = []
         self._has_scale: list[bool] = []
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
 
     def reset(self, slot: int) -> None:
-        """Another instance has this slot now; slots are added as needed."""
+        """Begin anew with another instance in this slot. Slots are added as needed."""
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
             self._num_surprises.append(0)
@@ -83,17 +91,17 @@ class CostEstimator:
         self._has_scale[slot] = self._is_profiled
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
-        """Seconds on one instance."""
+        """Predict a duration on one instance."""
         constant_s, first_s, second_s = self._of(slot)
         return constant_s + first * first_s + second * second_s
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
-        """Of these slots, of which there is at least one."""
+        """The mean coefficients of these slots, at least one."""
         num_slots = int(np.count_nonzero(slots))
         return Costs(*(self._coefficients @ slots / num_slots).tolist())
 
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
-        """So long it took."""
+        """Learn from one duration."""
         before = self._of(slot)
         predicted_s = before[0] + first * before[1] + second * before[2]
         error = seconds / predicted_s - 1.0
@@ -137,7 +145,7 @@ class CostEstimator:
         self._num_surprises[slot] = 0
 
     def _covariance(self, coefficients: Sequence[float]) -> _Covariance:
-        """Covariance of coefficients that were measured elsewhere."""
+        """The prior of coefficients that were measured elsewhere."""
         common = _COMMON_DOUBT**2
         return _outer(coefficients, common + self._shape_variance, common)
 
@@ -149,7 +157,7 @@ class CostEstimator:
 
 
 def _outer(of: Sequence[float], squares: float, others: float) -> _Covariance:
-    """The products of three numbers, times a factor for squares and one for others."""
+    """The products of three numbers, times one factor for squares and another one for mixed products."""
     a, b, c = of
     return squares * a * a, others * a * b, others * a * c, squares * b * b, others * b * c, squares * c * c
 

@@ -1,11 +1,11 @@
-"""What decode instances will have to do later (Mooncake, section 7.4), at either of the paper's two levels.
+"""The future work of decode instances (Mooncake, section 7.4), at either of the paper's two levels.
 
 System level: "First, for a given moment t, requests that can be completed by the prefill instances at t are
 added to the uniform decoding instances. Next, requests that will be completed (i.e., their execution time
 exceeds t_d) before t are removed from the decoding instances."
 
-Request level: every request is there from the end of its prefill until it has as many tokens as most of its
-kind had.
+Request level: every request is decoded from the end of its prefill until it has as many tokens as most
+requests of its kind had.
 
 Owns: when requests are expected to come and to go. Does not know: instances, SLOs, the clock.
 """
@@ -23,87 +23,91 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Request
 
 BUCKET_S = 0.1
+"""The resolution of times."""
 _WEIGHT = 0.05
-"""of the latest decode in t_d, once there were enough"""
+"""The least weight of the latest decode in t_d."""
 _NUM_RECENT = 64
+"""The number of outputs of a kind that are remembered."""
 _NUM_KINDS = 10_000
+"""The number of kinds that are remembered."""
 _FEWEST_OF_KIND = 8
-"""before that all requests tell more than those of a kind"""
+"""The number of outputs of a kind below which those of all kinds say more."""
 _QUANTILE = 0.7
+"""The share of outputs that are not longer than expected."""
 
 
 class Stay(NamedTuple):
-    """Where one request was entered, for it to be taken out again. `began_steps`: since when it is decoded,
-    in steps; None before."""
+    """The entries of one request in timelines, by which it is taken out again."""
 
     num_tokens: int
     entries: tuple[tuple[Timeline, int], ...]
     began_steps: float | None = None
+    """The number of iterations before its first; None before it is decoded."""
 
     def end(self) -> None:
-        """It is not expected any more."""
+        """Take the request out of the forecast."""
         for timeline, bucket in self.entries:
             timeline.remove(bucket, self.num_tokens)
 
 
 class Steps:
-    """Those of decode instances since the beginning, on average. A request has a token from each."""
+    """The mean number of iterations of decode instances. A request gets a token from each."""
 
     def __init__(self) -> None:
         self.step_s = 1.0
         self._num_steps = self._at_s = 0.0
 
     def take(self, step_s: float, now_s: float) -> None:
-        """From now on."""
+        """Set the time of an iteration from now on."""
         self._num_steps, self._at_s, self.step_s = self.at(now_s), now_s, step_s
 
     def at(self, now_s: float) -> float:
-        """Not before the last change."""
+        """The number of iterations at a time, not before the last change."""
         return self._num_steps + (now_s - self._at_s) / self.step_s
 
 
 class Forecast(Protocol):
-    """`decode_s`: how long a request is decoded, on average; infinite before the first. `steps`: to be told
-    what they take."""
+    """The work that decode instances will have, at any time."""
 
     steps: Steps
+    """The count of iterations, which is told how long they take."""
 
     @property
     def decode_s(self) -> float:
-        """See above."""
+        """The mean seconds for which a request is decoded; infinite before the first one."""
 
     @property
     def everything(self) -> Work:
-        """That is expected or decoded now: at no time is there more of it."""
+        """All work that is expected, or decoded now. There is no more of it at any time."""
 
     @property
     def last_prefill_s(self) -> float:
-        """When the last of those ends that are expected; minus infinity without one."""
+        """The time at which the last expected prefill ends; minus infinity without one."""
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        """Its prefill will end at `prefilled_s`, its tokens will be `tbt_s` apart."""
+        """Enter a request whose prefill will end at `prefilled_s`, and whose tokens will be `tbt_s` apart."""
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        """It is decoded from now on."""
+        """Enter a request that is decoded from now on."""
 
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
-        """It has been decoded, in so many seconds. `stay`: as it has begun."""
+        """Learn from a request that has been decoded in `decode_s`. `stay` is what `begin` returned."""
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """On all decode instances together, at a time that is not before now, if steps take so long."""
+        """The work of all decode instances at a time that is not before now, if iterations take `step_s`."""
 
 
 class DecodeTime:
-    """The mean of the latest, t_d."""
+    """The paper's t_d: the mean time of the latest decodes."""
 
     def __init__(self) -> None:
         self.mean_s = math.inf
         self._num_decoded = 0
 
     def learn(self, decode_s: float) -> None:
-        """A request has been decoded for so long."""
+        """Learn from one decode."""
         self._num_decoded += 1
         if self._num_decoded == 1:
             self.mean_s = decode_s
@@ -111,7 +115,7 @@ class DecodeTime:
 
 
 class SystemForecast:
-    """Requests are decoded for as many steps as the latest were."""
+    """The forecast in which requests are decoded for as many iterations as the latest ones."""
 
     def __init__(self) -> None:
         self.steps = Steps()
@@ -121,38 +125,38 @@ class SystemForecast:
 
     @property
     def decode_s(self) -> float:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return self._decode_time.mean_s
 
     @property
     def everything(self) -> Work:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return self._prefills.total.plus(self._decodes.total)
 
     @property
     def last_prefill_s(self) -> float:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return self._prefills.latest
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return _entered(request, (self._prefills, prefilled_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         num_steps = self.steps.at(now_s)
         return _entered(request, (self._decodes, num_steps))._replace(began_steps=num_steps)
 
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         assert stay.began_steps is not None
         self._lifetimes.learn(self.steps.at(now_s) - stay.began_steps)
         self._decode_time.learn(decode_s)
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         num_steps = (time_s - now_s) / step_s
         shares_left = self._lifetimes.shares_left(num_steps)
         return self._joined(time_s, now_s, step_s).plus(
@@ -160,17 +164,17 @@ class SystemForecast:
         )
 
     def _joined(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """Of the prefills that will have ended by then, those that are still decoded."""
+        """The work of prefills that will have ended by then and are still decoded."""
         if self._lifetimes.all_last((time_s - now_s) / step_s):
             return self._prefills.until(time_s)
-        ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # what is late is not older
+        ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
         return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / step_s), time_s)
 
 
 class RequestForecast:
-    """Every request is decoded until it has the tokens that it is expected to have.
+    """The forecast in which each request is decoded until it has its expected number of tokens.
 
-    Who has more of them stays until it has ended: it is one of those that are longer than most.
+    A request with more tokens stays until it has ended: its output is longer than most.
     """
 
     def __init__(self) -> None:
@@ -181,26 +185,26 @@ class RequestForecast:
 
     @property
     def decode_s(self) -> float:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return self._decode_time.mean_s
 
     @property
     def everything(self) -> Work:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return self._joins.total.plus(self._ends.total)
 
     @property
     def last_prefill_s(self) -> float:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         return self._joins.latest
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         decode_s = self._lengths.expected(request) * tbt_s
         return _entered(request, (self._joins, prefilled_s), (self._leaves, prefilled_s + decode_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         num_steps = self.steps.at(now_s)
         end = num_steps + self._lengths.expected(request)
         return _entered(request, (self._ends, end))._replace(began_steps=num_steps)
@@ -208,12 +212,12 @@ class RequestForecast:
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         self._decode_time.learn(decode_s)
         self._lengths.learn(request, num_output_tokens)
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """As in `Forecast`."""
+        """See `Forecast`."""
         num_steps = self.steps.at(now_s)
         joined = self._joins.until(time_s).less(_between(self._leaves, now_s, time_s))
         ended = _between(self._ends, num_steps, num_steps + (time_s - now_s) / step_s)
@@ -226,14 +230,14 @@ def forecast_of(policy: Overload) -> Forecast:
 
 
 class OutputLengths:
-    """Tokens of the latest answers, by kind: what begins with the same block (a tenant, a system prompt)."""
+    """The lengths of the latest outputs, by kind: prompts that begin with the same block."""
 
     def __init__(self) -> None:
         self._all: deque[int] = deque(maxlen=_NUM_RECENT)
         self._by_kind: OrderedDict[BlockKey, deque[int]] = OrderedDict()
 
     def expected(self, request: Request) -> int:
-        """Which 70% of the latest of its kind did not exceed; no more than it may have."""
+        """The length that 70% of the latest outputs of its kind did not exceed; at most `max_tokens`."""
         lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
         if lengths is None or len(lengths) < _FEWEST_OF_KIND:
             lengths = self._all
@@ -243,7 +247,7 @@ class OutputLengths:
         return min(most, sorted(lengths)[int(_QUANTILE * (len(lengths) - 1))])
 
     def learn(self, request: Request, num_output_tokens: int) -> None:
-        """An answer has ended."""
+        """Learn from an output that has ended."""
         self._all.append(num_output_tokens)
         if request.block_keys:
             kind = request.block_keys[0]

@@ -1,6 +1,7 @@
-"""The instances of the cluster: who is registered, alive, and how much is assigned to whom.
+"""The instances of the cluster, their states, and the requests that are assigned to them.
 
-Load is the Conductor's own count of what it assigned and has not seen end, not what heartbeats claim.
+Load is the Conductor's own count of requests that it assigned and has not seen end, not what heartbeats
+claim.
 """
 
 from collections.abc import Iterator
@@ -18,23 +19,24 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Instance:
-    """One life of one instance. `requests` are the ids assigned to it, as prefill or as decode."""
+    """One life of one instance."""
 
     registration: Register
     identity: bytes
     last_seen_s: float
     heartbeat: Heartbeat | None = None
     state: InstanceState = InstanceState.SERVING
-    requests: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
+    requests: dict[str, int] = field(default_factory=dict)
+    """The prompt lengths of its requests, as prefill or as decode, by id."""
 
     @property
     def name(self) -> str:
-        """Stays the same over restarts; the identity does not."""
+        """The name, which stays the same over restarts; the identity does not."""
         return self.registration.instance
 
     @property
     def num_assigned_tokens(self) -> int:
-        """Prompt tokens of everything assigned."""
+        """The prompt tokens of all assigned requests."""
         return sum(self.requests.values())
 
     @property
@@ -62,28 +64,28 @@ class Instances:
         self._by_name: dict[str, Instance] = {}
         self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
         self.num_changes = 0
-        """how often an instance has come or gone"""
+        """The number of times that an instance has come or gone."""
         self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
 
     def add(self, instance: Instance) -> None:
-        """The name must be free: remove an earlier life first."""
+        """Add a life of an instance. An earlier one must have been removed."""
         assert instance.name not in self._by_name
         self._lost.pop(instance.name, None)
         self._by_name[instance.name] = instance
         self._changed()
 
     def remove(self, name: str, until_s: float) -> None:
-        """This life has ended; the next is expected, until `until_s`."""
+        """Remove a life that has ended; the next one is expected until `until_s`."""
         self._lost[name] = (self._by_name.pop(name), until_s)
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """The next life of a lost instance is about to serve: expect it for longer."""
+        """Expect the next life of a lost instance for longer, as it is about to serve."""
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
 
     def move(self, instance: Instance, state: InstanceState) -> bool:
-        """Whether it may be in this state next, and now is."""
+        """Change the state of an instance if that is allowed; whether it was."""
         if state not in _NEXT[instance.state]:
             return False
         instance.state = state
@@ -95,14 +97,14 @@ class Instances:
         self._largest.clear()
 
     def forget_lost(self, now_s: float) -> None:
-        """Expect those no longer that should have been back by now."""
+        """Stop expecting lost instances that should have been back by now."""
         kept = {name: lost for name, lost in self._lost.items() if lost[1] >= now_s}
         if len(kept) < len(self._lost):
             self._lost = kept
             self._largest.clear()
 
     def largest(self, role: Role) -> Instance | None:
-        """Of those of this role that serve, or may be about to return, who holds the longest sequence."""
+        """The instance of a role that holds the longest sequence; lost ones that may return count."""
         if role not in self._largest:
             lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
             expected = self.serving(role) + lost
@@ -112,7 +114,7 @@ class Instances:
         return self._largest[role]
 
     def get(self, name: str | None) -> Instance | None:
-        """By name; None when it is not registered."""
+        """A registered instance by its name."""
         return self._by_name.get(name) if name is not None else None
 
     def by_identity(self, identity: bytes) -> Instance | None:
@@ -121,15 +123,15 @@ class Instances:
         return instance if instance is not None and instance.identity == identity else None
 
     def of_role(self, role: Role) -> list[Instance]:
-        """All instances that have this role now."""
+        """The instances with this role."""
         return [instance for instance in self._by_name.values() if instance.registration.role is role]
 
     def serving(self, role: Role) -> list[Instance]:
-        """Those of this role that take requests."""
+        """The instances of this role that take requests."""
         return [instance for instance in self.of_role(role) if instance.state is InstanceState.SERVING]
 
     def why_none(self, role: Role) -> str:
-        """What to tell a client when nobody of this role takes requests."""
+        """A message for clients if no instance of this role takes requests."""
         return (
             f"all {role.value} instances are draining"
             if self.of_role(role)
@@ -137,7 +139,7 @@ class Instances:
         )
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
-        """Those not heard of since `deadline_s`."""
+        """The instances that were last heard before `deadline_s`."""
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
     def max_sequence_blocks(self) -> int:

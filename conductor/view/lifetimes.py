@@ -1,12 +1,12 @@
-"""How long requests are decoded: which share of those that are as old will still be there later.
+"""The lengths of decodes: which share of the requests of an age will still be decoded later.
 
-The paper takes one time t_d for all (section 7.4). Where answers differ in length that takes long ones off
-while they are still decoded, and lets in what does not fit beside them. So the latest decodes tell: of those
-that lasted as long, so many lasted so much longer. If all are equal it is the paper's rule.
+The paper takes one time t_d for all (section 7.4). Where outputs differ in length, that removes long ones
+while they are still decoded, and admits requests that do not fit beside them. So the latest decodes tell
+which share of those that lasted as long lasted so much longer. If all are equal it is the paper's rule.
 
-Time is counted in steps of decoding: a batch that grows makes each step longer, and not an answer.
+Time is counted in iterations: a growing batch makes each of them longer, but not an output.
 
-Owns: the latest lives, in buckets of a timeline. Does not know: who is decoded, the clock.
+Owns: the lengths of the latest decodes, in buckets of a timeline. Does not know: requests, the clock.
 """
 
 from collections import deque
@@ -16,30 +16,34 @@ import numpy as np
 from conductor.view.estimators import Floats
 
 BUCKET_STEPS = 2.0
+"""The resolution of lengths, in iterations."""
 _NUM_RECENT = 256
+"""The number of decodes that are remembered."""
 _MOST_LOOKS = 64
-"""ahead, of which the shares are kept"""
+"""The number of times ahead whose shares are kept."""
 
 
 class Lifetimes:
-    """Of the latest decodes."""
+    """The lengths of the latest decodes."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
         self._lasted: Floats | None = None
-        """how many of them lasted as long, by age; None: it is to be counted anew"""
+        """The number of decodes that lasted as long, by age; None if it must be counted anew."""
         self._shares: dict[int, Floats] = {}
-        """since the last one was learned"""
+        """Shares by time ahead, computed since the last decode was learned."""
 
     def learn(self, num_steps: float) -> None:
-        """One has ended."""
+        """Learn the length of a decode that has ended."""
         self._latest.append(int(num_steps / BUCKET_STEPS))
         self._lasted = None
         self._shares.clear()
 
     def shares_left(self, num_steps: float) -> Floats:
-        """By age in buckets: the share that is still there so much later. The last entry is of all that are
-        older: than any that has ended, of which so long again is expected on average as the mean."""
+        """The share of decodes that are still there `num_steps` later, by age in buckets.
+
+        The last entry is for ages that no decode has reached: the mean length is expected once more.
+        """
         num_later = int(num_steps / BUCKET_STEPS)
         shares = self._shares.get(num_later)
         if shares is None:
@@ -49,14 +53,14 @@ class Lifetimes:
         return shares
 
     def all_last(self, num_steps: float) -> bool:
-        """Whether none of them was shorter."""
+        """Whether no decode was shorter than `num_steps`."""
         if not self._latest:
             return True
         lasted, num_buckets = self._count(), int(num_steps / BUCKET_STEPS)
         return num_buckets < len(lasted) and lasted.item(num_buckets) == len(self._latest)
 
     def shares_as_old(self, num_steps: Floats) -> Floats:
-        """Of all that begin, those that are decoded for so long. There must have been one."""
+        """The shares of decodes that last as long. At least one decode must have ended."""
         lasted, ages = np.append(self._count(), 0.0), (num_steps / BUCKET_STEPS).astype(np.intp)
         shares: Floats = lasted[np.minimum(ages, len(lasted) - 1)] / len(self._latest)
         return shares

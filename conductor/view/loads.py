@@ -79,7 +79,7 @@ class Loads:
     num_kv_tokens: Floats
     """The tokens of their prompts."""
     num_decoding: Floats
-    """Those of them whose prefill has ended."""
+    """Assigned requests whose prefill has ended."""
     num_decoding_tokens: Floats
     """The tokens of the prompts whose prefill has ended."""
     num_awaiting_turn: Floats
@@ -276,7 +276,7 @@ class Loads:
             self.num_decoding_tokens[slot] -= num_tokens
             self.num_awaiting_turn[slot] -= self.num_awaiting_turn.item(slot) > 0
 
-    def heard_turns(self, slot: int, num_awaiting_turn: int) -> None:
+    def set_awaiting_turn(self, slot: int, num_awaiting_turn: int) -> None:
         """Learn how many requests wait for their turn. The heartbeat may be older than the latest of them."""
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 

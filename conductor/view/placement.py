@@ -1,7 +1,4 @@
-"""What a decision about a request is: a pair of instances and what was predicted, or a rejection.
-
-Pure values. `conductor.scheduling.algorithm1` makes them.
-"""
+"""A decision about a request: a pair of instances with predicted times, or a rejection. Pure values."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -12,7 +9,7 @@ from mooncake.messages.workers import Role
 
 
 class Reuse(StrEnum):
-    """Where the prefix that is not computed is to come from."""
+    """The origin of the prefix that is not computed."""
 
     NONE = "none"
     LOCAL = "local"
@@ -20,7 +17,7 @@ class Reuse(StrEnum):
 
 
 class Prediction(NamedTuple):
-    """Seconds, kept to be compared with what happens. TTFT is the sum of the first three."""
+    """Predicted seconds, kept to be compared with actual ones."""
 
     queue_s: float
     transfer_s: float
@@ -29,22 +26,21 @@ class Prediction(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
-        """From the decision to the first token."""
+        """The time from the decision to the first token."""
         return self.queue_s + self.transfer_s + self.prefill_s
 
 
 class Placement(NamedTuple):
-    """The pair chosen for a request.
-
-    `source` holds the prompt's first `num_source_blocks` blocks, and `prefill` is to fetch what it lacks of
-    them; None if it is to use its own `num_local_blocks` only.
-    """
+    """The pair chosen for a request."""
 
     prefill: Instance
     decode: Instance
     num_local_blocks: int
+    """The prompt's leading blocks that `prefill` holds."""
     source: Instance | None
+    """The instance from which `prefill` fetches the blocks that it lacks; None if it uses only its own."""
     num_source_blocks: int
+    """The prompt's leading blocks that `source` holds."""
     prediction: Prediction
 
     @property
@@ -59,14 +55,14 @@ class Placement(NamedTuple):
 
     @property
     def reuse(self) -> Reuse:
-        """Where the prefix comes from."""
+        """The origin of the prefix."""
         if self.source is not None:
             return Reuse.REMOTE
         return Reuse.LOCAL if self.num_local_blocks else Reuse.NONE
 
 
 class Reason(StrEnum):
-    """Why a request is turned away. SLOs are named by their keys in the configuration."""
+    """Why a request is rejected. SLOs are named by their keys in the configuration."""
 
     UNREADY = "unready"
     DUPLICATE = "duplicate"
@@ -80,7 +76,7 @@ class Reason(StrEnum):
 
     @property
     def status(self) -> int:
-        """Of HTTP."""
+        """The HTTP status."""
         return _STATUS.get(self, 429)
 
 
@@ -89,21 +85,21 @@ _WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token w
 
 
 class Rejection(NamedTuple):
-    """Algorithm 1, line 26. `predicted_s` exceeds the SLO of `reason`; it may fit in `retry_after_s`.
-
-    Of a TTFT SLO: `prompt_s` is predicted for the prompt by itself; `kept_s` of the SLO are not for it.
-    """
+    """Algorithm 1, line 26: the prediction misses an SLO."""
 
     reason: Reason
     predicted_s: float
     slo_s: float
     retry_after_s: float
+    """The time after which the request may fit."""
     prompt_s: float = 0.0
+    """The predicted time of the prompt by itself, for a TTFT SLO."""
     kept_s: float = 0.0
+    """The part of a TTFT SLO that is headroom for longer prompts."""
 
     @property
     def message(self) -> str:
-        """For the client."""
+        """The text for the client."""
         kept = f", {1000 * self.kept_s:.1f} ms of them for longer prompts" if self.kept_s else ""
         return (
             f"the cluster is overloaded: {_WOULD_TAKE[self.reason]} {1000 * self.predicted_s:.1f} ms, at most"
@@ -112,14 +108,14 @@ class Rejection(NamedTuple):
 
 
 def num_tokens_held(request: Request, role: Role) -> int:
-    """Prefill holds what is known of the sequence, decode all of it."""
+    """The tokens that an instance holds: prefill the prompt so far, decode also the whole output."""
     if role is Role.PREFILL:
         return len(request.token_ids)
     return request.num_prompt_tokens + request.sampling.max_tokens
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """Which role has no instance, there or about to return, that could hold it; None if both have."""
+    """Why no instance, there or expected, can hold the request; None if both roles have one that can."""
     for role in (Role.PREFILL, Role.DECODE):
         largest = instances.largest(role)
         if largest is not None and not largest.can_hold(num_tokens_held(request, role)):

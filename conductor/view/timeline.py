@@ -1,6 +1,6 @@
-"""How much work there is in any span of a time, which may be counted in anything.
+"""Sums of work by time, in whatever unit time is counted.
 
-Owns: sums by time. Does not know: what happens at these times, the clock.
+Owns: the sums. Does not know: what happens at these times, the clock.
 """
 
 import math
@@ -14,28 +14,28 @@ _FEWEST_BUCKETS = 64
 
 
 class Work(NamedTuple):
-    """Requests, and the tokens of their prompts."""
+    """Requests and the tokens of their prompts."""
 
     num_requests: float
     num_tokens: float
 
     def plus(self, other: "Work") -> "Work":
-        """Both."""
+        """The sum of both."""
         return Work(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
 
     def less(self, other: "Work") -> "Work":
-        """Without the other."""
+        """The difference."""
         return Work(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
 class Timeline:
-    """Requests by a time of each, to a bucket's length: sums over a span cost next to nothing."""
+    """Requests by time, in buckets: sums over a span cost next to nothing."""
 
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
         self._first = 0  # bucket of index 0
         self.total = Work(0, 0)
-        """of all times"""
+        """The work at all times."""
         self._keep(np.zeros((2, _FEWEST_BUCKETS)))
 
     def _keep(self, work: Floats) -> None:
@@ -44,7 +44,7 @@ class Timeline:
         self._ones = np.ones(work.shape[1])  # the quickest way to a sum
 
     def add(self, time: float, num_tokens: int) -> int:
-        """One request. What to call `remove` with."""
+        """Add a request; the bucket to call `remove` with."""
         bucket = math.floor(time / self._bucket)
         if not self.total.num_requests:
             self._first = bucket
@@ -56,7 +56,7 @@ class Timeline:
         return bucket
 
     def remove(self, bucket: int, num_tokens: int) -> None:
-        """Undoes `add`."""
+        """Undo `add`."""
         self._change(bucket, -1, -num_tokens)
         self.total = Work(self.total.num_requests - 1, self.total.num_tokens - num_tokens)
 
@@ -67,21 +67,21 @@ class Timeline:
 
     @property
     def latest(self) -> float:
-        """A time in the bucket of the latest request; minus infinity without one."""
+        """A time in the bucket of the latest request; minus infinity without any."""
         if not self.total.num_requests:
             return -math.inf
         (used,) = self._work[0].nonzero()
         return (self._first + int(used[-1]) + 0.5) * self._bucket
 
     def until(self, time: float) -> Work:
-        """All up to a time, or up to a bucket's length more."""
+        """The work up to a time, or to the end of its bucket."""
         end = self._index(time) + 1
         if end >= self._work.shape[1]:
             return self.total
         return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
     def weighted(self, by_age: Floats, now: float) -> Work:
-        """All until now, each times what belongs to its age in buckets, the last one to all older ones."""
+        """The work until now, weighted by its age in buckets. The last weight is for all older work."""
         newest = math.floor(now / self._bucket) - self._first
         end = max(0, min(newest + 1, self._work.shape[1]))
         start = max(0, min(newest - len(by_age) + 2, end))
@@ -92,12 +92,12 @@ class Timeline:
         return Work(*sums.tolist())
 
     def _index(self, time: float) -> int:
-        """Of its bucket, within or next to what is kept."""
+        """The index of a time's bucket, within or next to those that are kept."""
         index = time / self._bucket - self._first
         return math.floor(min(max(index, -1.0), len(self._ones)))
 
     def _make_room(self, bucket: int) -> None:
-        """Drop what is empty at the front; then as long as needed, and half of it empty."""
+        """Drop empty buckets at the front, and grow until half of the buckets are empty."""
         num_empty = int((self._work[0] > 0).argmax())
         kept = self._work[:, num_empty:]
         self._first += num_empty

@@ -1,13 +1,13 @@
-"""How long KVCache takes from one instance to another (Mooncake, section 6.1).
+"""Predicted times of KVCache transfers between instances (Mooncake, section 6.1).
 
     latency + (bytes in flight at the source + bytes) / bandwidth of the source + bytes on SSD / SSD bandwidth
 
 "It is determined not only by the size of the transferred data but also by the current network status,
-especially whether the sending node is under congestion." Heartbeats say what is in flight between any two
-messengers, and how quick it lately was. An instance whose transfers nobody has seen is taken to be like the
+especially whether the sending node is under congestion." Heartbeats report the bytes in flight between any
+two messengers, and their recent bandwidth. An instance without transfers so far is taken to be like the
 others.
 
-Owns: traffic by slot. Does not know: who fetches what, prefills.
+Owns: traffic by slot. Does not know: why blocks are fetched, prefills.
 """
 
 import numpy as np
@@ -17,40 +17,42 @@ from conductor.view.estimators import Floats
 from mooncake.messages.pools import PoolStats
 
 LATENCY_S = 1e-3
+"""The time of a transfer of no bytes."""
 GENERIC_BYTES_PER_S = 10e9
-"""before the first transfers. Quick rather than slow: from whom nothing is fetched nothing is learned"""
+"""The bandwidth before the first transfer. It is high rather than low: nothing is learned without fetches."""
 SSD_BYTES_PER_S = 2e9
+"""The bandwidth at which blocks come from SSD to DRAM."""
 _RISE, _FALL = 0.3, 0.05
-"""weight of the latest report of a bandwidth, against all before: small transfers are slow by themselves"""
+"""The weights of reports of more and of less bandwidth than before: small transfers are always slow."""
 
 
 class TransferEstimator:
-    """Traffic of all slots."""
+    """The traffic of all slots."""
 
     def __init__(self) -> None:
         self.in_flight_bytes = np.zeros(0)
-        """from and to each instance, in the latest heartbeats"""
+        """Bytes from and to each instance, as of the latest heartbeats."""
         self.ordered_bytes = np.zeros(0)
-        """that fetches from each instance are about to move: ordered, and their prefills have not ended"""
+        """Bytes of fetches from each instance that are ordered and whose prefills have not ended."""
         self._bytes_per_s: dict[int, float] = {}
-        """lately seen between an instance and others, by either side"""
+        """The recent bandwidth between an instance and others, as either side reports it."""
         self._typical_bytes_per_s: float | None = None
-        """between any two"""
+        """The recent bandwidth between any two instances."""
         self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
 
     def reset(self, slot: int) -> None:
-        """Another instance, or none, has this slot now; slots are added as needed."""
+        """Begin anew with another instance, or none, in this slot. Slots are added as needed."""
         self._forget_report(slot)
         missing = np.zeros(max(0, slot + 1 - len(self.in_flight_bytes)))
-        for name in ("in_flight_bytes", "ordered_bytes"):
-            setattr(self, name, np.append(getattr(self, name), missing))
-            getattr(self, name)[slot] = 0.0
+        self.in_flight_bytes = np.append(self.in_flight_bytes, missing)
+        self.ordered_bytes = np.append(self.ordered_bytes, missing)
+        self.in_flight_bytes[slot] = self.ordered_bytes[slot] = 0.0
         self._bytes_per_s.pop(slot, None)
         for reporter, by_slot in self._reported.items():
             self.in_flight_bytes[reporter] -= by_slot.pop(slot, 0)
 
-    def heard(self, slot: int, pools: list[PoolStats], slot_of: dict[str, int]) -> None:
-        """An instance's heartbeat. `slot_of`: of the instances that messengers, by their names, belong to."""
+    def learn(self, slot: int, pools: list[PoolStats], slot_of: dict[str, int]) -> None:
+        """Learn from the heartbeat of an instance. `slot_of` has the slot of each messenger's instance."""
         self._forget_report(slot)
         report: dict[int, int] = {}
         for pool in pools:
@@ -65,19 +67,21 @@ class TransferEstimator:
         self._reported[slot] = report
 
     def _seen(self, slot: int, other: int, bytes_per_s: float) -> None:
-        """So quick the way between these two is."""
+        """Learn the bandwidth between two instances."""
         for end in (slot, other):
             self._bytes_per_s[end] = _followed(self._bytes_per_s.get(end), bytes_per_s)
         self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
-        """What a new fetch from each of these waits for."""
+        """The bytes that a new fetch from each of these instances waits for."""
         return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:
-        """Seconds until the first byte comes from the instance at `source`, and for each byte.
+        """The seconds until the first byte of a fetch comes, and for each byte.
 
-        `num_ssd_bytes`: of what is fetched, on its SSDs only.
+        Args:
+            source: The slot of the instance that is fetched from.
+            num_ssd_bytes: The bytes of the fetch that it has on SSD only.
         """
         typical = self._typical_bytes_per_s or GENERIC_BYTES_PER_S
         bytes_per_s = self._bytes_per_s.get(source, typical)

@@ -26,8 +26,6 @@ def matched(index: PrefixIndex, keys: Sequence[bytes]) -> dict[str, tuple[int, i
     assert match.num_blocks.dtype == match.num_dram_blocks.dtype == np.int32
     assert len(match.num_blocks) == len(match.num_dram_blocks) == index.num_slots
     assert match.num_best_blocks == match.num_blocks.max(initial=0)
-    best = np.flatnonzero(match.num_blocks == match.num_best_blocks) if match.num_best_blocks else []
-    assert match.best_slots.tolist() == list(best)
     return {
         name: (int(match.num_blocks[slot]), int(match.num_dram_blocks[slot]))
         for name, slot in index.slots.items()

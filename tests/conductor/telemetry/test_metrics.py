@@ -178,7 +178,7 @@ def test_a_step_takes_what_those_in_the_batches_take(view: ClusterView) -> None:
             view.loads.assign_decode(slot(view, name), 8)
             view.loads.begin_decode(slot(view, name), 8)
     assert view.mean_step_s() == pytest.approx(0.02 + 4 * 0.01)
-    view.loads.heard_turns(slot(view, "d0"), 2)
+    view.loads.set_awaiting_turn(slot(view, "d0"), 2)
     assert view.mean_step_s() == pytest.approx(0.02 + 3 * 0.01), "two wait for their turn"
 
 

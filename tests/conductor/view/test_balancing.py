@@ -29,11 +29,11 @@ class Pool:
 @pytest.mark.parametrize(("num_evicted", "limit"), [(0, LOWEST), (20, LOWEST), (21, HIGHEST)])
 def test_many_misses_of_evicted_blocks_raise_it_and_few_lower_it(num_evicted: int, limit: float) -> None:
     balancing, pool = BalancingThreshold(None), Pool()
-    balancing.heard(0, pool.after(5, 5))
+    balancing.learn(0, pool.after(5, 5))
     assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
     seen = [DEFAULT_BALANCING_THRESHOLD]
     for _ in range(10):
-        balancing.heard(0, pool.after(1000 - num_evicted, num_evicted))
+        balancing.learn(0, pool.after(1000 - num_evicted, num_evicted))
         seen.append(balancing.threshold)
     assert seen == sorted(seen, reverse=limit == LOWEST)
     assert seen[-1] == limit
@@ -41,20 +41,20 @@ def test_many_misses_of_evicted_blocks_raise_it_and_few_lower_it(num_evicted: in
 
 def test_it_waits_for_enough_lookups_and_ignores_counters_that_begin_anew() -> None:
     balancing, pool = BalancingThreshold(None), Pool()
-    balancing.heard(0, pool.after(0, 5000))  # before it was known
-    balancing.heard(0, pool.after(0, 999))
+    balancing.learn(0, pool.after(0, 5000))  # before it was known
+    balancing.learn(0, pool.after(0, 999))
     assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
-    balancing.heard(0, Pool().after(0, 900))
+    balancing.learn(0, Pool().after(0, 900))
     assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
     balancing.forget(0)
-    balancing.heard(0, pool.after(0, 1))
+    balancing.learn(0, pool.after(0, 1))
     assert balancing.threshold == DEFAULT_BALANCING_THRESHOLD
-    balancing.heard(0, pool.after(0, 1))
+    balancing.learn(0, pool.after(0, 1))
     assert balancing.threshold > DEFAULT_BALANCING_THRESHOLD
 
 
 def test_a_given_one_stays() -> None:
     balancing, pool = BalancingThreshold(2.0), Pool()
     for _ in range(5):
-        balancing.heard(0, pool.after(0, 2000))
+        balancing.learn(0, pool.after(0, 2000))
     assert balancing.threshold == 2.0

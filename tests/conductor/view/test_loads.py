@@ -77,7 +77,7 @@ def test_who_waits_for_its_turn_is_in_no_batch() -> None:
         loads.assign_decode(SLOT, 8)
         loads.begin_decode(SLOT, 8)
     assert loads.share_in_batches(DECODES) == 1.0
-    loads.heard_turns(SLOT, 1)
+    loads.set_awaiting_turn(SLOT, 1)
     assert loads.share_in_batches(DECODES) == pytest.approx(3 / 4)
     loads.assign_decode(SLOT, 8)
     loads.begin_decode(SLOT, 8)
@@ -85,7 +85,7 @@ def test_who_waits_for_its_turn_is_in_no_batch() -> None:
     for num_left in (4, 3):
         loads.end_decode(SLOT, 8, has_begun=True)
         assert loads.share_in_batches(DECODES) == pytest.approx(3 / num_left), "somebody takes its place"
-    loads.heard_turns(SLOT, 5)
+    loads.set_awaiting_turn(SLOT, 5)
     assert loads.share_in_batches(DECODES) == 0.0, "what it said had been before two of them ended"
     for _ in range(3):
         loads.end_decode(SLOT, 8, has_begun=True)

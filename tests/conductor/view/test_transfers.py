@@ -36,11 +36,11 @@ def test_size_and_tier_count() -> None:
 
 def test_a_congested_source_is_waited_for() -> None:
     transfers = estimator()
-    transfers.heard(0, [pool(b=PeerStats(int(30e9), None, 1))], SLOT_OF)
-    transfers.heard(2, [pool(b=PeerStats(int(10e9), None, 1))], SLOT_OF)
+    transfers.learn(0, [pool(b=PeerStats(int(30e9), None, 1))], SLOT_OF)
+    transfers.learn(2, [pool(b=PeerStats(int(10e9), None, 1))], SLOT_OF)
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 4.0)
     assert seconds(transfers, 0, 0) == pytest.approx(LATENCY_S + 3.0)
-    transfers.heard(0, [pool()], SLOT_OF)  # the latest word counts
+    transfers.learn(0, [pool()], SLOT_OF)  # the latest word counts
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 1.0)
     assert seconds(transfers, 0, 0) == pytest.approx(LATENCY_S)
 
@@ -49,23 +49,23 @@ def test_what_was_ordered_and_what_is_heard_are_the_same_bytes() -> None:
     transfers = estimator()
     transfers.ordered_bytes[1] += 20e9
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 2.0)
-    transfers.heard(0, [pool(b=PeerStats(int(20e9), None, 1))], SLOT_OF)
+    transfers.learn(0, [pool(b=PeerStats(int(20e9), None, 1))], SLOT_OF)
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 2.0)
 
 
 def test_the_bandwidth_of_a_source_is_learned_from_whoever_saw_it() -> None:
     transfers = estimator()
-    transfers.heard(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
+    transfers.learn(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
     assert seconds(transfers, 1, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
     assert seconds(transfers, 0, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
     for _ in range(30):
-        transfers.heard(0, [pool(b=PeerStats(0, 400 * MIB, 1))], SLOT_OF)
+        transfers.learn(0, [pool(b=PeerStats(0, 400 * MIB, 1))], SLOT_OF)
     assert seconds(transfers, 1, 100 * MIB) == pytest.approx(0.25 + LATENCY_S, rel=0.01)
 
 
 def test_whom_nobody_has_fetched_from_is_expected_to_be_like_the_others() -> None:
     transfers = estimator()
-    transfers.heard(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
+    transfers.learn(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
     assert seconds(transfers, 2, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
     transfers.reset(2)
     assert seconds(transfers, 2, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
@@ -74,15 +74,15 @@ def test_whom_nobody_has_fetched_from_is_expected_to_be_like_the_others() -> Non
 def test_stages_of_an_instance_count_together_and_strangers_not() -> None:
     transfers = estimator()
     reports = [pool(b=PeerStats(10, None, 1), b_1=PeerStats(20, None, 1), x=PeerStats(500, None, 1))]
-    transfers.heard(0, reports, SLOT_OF)
+    transfers.learn(0, reports, SLOT_OF)
     assert transfers.in_flight_bytes.tolist() == [30, 30, 0]
 
 
 def test_traffic_of_who_has_left_is_forgotten_on_both_sides() -> None:
     transfers = estimator()
-    transfers.heard(0, [pool(b=PeerStats(10, None, 1))], SLOT_OF)
-    transfers.heard(1, [pool(c=PeerStats(7, None, 1))], SLOT_OF)
+    transfers.learn(0, [pool(b=PeerStats(10, None, 1))], SLOT_OF)
+    transfers.learn(1, [pool(c=PeerStats(7, None, 1))], SLOT_OF)
     transfers.reset(1)
     assert transfers.in_flight_bytes.tolist() == [0, 0, 0]
-    transfers.heard(0, [pool()], SLOT_OF)
+    transfers.learn(0, [pool()], SLOT_OF)
     assert transfers.in_flight_bytes.tolist() == [0, 0, 0]
