@@ -55,7 +55,7 @@ def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int
         reasons.insert(0, f"{len(pools)} pools are connected")
         raise _too_few(len(owners), num_replicas, reasons)
     while len(owners) < num_replicas and others:
-        target = _least_used_host(others, owners)
+        target = least_used_host(others, owners)
         others.remove(target)
         try:
             _copy(key, owners, target.backend)
@@ -64,7 +64,7 @@ def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int
         else:
             owners.append(target)
     while len(owners) > num_replicas:
-        surplus = _most_used_host(owners)
+        surplus = most_used_host(owners)
         _remove(key, surplus.backend)
         owners.remove(surplus)
     if len(owners) < num_replicas:
@@ -95,13 +95,13 @@ def _look(backends: Sequence[Backend], key: BlockKey) -> tuple[list[_Pool], list
     return list(pools.values()), lost
 
 
-def _least_used_host(candidates: Sequence[_Pool], owners: Sequence[_Pool]) -> _Pool:
+def least_used_host(candidates: Sequence[_Pool], owners: Sequence[_Pool]) -> _Pool:
     """Choose the first candidate on the host with the fewest copies."""
     num_copies = Counter(pool.address.host_id for pool in owners)
     return min(candidates, key=lambda pool: num_copies[pool.address.host_id])
 
 
-def _most_used_host(owners: Sequence[_Pool]) -> _Pool:
+def most_used_host(owners: Sequence[_Pool]) -> _Pool:
     """Choose the last owner on the host with the most copies."""
     num_copies = Counter(pool.address.host_id for pool in owners)
     return max(reversed(owners), key=lambda pool: num_copies[pool.address.host_id])

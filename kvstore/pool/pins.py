@@ -32,7 +32,7 @@ class Pins:
         self._allocator = allocator
         self._unclaim = unclaim
         self._by_key: dict[BlockKey, _Pin] = {}
-        self.deadlines = Deadlines[BlockKey]()
+        self._deadlines = Deadlines[BlockKey]()
         self._num_hard = 0
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Pins:
         for key, page in pages.items():
             if hard or not self._is_hard(key):
                 self._put(_Pin(key, page, hard))
-                self.deadlines.set(key, deadline_s)
+                self._deadlines.set(key, deadline_s)
         return len(pages)
 
     def remove(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
@@ -67,14 +67,14 @@ class Pins:
         num_removed = 0
         for key in keys:
             if key in self._by_key and (hard or not self._is_hard(key)):
-                self.deadlines.remove(key)
+                self._deadlines.remove(key)
                 self._end(self._by_key.pop(key))
                 num_removed += 1
         return num_removed
 
     def expire(self, now_s: float) -> None:
         """End every pin whose deadline has come."""
-        for key in self.deadlines.take_expired(now_s):
+        for key in self._deadlines.take_expired(now_s):
             self._end(self._by_key.pop(key))
 
     def hard_pages(self) -> list[int]:

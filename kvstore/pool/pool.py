@@ -81,7 +81,7 @@ class Pool:
         self._last_id = 0
         self._reservations: dict[int, PageReservation] = {}
         self._leases: dict[int, PageLease] = {}
-        self.lease_deadlines = Deadlines[int]()
+        self._lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
         """Transfers in flight that touch a page, by page; no zeros."""
         self._former_writers: dict[PageWriter, list[int]] = {}
@@ -245,14 +245,14 @@ class Pool:
         self.hits.missed(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
         self.allocator.claim(found)
         self._leases[lease.lease_id] = lease
-        self.lease_deadlines.set(lease.lease_id, deadline_s)
+        self._lease_deadlines.set(lease.lease_id, deadline_s)
         return lease
 
     def end_lease(self, lease_id: int) -> None:
         """End a lease. Idempotent."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
-            self.lease_deadlines.remove(lease_id)
+            self._lease_deadlines.remove(lease_id)
             self._unclaim(lease.claimed_pages[::-1])
 
     def find_lease(self, lease_id: int) -> PageLease | None:
@@ -267,7 +267,7 @@ class Pool:
 
     def expire(self, now_s: float) -> None:
         """End the leases and pins whose deadline has come."""
-        for lease_id in self.lease_deadlines.take_expired(now_s):
+        for lease_id in self._lease_deadlines.take_expired(now_s):
             self.counters.num_expired_leases += 1
             self._unclaim(self._leases.pop(lease_id).claimed_pages[::-1])
         self.pins.expire(now_s)

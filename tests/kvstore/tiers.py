@@ -153,9 +153,10 @@ def ssd_tier(
     policy: EvictionPolicy = EvictionPolicy.LRU,
     depth: int = 4,
     timeout_s: float = DEADLINE_S,
+    events: EventLog | None = None,
 ) -> SsdTier:
     """One that takes no slab for slow because the machine is busy."""
-    tier = SsdTier(slabs, policy, depth=depth, timeout_s=timeout_s)  # type: ignore[arg-type]
+    tier = SsdTier(slabs, policy, depth=depth, timeout_s=timeout_s, events=events)  # type: ignore[arg-type]
     for disk, slab in zip(tier.disks, slabs, strict=True):
         disk.suspend = functools.partial(_suspend, slab, disk.suspend)  # type: ignore[method-assign]
     return tier

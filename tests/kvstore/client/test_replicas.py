@@ -107,8 +107,8 @@ def test_copies_go_to_other_hosts_first_and_leave_crowded_ones_first() -> None:
         return replicas._Pool(backend, MessengerAddress(name, 1, host, "", (), ("", "")), False)
 
     a, b, c, d = pool("a", "here"), pool("b", "here"), pool("c", "there"), pool("d", "there")
-    assert replicas._least_used_host([b, c, d], [a]) is c
-    assert replicas._least_used_host([b, d], [a, c]) is b
-    assert replicas._most_used_host([a, b, c]) is b
-    assert replicas._most_used_host([a, c, d]) is d
-    assert replicas._most_used_host([a, c]) is c
+    assert replicas.least_used_host([b, c, d], [a]) is c
+    assert replicas.least_used_host([b, d], [a, c]) is b
+    assert replicas.most_used_host([a, b, c]) is b
+    assert replicas.most_used_host([a, c, d]) is d
+    assert replicas.most_used_host([a, c]) is c

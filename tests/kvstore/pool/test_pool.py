@@ -1,37 +1,25 @@
-"""The pool's state machine, against a model that knows only what a user of it may observe."""
-
-from dataclasses import dataclass, field
+"""The pool: when a block is found, which one is evicted, what a refusal says, what is counted."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.pool.claims import Block, PageReservation
-from kvstore.pool.pages import PageState, PageTable
+from kvstore.pool.pages import PageState, PageTable, PageWriter
 from kvstore.pool.pool import Pool
 from mooncake.errors import PoolError, PoolFullError
+from mooncake.messages.pools import Tier
+from tests.kvstore.pool.in_memory import (
+    CHECKSUMS,
+    KEYS,
+    NUM_LAYERS,
+    NUM_PAGES,
+    FakeTier,
+    fill,
+    fill_up,
+    new_pool,
+    store,
+)
 
-NUM_PAGES, NUM_LAYERS = 6, 2
-ALL_LAYERS = range(NUM_LAYERS)
-KEYS = [bytes([number]) * 16 for number in range(1, 9)]
-
-
-def new_pool(num_pages: int = NUM_PAGES) -> Pool:
-    return Pool(PageTable.in_memory(num_pages, NUM_LAYERS))
-
-
-def fill(pool: Pool, reservation: PageReservation, block: Block, layers: range = ALL_LAYERS) -> None:
-    pool.arrived(reservation, block, layers, bytes(8 * len(layers)))
-
-
-def store(pool: Pool, *keys: bytes) -> None:
-    """Seals `keys` and leaves them unleased."""
-    reservation = pool.reserve(0, keys, 0)
-    for block in reservation.blocks:
-        if not block.found:
-            fill(pool, reservation, block)
-    pool.release(reservation.reservation_id)
+ALICE, BOB = 1, 2
+WRITER = PageWriter(pid=100, serial=2)
 
 
 def found(pool: Pool, *keys: bytes) -> list[bool]:
@@ -99,163 +87,109 @@ def test_reservation_larger_than_the_pool_is_not_merely_full() -> None:
     assert not isinstance(refusal.value, PoolFullError)
 
 
-def test_page_of_an_outstanding_write_is_quarantined_until_that_ends() -> None:
-    pool = new_pool(num_pages=1)
-    reservation = pool.reserve(1, [], 1)
-    page, generation = reservation.blocks[0].page, reservation.blocks[0].generation
-    pool.hold(page)
-    pool.release(reservation.reservation_id)
-    assert pool.table.state(page) is PageState.QUARANTINED
+def test_refused_request_for_more_than_can_be_had_does_not_ask_for_room_that_cannot_come() -> None:
+    """Making room for it would cost all that is cached, and still not be enough."""
+    pool = new_pool()
+    store(pool, *KEYS[:2])
+    pool.reserve(ALICE, [], 3)
     with pytest.raises(PoolFullError):
-        pool.reserve(2, [], 1)
-    pool.unhold(page)
-    assert pool.reserve(2, [], 1).blocks[0].generation == generation + 1
+        pool.reserve(BOB, [], 4)
+    assert pool.evictor.num_wanted == 0
 
 
-def test_dropped_block_is_not_found_and_its_page_lives_until_its_readers_end() -> None:
+def test_refused_request_that_could_be_served_asks_for_its_room() -> None:
+    calls: list[None] = []
+    pool = Pool(
+        PageTable.in_memory(NUM_PAGES, NUM_LAYERS), lower=FakeTier(), on_pressure=lambda: calls.append(None)
+    )
+    store(pool, *KEYS[:NUM_PAGES])
+    assert calls == []
+    with pytest.raises(PoolFullError):
+        pool.reserve(BOB, [], 4)
+    assert (pool.evictor.num_wanted, len(calls)) == (4, 1)
+
+
+def test_lease_ends_at_its_deadline_and_is_counted() -> None:
     pool = new_pool()
     store(pool, KEYS[0])
-    reader = pool.reserve(1, KEYS[:1], 0)
-    page = reader.blocks[0].page
-    pool.drop(page)
-    assert found(pool, KEYS[0]) == [False]
-    assert pool.table.state(page) is PageState.QUARANTINED
-    pool.release(reader.reservation_id)
-    assert pool.table.state(page) is PageState.FREE
+    early, late = (pool.lease(ALICE, [KEYS[0]], deadline_s) for deadline_s in (5.0, 7.0))
+    pool.expire(4.9)
+    assert pool.num_leases == 2
+    pool.expire(5.0)
+    assert (pool.find_lease(early.lease_id), pool.find_lease(late.lease_id)) == (None, late)
+    assert pool.num_used_pages == 1
+    pool.expire(100.0)
+    assert (pool.num_leases, pool.num_used_pages, pool.counters.num_expired_leases) == (0, 0, 2)
 
 
-@dataclass
-class Claim:
-    """What the model knows of a reservation: which keys it completed, and its arrived layers."""
-
-    reservation: PageReservation
-    arrived: dict[int, int] = field(default_factory=dict)
-
-
-class PoolModel(RuleBasedStateMachine):
-    """Sealed keys in order of last use, claims and holds: enough to foresee every outcome."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = PageTable.in_memory(NUM_PAGES, NUM_LAYERS)
-        self.pool = Pool(self.table)
-        self.sealed: list[bytes] = []  # least recently used first, among the unused ones
-        self.page_of: dict[bytes, int] = {}
-        self.claims: dict[int, Claim] = {}
-        self.held: list[int] = []
-        self.issued: set[tuple[int, int]] = set()
-
-    def used_pages(self) -> set[int]:
-        return {b.page for c in self.claims.values() for b in c.reservation.blocks} | set(self.held)
-
-    def touch(self, key: bytes) -> None:
-        if key in self.sealed:
-            self.sealed.remove(key)
-            self.sealed.append(key)
-
-    @rule(
-        keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True),
-        num_private=st.integers(0, 1),
-        owner=st.integers(1, 2),
-    )
-    def reserve(self, keys: list[bytes], num_private: int, owner: int) -> None:
-        used, misses = self.used_pages(), [key for key in keys if key not in self.sealed]
-        num_fresh = len(misses) + num_private
-        evictable = [k for k in self.sealed if self.page_of[k] not in used and k not in keys]
-        num_free = NUM_PAGES - len(used | set(self.page_of.values()))
-        if num_fresh > num_free + len(evictable):
-            with pytest.raises(PoolFullError):
-                self.pool.reserve(owner, keys, num_private)
-            return
-        reservation = self.pool.reserve(owner, keys, num_private)
-        for key in evictable[: max(0, num_fresh - num_free)]:
-            self.sealed.remove(key)
-            del self.page_of[key]
-        for wanted, block in zip([*keys, *[None] * num_private], reservation.blocks, strict=True):
-            assert block.found == (wanted in self.sealed)
-            if block.found:
-                assert wanted is not None
-                assert block.page == self.page_of[wanted]
-            else:
-                assert block.page not in used, "a page that somebody uses was given away"
-                assert (block.page, block.generation) not in self.issued, "a generation was used twice"
-                self.issued.add((block.page, block.generation))
-        self.claims[reservation.reservation_id] = Claim(reservation)
-
-    @precondition(lambda self: self.claims)
-    @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
-        claim = data.draw(st.sampled_from(list(self.claims.values())))
-        open_blocks = [b for b in claim.reservation.blocks if not self.pool.is_complete(b)]
-        if not open_blocks:
-            return
-        block = data.draw(st.sampled_from(open_blocks))
-        layer = data.draw(st.sampled_from([n for n in ALL_LAYERS if not block.arrived >> n & 1]))
-        fill(self.pool, claim.reservation, block, range(layer, layer + 1))
-        if self.pool.is_complete(block) and block.key is not None and block.key not in self.sealed:
-            self.sealed.append(block.key)
-            self.page_of[block.key] = block.page
-
-    @precondition(lambda self: self.claims)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(list(self.claims))))
-
-    def end(self, reservation_id: int) -> None:
-        claim = self.claims.pop(reservation_id)
-        self.pool.release(reservation_id)
-        self.pool.release(reservation_id)
-        for block in reversed(claim.reservation.blocks):
-            if block.key is not None and self.page_of.get(block.key) == block.page:
-                self.unused(block.key)
-
-    def unused(self, key: bytes) -> None:
-        if self.page_of[key] not in self.used_pages():
-            self.touch(key)
-
-    @precondition(lambda self: any(c.reservation.blocks for c in self.claims.values()))
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        pages = sorted({b.page for c in self.claims.values() for b in c.reservation.blocks})
-        page = data.draw(st.sampled_from(pages))
-        self.pool.hold(page)
-        self.held.append(page)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def unhold(self, data: st.DataObject) -> None:
-        page = data.draw(st.sampled_from(self.held))
-        self.held.remove(page)
-        self.pool.unhold(page)
-        for key in [key for key, kept in self.page_of.items() if kept == page]:
-            self.unused(key)
-
-    @precondition(lambda self: self.sealed)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.sealed))
-        self.pool.drop(self.page_of.pop(key))
-        self.sealed.remove(key)
-
-    @rule()
-    def restart(self) -> None:
-        """Everything but the sealed blocks is lost; those and their order of use are not."""
-        used = self.used_pages()
-        self.pool = Pool(self.table)
-        in_use = [key for key in self.sealed if self.page_of[key] in used]
-        self.claims.clear()
-        self.held.clear()
-        order = sorted(self.sealed, key=lambda key: self.table.last_use(self.page_of[key]))
-        assert [k for k in order if k not in in_use] == [k for k in self.sealed if k not in in_use]
-        self.sealed = order
-
-    @invariant()
-    def every_page_is_accounted_for(self) -> None:
-        assert self.pool.check_integrity() is None
-        counts = self.table.count()
-        assert counts[PageState.SEALED] == len(self.sealed)
-        assert counts[PageState.FREE] == NUM_PAGES - len(self.used_pages() | set(self.page_of.values()))
+def test_lease_that_ended_in_time_does_not_expire() -> None:
+    pool = new_pool()
+    store(pool, KEYS[0])
+    pool.end_lease(pool.lease(ALICE, [KEYS[0]], 5.0).lease_id)
+    pool.expire(6.0)
+    assert pool.counters.num_expired_leases == 0
+    assert pool.check_integrity() is None
 
 
-TestPoolAgainstModel = PoolModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
+def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_reason() -> None:
+    pool = new_pool()
+    store(pool, KEYS[0])
+    promotion = pool.begin_promotion(KEYS[1], position=4)
+    pool.promoted(promotion, CHECKSUMS, num_uses=9)
+    pool.release(promotion.reservation_id)
+    for _ in range(2):
+        pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[1], KEYS[2]], 5.0).lease_id)
+    assert pool.hits.num_hits == {Tier.DRAM: 3, Tier.SSD: 1}
+    assert pool.hits.num_misses == {"absent": 3}  # one when it was stored
+    fill_up(pool)
+    pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[2]], 5.0).lease_id)
+    assert pool.hits.num_misses["evicted"] == 1
+
+
+def test_promoted_block_that_nobody_asked_for_leaves_no_hit_to_the_next_one_in_its_page() -> None:
+    pool = new_pool(num_pages=1)
+    for forget in (lambda: fill_up(pool, 1), lambda: pool.remove(KEYS[0])):
+        promotion = pool.begin_promotion(KEYS[0], position=0)
+        pool.promoted(promotion, CHECKSUMS, num_uses=1)
+        pool.release(promotion.reservation_id)
+        forget()
+        store(pool, KEYS[1])
+        pool.end_lease(pool.lease(ALICE, KEYS[1:2], 5.0).lease_id)
+    assert pool.hits.num_hits == {Tier.DRAM: 2, Tier.SSD: 0}
+
+
+def test_promoted_block_keeps_its_uses_and_position() -> None:
+    pool = new_pool()
+    promotion = pool.begin_promotion(KEYS[0], position=4)
+    (block,) = promotion.blocks
+    pool.promoted(promotion, CHECKSUMS, num_uses=9)
+    assert (int(pool.table.positions[block.page]), int(pool.table.num_uses[block.page])) == (4, 9)
+
+
+def test_page_that_a_peer_was_copying_to_is_nobodys_until_its_process_is_gone() -> None:
+    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), PageWriter.copier(1234)
+    old = Pool(table)
+    granted = old.reserve(ALICE, KEYS[:1], 0).blocks[0].page
+    written = old.reserve(BOB, KEYS[1:2], 0, WRITER).blocks[0].page
+    table.assign(copier)
+    pool = Pool(table)
+    pool.keep_aside(copier)
+    assert table.state(granted) is table.state(written) is PageState.QUARANTINED
+    pool.writer_gone(WRITER)
+    assert table.state(written) is PageState.QUARANTINED
+    assert pool.former_writers == [copier]
+    pool.writer_gone(copier)
+    assert table.state(granted) is table.state(written) is PageState.FREE
+    assert pool.check_integrity() is None
+
+
+def test_soft_pins_come_and_go_and_a_hard_one_stays() -> None:
+    pool = new_pool()
+    store(pool, *KEYS[:2])
+    pool.pins.add(KEYS[:1], hard=True, deadline_s=9.0)
+    assert pool.pins.add(KEYS[:2], hard=False, deadline_s=5.0) == 2
+    assert pool.pins.remove(KEYS[:2], hard=False) == 1
+    pool.expire(8.0)
+    assert (len(pool.pins), pool.num_used_pages) == (1, 1)
+    assert pool.pins.remove(KEYS[:2]) == 1
+    assert (len(pool.pins), pool.num_used_pages, pool.check_integrity()) == (0, 0, None)

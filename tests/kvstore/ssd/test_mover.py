@@ -1,7 +1,9 @@
 """Blocks on their way between DRAM and SSD: none is lost, none is served damaged, no page is left behind."""
 
 import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -380,20 +382,27 @@ async def test_two_that_collect_pages_as_they_become_free_do_not_wait_for_each_o
 # -- removal ------------------------------------------------------------------------------------------
 
 
+@contextlib.asynccontextmanager
+async def demoting(r: Running, slab: FakeSlab) -> AsyncIterator[int]:
+    """Within it the block of KEYS[0], in the page that it yields, is being written to `slab`."""
+    await r.put(KEYS[0])
+    page = r.pool.find(KEYS[0])
+    assert page is not None
+    slab.hang()
+    waiting = asyncio.create_task(r.reserve([], r.pool.table.num_pages))
+    await until(lambda: slab.num_writes == 1)
+    yield page
+    slab.go_on()
+    r.pool.release((await waiting).reservation_id)
+
+
 async def test_block_that_is_removed_while_it_is_demoted_is_nowhere_after() -> None:
     slab = FakeSlab(20)
     async with running(4, slab) as r:
-        await r.put(KEYS[0])
-        slab.hang()
-        waiting = asyncio.create_task(r.reserve([], 4))
-        await until(lambda: slab.num_writes == 1)
-        page = r.pool.find(KEYS[0])
-        assert page is not None
-        assert r.mover.remove(KEYS[0])
-        assert not r.mover.remove(KEYS[0])
-        assert r.pool.table.state(page) is PageState.QUARANTINED, "a thread reads it"
-        slab.go_on()
-        r.pool.release((await waiting).reservation_id)
+        async with demoting(r, slab) as page:
+            assert r.mover.remove(KEYS[0])
+            assert not r.mover.remove(KEYS[0])
+            assert r.pool.table.state(page) is PageState.QUARANTINED, "a thread reads it"
         assert not r.has(KEYS[0])
         assert r.ssd is not None
         assert r.ssd.num_blocks == 0
@@ -402,14 +411,9 @@ async def test_block_that_is_removed_while_it_is_demoted_is_nowhere_after() -> N
 async def test_block_that_is_removed_and_stored_again_while_it_is_demoted_stays() -> None:
     slab = FakeSlab(20)
     async with running(2, slab) as r:
-        await r.put(KEYS[0])
-        slab.hang()
-        waiting = asyncio.create_task(r.reserve([], 2))
-        await until(lambda: slab.num_writes == 1)
-        r.mover.remove(KEYS[0])
-        await r.put(KEYS[0])
-        slab.go_on()
-        r.pool.release((await waiting).reservation_id)
+        async with demoting(r, slab):
+            r.mover.remove(KEYS[0])
+            await r.put(KEYS[0])
         assert await r.get(KEYS[0]) == block_of(KEYS[0])
 
 
@@ -448,15 +452,8 @@ async def test_block_that_is_replaced_before_its_demotion_has_begun_is_not_mixed
 async def test_block_that_turns_out_damaged_while_it_is_demoted_is_not_kept() -> None:
     slab = FakeSlab(20)
     async with running(4, slab) as r:
-        await r.put(KEYS[0])
-        slab.hang()
-        waiting = asyncio.create_task(r.reserve([], 4))
-        await until(lambda: slab.num_writes == 1)
-        page = r.pool.find(KEYS[0])
-        assert page is not None
-        r.pool.drop(page)
-        slab.go_on()
-        r.pool.release((await waiting).reservation_id)
+        async with demoting(r, slab) as page:
+            r.pool.drop(page)
         assert not r.has(KEYS[0])
 
 

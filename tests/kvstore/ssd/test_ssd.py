@@ -387,7 +387,7 @@ async def test_block_that_two_disks_have_is_one_block_to_everybody() -> None:
     first, second = FakeSlab(8, "first"), FakeSlab(8, "second")
     events, lost = EventLog(8), []
 
-    async with settled(with_events(ssd_tier(first, second), events)) as ssd:
+    async with settled(ssd_tier(first, second, events=events)) as ssd:
         ssd.on_lost = lost.append
         await store(ssd, KEYS[0])
         holder, other = sorted(ssd.disks, key=lambda disk: KEYS[0] not in disk.allocator.index)
@@ -404,11 +404,6 @@ async def test_block_that_two_disks_have_is_one_block_to_everybody() -> None:
     batch = events.seal()
     assert batch is not None
     assert batch.events == [KVCleared(), KVStored(Tier.SSD, [KEYS[0]]), KVRemoved(Tier.SSD, [KEYS[0]])]
-
-
-def with_events(ssd: SsdTier, events: EventLog) -> SsdTier:
-    ssd._events = events
-    return ssd
 
 
 async def test_forget_takes_a_block_from_every_disk() -> None:
@@ -477,7 +472,7 @@ async def test_block_that_is_forgotten_and_stored_again_while_its_damaged_copy_i
 async def test_every_change_is_an_event() -> None:
     slab, events = FakeSlab(num_slots=1), EventLog(8)
 
-    async with settled(with_events(ssd_tier(slab), events)) as ssd:
+    async with settled(ssd_tier(slab, events=events)) as ssd:
         await store(ssd, KEYS[0])
         await store(ssd, KEYS[1])
         ssd.forget(KEYS[1])

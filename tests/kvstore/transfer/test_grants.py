@@ -3,14 +3,20 @@
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import pytest
+import pytest_asyncio
 
+from kvstore.client.worker_client import WorkerClient
+from kvstore.protocol.answers import Reservation
 from messenger.receiver.receiver import MOST_UNKNOWN
 from messenger.wire.messages import Abandon, Close, Ended, RefusalKind, Welcome, Write, WriteAck, WriteEntry
 from mooncake.errors import PoolFullError, TransferError
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import Grant
 from tests.kvstore.by_hand import IDENTITY, HandMadeSender, entry_for, part_for
 from tests.kvstore.nodes import (
     DEADLINE_S,
@@ -24,16 +30,40 @@ from tests.kvstore.nodes import (
 pytestmark = pytest.mark.cluster
 
 ALL_LAYERS = range(LAYOUT.num_layers)
+MEMORY_BYTES = 8192
+
+
+class Granted(NamedTuple):
+    """A worker, and a reservation of one block that it has granted."""
+
+    client: WorkerClient
+    key: list[BlockKey]
+    reservation: Reservation
+    grant: Grant
+
+
+@pytest_asyncio.fixture
+async def granted(start_node: StartNode) -> AsyncIterator[Granted]:
+    client, key = await start_node("decode").connect(), prompt_keys(1)
+    reservation = await client.reserve(key, 0)
+    yield Granted(client, key, reservation, await client.grant(reservation.reservation_id))
+    await client.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """The descriptor of a sender's memory, of MEMORY_BYTES."""
+    fd = os.memfd_create("hand-made")
+    os.truncate(fd, MEMORY_BYTES)
+    yield fd
+    os.close(fd)
 
 
 @pytest.mark.parametrize("ending", ["bytes", "connection"])
 async def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(
-    start_node: StartNode, ending: str
+    granted: Granted, ending: str
 ) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+    client, key, reservation, grant = granted
     sender = HandMadeSender(grant.messenger)
     sender.open(grant)
     entry, data = entry_for(grant, key[0])
@@ -56,7 +86,6 @@ async def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(
     everything = await client.reserve([], client.num_pages)
     assert next(b.generation for b in everything.blocks if b.page == page) == grant.pages[0].generation + 1
     sender.sock.close()
-    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -71,12 +100,10 @@ async def test_page_of_an_unfinished_write_is_quarantined_until_it_ends(
     ],
 )
 async def test_write_outside_its_grant_is_refused_before_a_byte_is_placed(
-    start_node: StartNode, change: Callable[[WriteEntry], WriteEntry], complaint: str
+    granted: Granted, change: Callable[[WriteEntry], WriteEntry], complaint: str
 ) -> None:
-    client = await start_node("decode").connect()
+    client, key, _, grant = granted
     before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
-    key = prompt_keys(1)
-    grant = await client.grant((await client.reserve(key, 0)).reservation_id)
     sender = HandMadeSender(grant.messenger)
     entry, data = entry_for(grant, key[0])
     sender.write(grant, change(entry), data)
@@ -92,14 +119,10 @@ async def test_write_outside_its_grant_is_refused_before_a_byte_is_placed(
     assert "differ" in str(sender.receive())
     assert client.segment.layer_view(entry.page, 0) == data
     sender.sock.close()
-    await client.close()
 
 
-async def test_write_after_its_grant_is_complete_changes_nothing(start_node: StartNode) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+async def test_write_after_its_grant_is_complete_changes_nothing(granted: Granted) -> None:
+    client, key, reservation, grant = granted
     sender = HandMadeSender(grant.messenger)
     for layer in ALL_LAYERS:
         sender.write(grant, *entry_for(grant, key[0], layer=layer))
@@ -111,7 +134,6 @@ async def test_write_after_its_grant_is_complete_changes_nothing(start_node: Sta
     assert client.segment.layer_view(reservation.blocks[0].page, 0) == other
     sender.send(Close(1, None))
     sender.sock.close()
-    await client.close()
 
 
 async def test_block_that_lies_where_another_belongs_is_dropped_when_that_one_comes(
@@ -167,7 +189,7 @@ async def test_layer_that_lies_where_another_belongs_is_sealed_with_no_others(
     await client.close()
 
 
-async def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: StartNode) -> None:
+async def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: StartNode, memory: int) -> None:
     client = await start_node("decode").connect()
     address = (await client.grant((await client.reserve(prompt_keys(1), 0)).reservation_id)).messenger
     with contextlib.ExitStack() as open_files:
@@ -177,10 +199,7 @@ async def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: Star
         ]
         assert strangers[0].recv(1) == b""  # the oldest makes room
         await until(client, lambda stats: stats.num_strangers == 1)
-        fd = os.memfd_create("hand-made")
-        open_files.callback(os.close, fd)
-        os.truncate(fd, 8192)
-        sender = HandMadeSender(address, fd, 8192)
+        sender = HandMadeSender(address, memory, MEMORY_BYTES)
         open_files.enter_context(sender.sock)
         assert isinstance(sender.welcome, Welcome)
     await client.close()
@@ -210,12 +229,10 @@ async def test_peer_that_speaks_another_protocol_is_dropped(start_node: StartNod
     ],
 )
 async def test_part_outside_its_grant_is_refused_before_a_byte_is_placed(
-    start_node: StartNode, heads: tuple[int, int], changed: dict[str, object], complaint: str
+    granted: Granted, heads: tuple[int, int], changed: dict[str, object], complaint: str
 ) -> None:
-    client = await start_node("decode").connect()
+    client, key, _, grant = granted
     before = bytes(client.segment.buffer[client.segment.page_offset(0) :])
-    key = prompt_keys(1)
-    grant = await client.grant((await client.reserve(key, 0)).reservation_id)
     with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
         entry, _ = part_for(grant, key[0], range(1))
         entry = msgspec.structs.replace(entry, **changed)
@@ -223,17 +240,13 @@ async def test_part_outside_its_grant_is_refused_before_a_byte_is_placed(
         sender.write_part(grant, entry, bytes(num_bytes), heads)
         assert complaint in str(sender.receive())
         assert client.segment.buffer[client.segment.page_offset(0) :] == before
-    await client.close()
 
 
 @pytest.mark.parametrize("heads", [None, (1, 1), (1, 0), (0, 1 << 62), (-(1 << 63), (1 << 64) - 1)])
 async def test_heads_that_are_none_or_not_said_end_the_connection(
-    start_node: StartNode, heads: tuple[int, int] | None
+    granted: Granted, heads: tuple[int, int] | None
 ) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+    client, key, reservation, grant = granted
     rank = msgspec.structs.replace(IDENTITY, layout=LAYOUT.of_heads(range(1)))
     with contextlib.closing(HandMadeSender(grant.messenger, identity=rank)) as sender:
         entry, data = part_for(grant, key[0], range(1))
@@ -241,14 +254,10 @@ async def test_heads_that_are_none_or_not_said_end_the_connection(
         assert sender.is_dropped()
     await client.release(reservation.reservation_id)
     assert (await until(client, unused)).num_sealed == 0
-    await client.close()
 
 
-async def test_layer_is_there_when_its_parts_are_and_none_is_written_twice(start_node: StartNode) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+async def test_layer_is_there_when_its_parts_are_and_none_is_written_twice(granted: Granted) -> None:
+    client, key, reservation, grant = granted
     page = reservation.blocks[0].page
     with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
         (first, first_bytes), (last, last_bytes) = (
@@ -276,14 +285,10 @@ async def test_layer_is_there_when_its_parts_are_and_none_is_written_twice(start
     await client.wait_arrived(reservation.reservation_id)
     await client.release(reservation.reservation_id)
     assert await client.verify(key) == []
-    await client.close()
 
 
-async def test_part_cannot_join_a_layer_that_is_being_received_whole(start_node: StartNode) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+async def test_part_cannot_join_a_layer_that_is_being_received_whole(granted: Granted) -> None:
+    client, key, _, grant = granted
     session = bytes(16)
     with (
         contextlib.closing(HandMadeSender(grant.messenger, session=session)) as whole,
@@ -297,14 +302,10 @@ async def test_part_cannot_join_a_layer_that_is_being_received_whole(start_node:
         assert "were written before" in str(part.receive())
         whole.sock.sendall(data[100:])
         assert whole.receive() == WriteAck()
-    await client.close()
 
 
-async def test_part_that_does_not_come_whole_can_come_again(start_node: StartNode) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+async def test_part_that_does_not_come_whole_can_come_again(granted: Granted) -> None:
+    client, key, _, grant = granted
     session = bytes(16)
     with contextlib.closing(HandMadeSender(grant.messenger, session=session)) as sender:
         entry, data = part_for(grant, key[0], range(1))
@@ -317,14 +318,10 @@ async def test_part_that_does_not_come_whole_can_come_again(start_node: StartNod
             sender.write_part(grant, *part_for(grant, key[0], heads), (heads.start, heads.stop))
             assert sender.receive() == WriteAck()
         assert client.segment.layer_view(entry.page, 0) == entry_for(grant, key[0])[1]
-    await client.close()
 
 
-async def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
+async def test_corrupted_part_fails_the_grant(granted: Granted) -> None:
+    client, key, reservation, grant = granted
     with contextlib.closing(HandMadeSender(grant.messenger)) as sender:
         sender.open(grant)
         sender.write_part(grant, *part_for(grant, key[0], range(1)), (0, 1))
@@ -338,7 +335,6 @@ async def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
             await client.wait_arrived(reservation.reservation_id)
     await client.release(reservation.reservation_id)
     assert (await until(client, unused)).num_sealed == 0
-    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -354,26 +350,23 @@ async def test_corrupted_part_fails_the_grant(start_node: StartNode) -> None:
         "no entries",
     ],
 )
-async def test_lying_peer_loses_its_connection_and_does_no_harm(start_node: StartNode, lie: str) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    reservation = await client.reserve(key, 0)
-    grant = await client.grant(reservation.reservation_id)
-    fd = os.memfd_create("hand-made")
-    os.truncate(fd, 8192)
+async def test_lying_peer_loses_its_connection_and_does_no_harm(
+    granted: Granted, memory: int, lie: str
+) -> None:
+    client, key, reservation, grant = granted
     entry, data = entry_for(grant, key[0])
     match lie:
         case "segment without descriptor":
-            sender = HandMadeSender(grant.messenger, None, 8192)
+            sender = HandMadeSender(grant.messenger, None, MEMORY_BYTES)
         case "negative segment":
-            sender = HandMadeSender(grant.messenger, fd, -1)
+            sender = HandMadeSender(grant.messenger, memory, -1)
         case "segment beyond its descriptor":
-            sender = HandMadeSender(grant.messenger, fd, 8193)
+            sender = HandMadeSender(grant.messenger, memory, MEMORY_BYTES + 1)
         case "payload over shared memory":
-            sender = HandMadeSender(grant.messenger, fd, 8192)
+            sender = HandMadeSender(grant.messenger, memory, MEMORY_BYTES)
             sender.write(grant, entry, data)
         case "source outside the segment" | "negative source":
-            sender = HandMadeSender(grant.messenger, fd, 8192)
+            sender = HandMadeSender(grant.messenger, memory, MEMORY_BYTES)
             entry = msgspec.structs.replace(entry, source_offset=-1 if lie == "negative source" else 8000)
             sender.send(Write(1, grant.grant_id, [entry]))
         case "payload shorter than its pages":
@@ -384,29 +377,21 @@ async def test_lying_peer_loses_its_connection_and_does_no_harm(start_node: Star
             sender.send(Write(1, grant.grant_id, []))
     assert sender.is_dropped()
     sender.sock.close()
-    os.close(fd)
     await client.release(reservation.reservation_id)
     assert (await until(client, unused)).num_sealed == 0
-    await client.close()
 
 
 async def test_write_over_shared_memory_that_comes_again_is_acknowledged_and_not_placed(
-    start_node: StartNode,
+    granted: Granted, memory: int
 ) -> None:
-    client = await start_node("decode").connect()
-    key = prompt_keys(1)
-    grant = await client.grant((await client.reserve(key, 0)).reservation_id)
+    client, key, _, grant = granted
     entry, data = entry_for(grant, key[0])
-    fd = os.memfd_create("hand-made")
-    os.truncate(fd, 8192)
-    os.pwrite(fd, data, 0)
-    sender = HandMadeSender(grant.messenger, fd, 8192)
+    os.pwrite(memory, data, 0)
+    sender = HandMadeSender(grant.messenger, memory, MEMORY_BYTES)
     sender.send(Write(1, grant.grant_id, [entry]))
     assert sender.receive() == WriteAck()
-    os.pwrite(fd, bytes(len(data)), 0)
+    os.pwrite(memory, bytes(len(data)), 0)
     sender.send(Write(1, grant.grant_id, [entry]))
     assert sender.receive() == WriteAck()
     assert client.segment.layer_view(entry.page, 0) == data
     sender.sock.close()
-    os.close(fd)
-    await client.close()

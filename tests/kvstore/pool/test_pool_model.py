@@ -1,10 +1,10 @@
-"""What keeps a block where it is: leases, pins, holds, writers of a former life, and a tier below.
+"""The pool's state machine against a model of what its users rely on.
 
-The state machine at the end checks, after every step, that nothing which somebody relies on has been evicted,
-overwritten or lost, and that every page is accounted for.
+After every step nothing that a user relies on has been evicted, overwritten or lost, every page is accounted
+for, and no page comes twice with one generation.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -18,327 +18,10 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
+from tests.kvstore.pool.in_memory import ALL_LAYERS, CHECKSUMS, KEYS, NUM_LAYERS, NUM_PAGES, FakeTier
 
-NUM_PAGES, NUM_LAYERS = 6, 2
-ALL_LAYERS = range(NUM_LAYERS)
-CHECKSUMS = bytes(8 * NUM_LAYERS)
-KEYS = [bytes([number]) * 16 for number in range(1, 10)]
 ALICE, BOB = 1, 2
 WRITERS = {ALICE: PageWriter(pid=100, serial=1), BOB: PageWriter(pid=100, serial=2)}
-
-
-@dataclass
-class FakeTier:
-    """What is below DRAM: says that it holds what the test put there."""
-
-    is_accepting: bool = True
-    held: set[BlockKey] = field(default_factory=set)
-
-    def holds(self, key: BlockKey) -> bool:
-        return key in self.held
-
-
-def new_pool(num_pages: int = NUM_PAGES, lower: FakeTier | None = None) -> Pool:
-    return Pool(PageTable.in_memory(num_pages, NUM_LAYERS), lower=lower)
-
-
-def store(pool: Pool, *keys: BlockKey) -> list[int]:
-    """Seals `keys` and leaves them to eviction. Returns their pages."""
-    reservation = pool.reserve(ALICE, keys, 0)
-    for block in reservation.blocks:
-        if not block.found:
-            pool.arrived(reservation, block, ALL_LAYERS, CHECKSUMS)
-    pool.release(reservation.reservation_id)
-    return [block.page for block in reservation.blocks]
-
-
-def fill_up(pool: Pool, num_blocks: int = NUM_PAGES) -> None:
-    """Stores so many blocks that nobody has seen before."""
-    for number in range(num_blocks):
-        store(pool, b"other" + number.to_bytes(11, "big"))
-
-
-# -- leases -------------------------------------------------------------------------------------------
-
-
-def test_leased_block_stays_until_its_lease_ends() -> None:
-    pool = new_pool()
-    (page,) = store(pool, KEYS[0])
-    lease = pool.lease(ALICE, [KEYS[0], KEYS[1]], deadline_s=9.0)
-    assert lease.pages == [page, None]
-    fill_up(pool)
-    assert pool.find(KEYS[0]) == page
-    pool.end_lease(lease.lease_id)
-    pool.end_lease(lease.lease_id)
-    fill_up(pool)
-    assert pool.find(KEYS[0]) is None
-    assert pool.check_integrity() is None
-
-
-def test_lease_ends_at_its_deadline_and_is_counted() -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    early, late = (pool.lease(ALICE, [KEYS[0]], deadline_s) for deadline_s in (5.0, 7.0))
-    pool.expire(4.9)
-    assert pool.num_leases == 2
-    pool.expire(5.0)
-    assert (pool.find_lease(early.lease_id), pool.find_lease(late.lease_id)) == (None, late)
-    assert pool.num_used_pages == 1
-    pool.expire(100.0)
-    assert (pool.num_leases, pool.num_used_pages, pool.counters.num_expired_leases) == (0, 0, 2)
-
-
-def test_lease_that_ended_in_time_does_not_expire() -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    pool.end_lease(pool.lease(ALICE, [KEYS[0]], 5.0).lease_id)
-    pool.expire(6.0)
-    assert pool.counters.num_expired_leases == 0
-    assert pool.check_integrity() is None
-
-
-def test_key_that_is_named_twice_is_leased_and_reserved_once() -> None:
-    pool = new_pool()
-    (page,) = store(pool, KEYS[0])
-    lease = pool.lease(ALICE, [KEYS[0], KEYS[0]], 5.0)
-    reservation = pool.reserve(BOB, [KEYS[0], KEYS[0]], 0)
-    assert lease.pages == [b.page for b in reservation.blocks] == [page, page]
-    assert pool.check_integrity() is None
-    pool.end_lease(lease.lease_id)
-    pool.release(reservation.reservation_id)
-    assert pool.num_used_pages == 0
-    assert pool.check_integrity() is None
-
-
-def test_claims_are_those_of_their_owner() -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    ours, theirs = pool.lease(ALICE, KEYS[:1], 5.0), pool.lease(BOB, KEYS[:1], 5.0)
-    reservation = pool.reserve(BOB, KEYS[1:2], 0)
-    assert pool.claims_of(ALICE) == ([], [ours.lease_id])
-    assert pool.claims_of(BOB) == ([reservation.reservation_id], [theirs.lease_id])
-
-
-def test_ended_leases_with_far_deadlines_leave_nothing_behind() -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    for _ in range(5000):
-        pool.end_lease(pool.lease(ALICE, KEYS[:1], 1e9).lease_id)
-    assert pool.lease_deadlines.num_entries < 1500
-
-
-def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_reason() -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    promotion = pool.begin_promotion(KEYS[1], position=4)
-    pool.promoted(promotion, CHECKSUMS, num_uses=9)
-    pool.release(promotion.reservation_id)
-    for _ in range(2):
-        pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[1], KEYS[2]], 5.0).lease_id)
-    assert pool.hits.num_hits == {Tier.DRAM: 3, Tier.SSD: 1}
-    assert pool.hits.num_misses == {"absent": 3}  # one when it was stored
-    fill_up(pool)
-    pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[2]], 5.0).lease_id)
-    assert pool.hits.num_misses["evicted"] == 1
-
-
-def test_promoted_block_that_nobody_asked_for_leaves_no_hit_to_the_next_one_in_its_page() -> None:
-    pool = new_pool(num_pages=1)
-    for forget in (lambda: fill_up(pool, 1), lambda: pool.remove(KEYS[0])):
-        promotion = pool.begin_promotion(KEYS[0], position=0)
-        pool.promoted(promotion, CHECKSUMS, num_uses=1)
-        pool.release(promotion.reservation_id)
-        forget()
-        store(pool, KEYS[1])
-        pool.end_lease(pool.lease(ALICE, KEYS[1:2], 5.0).lease_id)
-    assert pool.hits.num_hits == {Tier.DRAM: 2, Tier.SSD: 0}
-
-
-def test_promoted_block_keeps_its_uses_and_position() -> None:
-    pool = new_pool()
-    promotion = pool.begin_promotion(KEYS[0], position=4)
-    (block,) = promotion.blocks
-    pool.promoted(promotion, CHECKSUMS, num_uses=9)
-    assert (int(pool.table.positions[block.page]), int(pool.table.num_uses[block.page])) == (4, 9)
-
-
-# -- pins ---------------------------------------------------------------------------------------------
-
-
-def test_hard_pin_keeps_a_block_at_any_price_and_a_soft_one_as_long_as_others_can_go() -> None:
-    pool = new_pool()
-    hard, soft = KEYS[0], KEYS[1]
-    store(pool, hard, soft)
-    assert pool.pins.add([hard, KEYS[5]], hard=True, deadline_s=9.0) == 1
-    assert pool.pins.add([soft], hard=False, deadline_s=9.0) == 1
-    fill_up(pool, 20)
-    assert pool.locate([hard, soft]) == [Tier.DRAM, Tier.DRAM]
-    reservation = pool.reserve(ALICE, [], NUM_PAGES - 1)
-    assert pool.locate([hard, soft]) == [Tier.DRAM, None]
-    with pytest.raises(PoolFullError):
-        pool.reserve(ALICE, [], 1)
-    pool.release(reservation.reservation_id)
-    assert len(pool.pins) == 1, "a pin ends with its block"
-    assert pool.check_integrity() is None
-
-
-@pytest.mark.parametrize(("first_is_hard", "second_is_hard"), [(True, True), (False, True), (False, False)])
-def test_new_pin_replaces_the_old_one(first_is_hard: bool, second_is_hard: bool) -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    pool.pins.add(KEYS[:1], hard=first_is_hard, deadline_s=5.0)
-    pool.pins.add(KEYS[:1], hard=second_is_hard, deadline_s=9.0)
-    assert (len(pool.pins), pool.num_used_pages) == (1, int(second_is_hard))
-    pool.expire(8.0)
-    assert len(pool.pins) == 1
-    fill_up(pool, 20)
-    assert pool.find(KEYS[0]) is not None
-    pool.expire(9.0)
-    assert (len(pool.pins), pool.num_used_pages) == (0, 0)
-    fill_up(pool)
-    assert pool.find(KEYS[0]) is None
-    assert pool.check_integrity() is None
-
-
-def test_soft_pins_come_and_go_and_a_hard_one_stays() -> None:
-    pool = new_pool()
-    store(pool, *KEYS[:2])
-    pool.pins.add(KEYS[:1], hard=True, deadline_s=9.0)
-    assert pool.pins.add(KEYS[:2], hard=False, deadline_s=5.0) == 2
-    assert pool.pins.remove(KEYS[:2], hard=False) == 1
-    pool.expire(8.0)
-    assert (len(pool.pins), pool.num_used_pages) == (1, 1)
-    assert pool.pins.remove(KEYS[:2]) == 1
-    assert (len(pool.pins), pool.num_used_pages, pool.check_integrity()) == (0, 0, None)
-
-
-def test_hard_pins_take_at_most_half_of_the_pool() -> None:
-    pool = new_pool()
-    store(pool, *KEYS[:4])
-    pool.pins.add(KEYS[:3], hard=True, deadline_s=9.0)
-    assert pool.pins.add(KEYS[:3], hard=True, deadline_s=9.0) == 3, "anew is not more"
-    with pytest.raises(PoolError, match="4 of 6 pages would be pinned hard, at most half may be"):
-        pool.pins.add(KEYS[3:4], hard=True, deadline_s=9.0)
-    assert len(pool.pins) == 3
-    pool.pins.remove(KEYS[:1])
-    pool.pins.add(KEYS[:1], hard=False, deadline_s=9.0)
-    assert pool.pins.add(KEYS[3:4], hard=True, deadline_s=9.0) == 1
-    assert pool.pins.remove(KEYS) == 4
-    assert (pool.num_used_pages, pool.check_integrity()) == (0, None)
-
-
-def test_removed_or_damaged_block_loses_its_pin() -> None:
-    pool = new_pool()
-    (_, damaged) = store(pool, *KEYS[:2])
-    pool.pins.add(KEYS[:2], hard=True, deadline_s=9.0)
-    assert pool.remove(KEYS[0])
-    pool.drop(damaged)
-    assert (len(pool.pins), pool.num_used_pages) == (0, 0)
-    assert pool.table.count()[PageState.FREE] == NUM_PAGES
-    store(pool, *KEYS[:2])
-    pool.expire(9.0)  # of the pins that were
-    assert pool.check_integrity() is None
-
-
-def test_pins_that_are_renewed_again_and_again_leave_nothing_behind() -> None:
-    pool = new_pool()
-    store(pool, KEYS[0])
-    for number in range(5000):
-        pool.pins.add(KEYS[:1], hard=True, deadline_s=1e9 + number)
-    assert pool.pins.deadlines.num_entries < 1500
-    pool.expire(1e9 + 4998)
-    assert len(pool.pins) == 1
-    pool.expire(1e9 + 4999)
-    assert len(pool.pins) == 0
-
-
-# -- a tier below -------------------------------------------------------------------------------------
-
-
-def test_block_that_only_dram_has_is_not_evicted_while_the_tier_below_accepts() -> None:
-    lower = FakeTier()
-    pool = new_pool(lower=lower)
-    store(pool, *KEYS[:NUM_PAGES])
-    with pytest.raises(PoolFullError):
-        pool.reserve(ALICE, [], 1)
-    lower.held.add(KEYS[NUM_PAGES - 1])  # the coldest: the last of its prompt
-    pool.release(pool.reserve(ALICE, [], 1).reservation_id)
-    assert pool.locate(KEYS[:NUM_PAGES]) == [Tier.DRAM] * (NUM_PAGES - 1) + [Tier.SSD]
-    pool.release(pool.reserve(ALICE, [], 1).reservation_id)
-    with pytest.raises(PoolFullError):
-        pool.reserve(ALICE, [], 2)
-    lower.is_accepting = False
-    pool.reserve(ALICE, [], NUM_PAGES)
-    assert pool.locate(KEYS[: NUM_PAGES - 1]) == [None] * (NUM_PAGES - 1)
-
-
-def test_refused_request_for_more_than_can_be_had_does_not_ask_for_room_that_cannot_come() -> None:
-    """Making room for it would cost all that is cached, and still not be enough."""
-    pool = new_pool()
-    store(pool, *KEYS[:2])
-    pool.reserve(ALICE, [], 3)
-    with pytest.raises(PoolFullError):
-        pool.reserve(BOB, [], 4)
-    assert pool.evictor.num_wanted == 0
-
-
-def test_refused_request_that_could_be_served_asks_for_its_room() -> None:
-    calls: list[None] = []
-    pool = Pool(
-        PageTable.in_memory(NUM_PAGES, NUM_LAYERS), lower=FakeTier(), on_pressure=lambda: calls.append(None)
-    )
-    store(pool, *KEYS[:NUM_PAGES])
-    assert calls == []
-    with pytest.raises(PoolFullError):
-        pool.reserve(BOB, [], 4)
-    assert (pool.evictor.num_wanted, len(calls)) == (4, 1)
-
-
-# -- writers of a former life -------------------------------------------------------------------------
-
-
-def test_page_that_a_writer_may_still_write_is_nobodys_until_he_is_gone() -> None:
-    table = PageTable.in_memory(NUM_PAGES, NUM_LAYERS)
-    old = Pool(table)
-    written = old.reserve(ALICE, KEYS[:1], 1, WRITERS[ALICE])
-    old.reserve(BOB, KEYS[1:2], 0, WRITERS[BOB])
-    old.reserve(3, KEYS[2:3], 0)  # written by the messenger itself, which is dead
-    pool = Pool(table)
-    assert set(pool.former_writers) == set(WRITERS.values())
-    assert pool.table.count()[PageState.QUARANTINED] == 3
-    assert pool.check_integrity() is None
-    pool.writer_gone(WRITERS[ALICE])
-    pool.writer_gone(WRITERS[ALICE])
-    assert pool.former_writers == [WRITERS[BOB]]
-    for block in written.blocks:
-        assert table.state(block.page) is PageState.FREE
-        assert table.generation(block.page) == block.generation + 1
-    pool.reserve(ALICE, [], NUM_PAGES - 1)
-    with pytest.raises(PoolFullError):
-        pool.reserve(ALICE, [], 1)
-    pool.writer_gone(WRITERS[BOB])
-    assert pool.reserve(ALICE, [], 1).blocks[0].page not in {block.page for block in written.blocks}
-    assert pool.check_integrity() is None
-
-
-def test_page_that_a_peer_was_copying_to_is_nobodys_until_its_process_is_gone() -> None:
-    table, copier = PageTable.in_memory(NUM_PAGES, NUM_LAYERS), PageWriter.copier(1234)
-    old = Pool(table)
-    granted = old.reserve(ALICE, KEYS[:1], 0).blocks[0].page
-    written = old.reserve(BOB, KEYS[1:2], 0, WRITERS[BOB]).blocks[0].page
-    table.assign(copier)
-    pool = Pool(table)
-    pool.keep_aside(copier)
-    assert table.state(granted) is table.state(written) is PageState.QUARANTINED
-    pool.writer_gone(WRITERS[BOB])
-    assert table.state(written) is PageState.QUARANTINED
-    assert pool.former_writers == [copier]
-    pool.writer_gone(copier)
-    assert table.state(granted) is table.state(written) is PageState.FREE
-    assert pool.check_integrity() is None
-
-
-# -- everything at once -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -353,8 +36,8 @@ class Claim:
 keys_drawn = st.lists(st.sampled_from(KEYS), max_size=4)
 
 
-class LeaseModel(RuleBasedStateMachine):
-    """Knows who relies on which page; eviction may take whatever else it likes."""
+class PoolModel(RuleBasedStateMachine):
+    """Knows which user relies on which page; eviction may take whatever else it likes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,6 +51,7 @@ class LeaseModel(RuleBasedStateMachine):
         self.soft: dict[BlockKey, float] = {}
         self.holds: list[tuple[int, int]] = []
         self.former: dict[PageWriter, list[tuple[int, int]]] = {}
+        self.issued: set[tuple[int, int]] = set()
         self.in_dram: dict[BlockKey, int] = {}
         """as of the end of the last step"""
         self.gone: set[BlockKey] = set()
@@ -420,7 +104,10 @@ class LeaseModel(RuleBasedStateMachine):
         assert not needs_disk or evictable & self.lower.held
         used = {page for page, _ in self.relied_on()}
         for block in reservation.blocks:
-            assert block.found or block.page not in used, "a page that somebody relies on was given away"
+            if not block.found:
+                assert block.page not in used, "a page that somebody relies on was given away"
+                assert (block.page, block.generation) not in self.issued, "a generation came twice"
+                self.issued.add((block.page, block.generation))
         places = [(block.page, block.generation) for block in reservation.blocks]
         self.reservations[reservation.reservation_id] = Claim(owner, places)
 
@@ -440,6 +127,19 @@ class LeaseModel(RuleBasedStateMachine):
         reservation_id = data.draw(st.sampled_from(list(self.reservations)))
         del self.reservations[reservation_id]
         self.pool.release(reservation_id)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
+    def store(self, keys: list[BlockKey]) -> None:
+        """As a put does: there is more to pin, lease and evict than single layers would bring."""
+        try:
+            reservation = self.pool.reserve(ALICE, keys, 0)
+        except PoolFullError:
+            return
+        for block in reservation.blocks:
+            if not block.found:
+                self.pool.arrived(reservation, block, ALL_LAYERS, CHECKSUMS)
+        self.pool.release(reservation.reservation_id)
+        assert self.pool.locate(keys) == [Tier.DRAM] * len(keys)
 
     # -- leases, holds, pins ----------------------------------------------------------------------
 
@@ -513,10 +213,10 @@ class LeaseModel(RuleBasedStateMachine):
             else:
                 self.soft[key] = deadline_s
 
-    @rule(keys=keys_drawn)
-    def unpin(self, keys: list[BlockKey]) -> None:
-        pinned = {key for key in keys if key in self.hard or key in self.soft}
-        assert self.pool.pins.remove(keys) == len(pinned)
+    @rule(keys=keys_drawn, hard=st.booleans())
+    def unpin(self, keys: list[BlockKey], hard: bool) -> None:
+        pinned = {key for key in keys if key in self.soft or (hard and key in self.hard)}
+        assert self.pool.pins.remove(keys, hard=hard) == len(pinned)
         for key in pinned:
             self.unpinned(key)
 
@@ -591,10 +291,9 @@ class LeaseModel(RuleBasedStateMachine):
         """Leases, pins and holds are lost; pages that others may still be writing are not given away."""
         for claim in self.reservations.values():
             for page, generation in claim.places:
-                writer = self.table._writer[page]
-                if self.table.state(page) is PageState.RESERVED and writer:
-                    place = (page, generation)
-                    self.former.setdefault(PageWriter(writer >> 32, writer & 0xFFFFFFFF), []).append(place)
+                writer = self.table.writer(page)
+                if self.table.state(page) is PageState.RESERVED and writer is not None:
+                    self.former.setdefault(writer, []).append((page, generation))
         for claims in (self.reservations, self.promotions, self.leases, self.hard, self.soft, self.holds):
             claims.clear()
         self.pool = Pool(self.table, policy=self.policy, lower=self.lower)
@@ -650,5 +349,5 @@ class LeaseModel(RuleBasedStateMachine):
         self.in_dram, self.gone = now, set()
 
 
-TestLeasesAgainstModel = LeaseModel.TestCase
-TestLeasesAgainstModel.settings = settings(max_examples=120, stateful_step_count=50)
+TestPoolAgainstModel = PoolModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=120, stateful_step_count=50)
